@@ -1,0 +1,58 @@
+"""Attention that is chosen, never guessed: layers, layouts, choices, selection and the report of what ran."""
+
+from __future__ import annotations
+
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    Backend,
+    Capability,
+    HeadSizes,
+)
+from diffusion_runtime.attention.backends.registry import register_backend, unregister_backend
+from diffusion_runtime.attention.catalogue import BackendInfo, list_backends
+from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.functional import attention
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.layers import LocalAttention, UlyssesAttention, USPAttention
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport, LibraryAttention, ReportRow
+from diffusion_runtime.attention.roles import register_role
+from diffusion_runtime.attention.select import Decision, force_attention_backend, select_backend
+from diffusion_runtime.attention.state import AttentionState
+
+__all__ = [
+    "AttentionCall",
+    "AttentionConfig",
+    "AttentionContext",
+    "AttentionPolicy",
+    "AttentionRecorder",
+    "AttentionReport",
+    "AttentionResult",
+    "AttentionSpec",
+    "AttentionState",
+    "Availability",
+    "Backend",
+    "BackendInfo",
+    "Capability",
+    "Decision",
+    "HeadSizes",
+    "LayerInfo",
+    "LibraryAttention",
+    "LocalAttention",
+    "ReportRow",
+    "StepInfo",
+    "TokenLayout",
+    "USPAttention",
+    "UlyssesAttention",
+    "attention",
+    "force_attention_backend",
+    "list_backends",
+    "register_backend",
+    "register_role",
+    "select_backend",
+    "unregister_backend",
+]

@@ -1,0 +1,174 @@
+"""What an attention backend is: a name, a declared capability, typed options, a probe and `run`.
+
+Adding one is one file that defines a `Backend` and a `@register_backend` above it; nothing else changes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.roles import CATEGORIES
+from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.hardware import DTYPES, PLATFORMS, Hardware
+
+if TYPE_CHECKING:
+    import torch
+
+# What a call may ask of a backend beyond softmax(q k^T / sqrt(head_dim)) v on unpadded [batch, seq, heads, head_dim].
+FEATURES = ("key_padding", "gqa", "causal", "scale", "lse", "gate")
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Head sizes a backend takes: a multiple of `multiple` from `minimum` to `maximum`, or one of `only`."""
+
+    minimum: int = 1
+    maximum: int | None = None
+    multiple: int = 1
+    only: tuple[int, ...] = ()
+
+    def __contains__(self, head_dim: int) -> bool:
+        if self.only:
+            return head_dim in self.only
+        below = self.maximum is None or head_dim <= self.maximum
+        return head_dim >= self.minimum and below and head_dim % self.multiple == 0
+
+    def __str__(self) -> str:
+        if self.only:
+            return ", ".join(map(str, self.only))
+        upper = "" if self.maximum is None else f" to {self.maximum}"
+        step = "" if self.multiple == 1 else f", multiples of {self.multiple}"
+        return f"{self.minimum}{upper}{step}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is known of a layer when its backend is chosen.
+
+    category: the role's category; needs: the FEATURES its calls use (gqa follows from the head counts).
+    """
+
+    role: str
+    category: str
+    head_dim: int
+    dtype: str
+    hardware: Hardware
+    num_heads: int
+    num_kv_heads: int
+    needs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a backend can do. Declared once, enforced by `refusals` alone.
+
+    platforms: where it runs; dtypes: input types; head_sizes: see HeadSizes; features: a subset of FEATURES.
+    minimum_capability, maximum_capability: inclusive range of compute capabilities on CUDA, None for no bound.
+    categories: the role categories it may serve.
+    """
+
+    platforms: frozenset[str] = frozenset(PLATFORMS)
+    dtypes: frozenset[str] = frozenset(DTYPES)
+    head_sizes: HeadSizes = field(default_factory=HeadSizes)
+    features: frozenset[str] = frozenset()
+    minimum_capability: tuple[int, int] | None = None
+    maximum_capability: tuple[int, int] | None = None
+    categories: frozenset[str] = frozenset(CATEGORIES)
+
+    def serves(self, question: Question) -> bool:
+        """Whether the backend is made for the role at all; a general choice passes over roles it is not made for."""
+        return question.category in self.categories
+
+    def refusals(self, question: Question) -> list[str]:
+        """Every reason why the backend cannot answer `question`; empty when it can."""
+        reasons = []
+        hardware = question.hardware
+        if not self.serves(question):
+            reasons.append(f"serves {', '.join(sorted(self.categories))} attention, not role {question.role!r}")
+        if hardware.platform not in self.platforms:
+            reasons.append(f"runs on {', '.join(sorted(self.platforms))}, not on {hardware.platform}")
+        elif hardware.capability is not None:
+            low, high = self.minimum_capability, self.maximum_capability
+            if low is not None and hardware.capability < low:
+                reasons.append(f"needs sm_{low[0]}{low[1]} or newer, this is {hardware.describe()}")
+            if high is not None and hardware.capability > high:
+                reasons.append(f"stops at sm_{high[0]}{high[1]}, this is {hardware.describe()}")
+        if question.dtype not in self.dtypes:
+            reasons.append(f"takes {', '.join(sorted(self.dtypes))}, not {question.dtype}")
+        if question.head_dim not in self.head_sizes:
+            reasons.append(f"takes head sizes {self.head_sizes}, not {question.head_dim}")
+        needs = set(question.needs)
+        if question.num_kv_heads != question.num_heads:
+            needs.add("gqa")
+        reasons += [f"cannot do {feature}" for feature in sorted(needs - self.features)]
+        return reasons
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a backend's packages are there: a version when they are, a reason and a fix when they are not."""
+
+    version: str | None
+    reason: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a backend that has none."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call. q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim].
+
+    options: an instance of the backend's options_type. layout: where the key tokens sit, None when nothing is padded.
+    gate: [batch, seq_q, heads, head_dim] for backends with a gated branch. scale: None is 1 / sqrt(head_dim).
+    causal: query i sees keys 0..i; needs seq_q == seq_k.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    options: Any
+    layout: TokenLayout | None
+    layer: LayerInfo
+    step: StepInfo
+    state: AttentionState
+    gate: torch.Tensor | None = None
+    scale: float | None = None
+    causal: bool = False
+    return_lse: bool = False
+
+
+class AttentionResult(NamedTuple):
+    """out: [batch, seq_q, heads, head_dim] in q's dtype; lse: natural log, float32, [batch, heads, seq_q], or None.
+
+    A query that sees no key gets 0 and -inf. implementation: who computed it, for the report.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    implementation: str
+
+
+class Backend(ABC):
+    """One way to compute attention. Instances hold no state; what must live longer goes into AttentionCall.state."""
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    summary: ClassVar[str]
+    capability: ClassVar[Capability]
+    options_type: ClassVar[type] = NoOptions
+
+    @abstractmethod
+    def probe(self, hardware: Hardware) -> Availability:
+        """Whether its packages are there, read off `hardware` without importing anything heavy."""
+
+    @abstractmethod
+    def run(self, call: AttentionCall) -> AttentionResult:
+        """Compute one call. Selection has already checked `capability`, so every call is one it promised."""

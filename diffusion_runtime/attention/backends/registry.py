@@ -1,0 +1,96 @@
+"""Which backends there are: ours by name, and those that others register or publish as entry points."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+from typing import TypeVar
+
+from diffusion_runtime.attention.backends.interface import FEATURES, Backend
+from diffusion_runtime.attention.backends.names import KNOWN_NAMES, PEER_SPELLINGS, plain
+from diffusion_runtime.errors import ConfigError, nearest
+
+ENTRY_POINT_GROUP = "diffusion_runtime.attention_backends"
+
+# Our own backends: name -> module. A module registers its backend when it is imported, which is when it is asked for.
+_OWN_MODULES = {
+    "torch_sdpa": "diffusion_runtime.attention.backends.torch_sdpa",
+    "reference": "diffusion_runtime.attention.backends.reference",
+}
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+_backends: dict[str, Backend] = {}
+_aliases: dict[str, str] = dict(PEER_SPELLINGS)
+_entry_points_read = False
+
+BackendClass = TypeVar("BackendClass", bound=type[Backend])
+
+
+def register_backend(backend_class: BackendClass) -> BackendClass:
+    """Class decorator: make a Backend selectable under its name and aliases.
+
+    A package can also publish the class under the entry point group `diffusion_runtime.attention_backends`.
+    Raises ConfigError when a name is taken by another class, or a feature is not one of FEATURES.
+    """
+    unknown = set(backend_class.capability.features) - set(FEATURES)
+    if unknown:
+        raise ConfigError(f"backend {backend_class.name!r}: unknown feature{nearest(sorted(unknown)[0], FEATURES)}")
+    for name in map(plain, (backend_class.name, *backend_class.aliases)):
+        holder = _backends.get(_aliases.get(name, name))
+        if holder is not None and type(holder).__qualname__ != backend_class.__qualname__:
+            raise ConfigError(f"backend name {name!r} is taken by {type(holder).__name__}")
+    name = plain(backend_class.name)
+    _backends[name] = backend_class()
+    _aliases.update({plain(alias): name for alias in backend_class.aliases})
+    return backend_class
+
+
+def unregister_backend(name: str) -> None:
+    """Take a backend that was registered by hand out again."""
+    canonical = canonical_name(name)
+    _backends.pop(canonical, None)
+    for alias in [alias for alias, target in _aliases.items() if target == canonical and alias not in PEER_SPELLINGS]:
+        del _aliases[alias]
+
+
+def canonical_name(name: str) -> str:
+    """The name that a spelling stands for. Raises ConfigError with the nearest names for an unknown one."""
+    spelled = plain(name)
+    canonical = _aliases.get(spelled, spelled)
+    if canonical in _backends or canonical in _OWN_MODULES or canonical in KNOWN_NAMES:
+        return canonical
+    _read_entry_points()
+    canonical = _aliases.get(spelled, spelled)
+    if canonical in _backends:
+        return canonical
+    known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends, *_aliases}
+    raise ConfigError(f"unknown attention backend {name!r}.{nearest(spelled, known)}")
+
+
+def find_backend(name: str) -> Backend | None:
+    """The backend of a canonical name; None for a known name that this version does not have."""
+    if name not in _backends and name in _OWN_MODULES:
+        importlib.import_module(_OWN_MODULES[name])
+    if name not in _backends:
+        _read_entry_points()
+    return _backends.get(name)
+
+
+def available_names() -> tuple[str, ...]:
+    """Canonical names of every backend that is here."""
+    _read_entry_points()
+    return tuple(dict.fromkeys([*_OWN_MODULES, *_backends]))
+
+
+def _read_entry_points() -> None:
+    """Load what other packages publish. A broken one is reported and left out: it must not stop everyone else."""
+    global _entry_points_read
+    if _entry_points_read:
+        return
+    _entry_points_read = True
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            register_backend(entry_point.load())
+        except Exception as error:  # whatever a stranger's module raises when it is imported
+            _logger.warning("attention backend entry point %r cannot be used: %s", entry_point.value, error)

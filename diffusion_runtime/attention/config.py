@@ -1,0 +1,304 @@
+"""What a user chose: a spec a role, a default, rules for steps and layers; and the one parser behind every form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import yaml
+
+from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
+from diffusion_runtime.attention.options import check_options, option_names, parse_pairs
+from diffusion_runtime.attention.roles import known_roles, role_category
+from diffusion_runtime.attention.schedule import IndexRanges, Window
+from diffusion_runtime.errors import ConfigError, nearest
+
+AUTO = "auto"
+_SPEC_KEYS = ("backend", "name", "extra", "options")
+_RULE_KEYS = ("role", "steps", "layers", *_SPEC_KEYS)
+_CONFIG_KEYS = ("default", "per_role", "schedule")
+_FILE_ENDINGS = (".json", ".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """A backend and its options.
+
+    name: a backend, several in order of preference (`fa,torch_sdpa`), or `auto` for no choice. Any spelling that the
+        registry knows; kept in its canonical form.
+    options: explicitly set options, checked against what the named backends declare. With `auto` they configure the
+        backend that a lower level chooses and are checked there.
+
+    Raises ConfigError for an unknown name, an unknown option or a wrong type.
+    """
+
+    name: str = AUTO
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ConfigError(f"attention backend: expected a name, got {self.name!r}")
+        candidates = [part for part in self.name.split(",") if part.strip()]
+        if any(part.strip().lower() == AUTO for part in candidates):
+            if len(candidates) > 1:
+                raise ConfigError(f"attention backend: auto stands alone, got {self.name!r}")
+            names = [AUTO]
+        else:
+            names = [canonical_name(part) for part in candidates]
+        object.__setattr__(self, "name", ",".join(dict.fromkeys(names)))
+        object.__setattr__(self, "options", MappingProxyType(self._checked_options()))
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """Canonical backend names in order of preference; none for `auto`."""
+        return () if self.name == AUTO else tuple(self.name.split(","))
+
+    def options_for(self, backend_name: str) -> dict[str, Any]:
+        """The options that the backend of this name declares, out of those that were set."""
+        backend = find_backend(backend_name)
+        if backend is None:
+            return dict(self.options)
+        known = option_names(backend.options_type)
+        return {key: value for key, value in self.options.items() if key in known}
+
+    def _checked_options(self) -> dict[str, Any]:
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"options of {self.name}: expected a mapping, got {self.options!r}")
+        backends = [find_backend(name) for name in self.candidates]
+        present = [backend for backend in backends if backend is not None]
+        if len(present) < max(1, len(backends)):
+            return dict(self.options)
+        checked = {}
+        for key, value in self.options.items():
+            owner = next((b for b in present if key in option_names(b.options_type)), present[0])
+            checked.update(check_options(owner.options_type, {key: value}, f"options of {owner.name}"))
+        return checked
+
+    def __hash__(self) -> int:
+        return hash((self.name, json.dumps(dict(self.options), sort_keys=True, default=str)))
+
+    @classmethod
+    def parse(cls, value: Any, where: str = "attention backend") -> Self:
+        """A spec from a name, a mapping with `backend` and `extra`, or a spec. Raises ConfigError naming `where`."""
+        if isinstance(value, cls):
+            return value
+        if value is None:
+            return cls()
+        if isinstance(value, str):
+            return cls(value)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected a backend name or a mapping, got {value!r}")
+        _check_keys(value, _SPEC_KEYS, where)
+        return cls(value.get("backend", value.get("name", AUTO)), value.get("extra", value.get("options")) or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"backend": self.name, **({"extra": dict(self.options)} if self.options else {})}
+
+
+@dataclass(frozen=True)
+class ScheduleRule:
+    """A spec for some steps and layers. role: a role or category, None for every role the backend serves."""
+
+    spec: AttentionSpec
+    window: Window = field(default_factory=Window)
+    role: str | None = None
+
+    @classmethod
+    def parse(cls, value: Any, where: str) -> Self:
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected a mapping with steps, layers and backend, got {value!r}")
+        _check_keys(value, _RULE_KEYS, where)
+        role = value.get("role")
+        if role is not None:
+            _check_role(role, f"{where}.role")
+        spec = AttentionSpec.parse({key: value[key] for key in value if key in _SPEC_KEYS}, where)
+        window = Window(
+            IndexRanges.parse(value.get("steps"), f"{where}.steps"),
+            IndexRanges.parse(value.get("layers"), f"{where}.layers"),
+        )
+        return cls(spec, window, role)
+
+    def speaks_for(self, role: str) -> bool:
+        return self.role in (None, role, role_category(role))
+
+    def to_dict(self) -> dict[str, Any]:
+        window = {"steps": str(self.window.steps), "layers": str(self.window.layers)}
+        chosen = {key: text for key, text in window.items() if text != "all"}
+        return {**({"role": self.role} if self.role else {}), **chosen, **self.spec.to_dict()}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """One level's choices. Values may be given as specs, names or mappings.
+
+    default: for every role its backend serves; per_role: by role or role category; schedule: rules that come before
+    both, the first that holds wins. Raises ConfigError for unknown roles, keys, names and options.
+    """
+
+    default: AttentionSpec | None = None
+    per_role: Mapping[str, AttentionSpec] = field(default_factory=dict)
+    schedule: tuple[ScheduleRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.default is not None:
+            object.__setattr__(self, "default", AttentionSpec.parse(self.default, "default"))
+        if not isinstance(self.per_role, Mapping):
+            raise ConfigError(f"per_role: expected a mapping of roles, got {self.per_role!r}")
+        specs = {}
+        for role, value in self.per_role.items():
+            _check_role(role, f"per_role.{role}")
+            specs[role] = AttentionSpec.parse(value, f"per_role.{role}")
+        object.__setattr__(self, "per_role", MappingProxyType(specs))
+        if isinstance(self.schedule, str | Mapping) or not hasattr(self.schedule, "__iter__"):
+            raise ConfigError(f"schedule: expected a list of rules, got {self.schedule!r}")
+        rules = [ScheduleRule.parse(rule, f"schedule[{index}]") for index, rule in enumerate(self.schedule)]
+        object.__setattr__(self, "schedule", tuple(rules))
+
+    def __hash__(self) -> int:
+        return hash((self.default, tuple(sorted(self.per_role.items(), key=str)), self.schedule))
+
+    def choices(self, role: str, rules: tuple[int, ...] = ()) -> list[tuple[AttentionSpec, bool, str]]:
+        """What this level says for `role`, most specific first, as (spec, made for the role by name, key).
+
+        rules: indexes of the schedule rules that hold now. The first entry that serves the role wins.
+        """
+        said = []
+        for index in rules:
+            rule = self.schedule[index]
+            if rule.speaks_for(role):
+                said.append((rule.spec, rule.role is not None, f"schedule[{index}] ({rule.window})"))
+        for key in dict.fromkeys((role, role_category(role))):
+            if key in self.per_role:
+                return [*said, (self.per_role[key], True, f"per_role.{key}")]
+        return said if self.default is None else [*said, (self.default, False, "default")]
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        """An AttentionConfig from any form a user can write it in.
+
+        None (no choice); a config; a spec; a mapping with default, per_role and schedule, nested or with dotted keys
+        (`per_role.cross.backend`), or with `backend` and `extra`; names (`fa,torch_sdpa`); a JSON text; the path of a
+        JSON or YAML file; `key=value,...` with dotted keys, or with option keys alone, which then configure whatever
+        backend a lower level chooses. Raises ConfigError.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, AttentionSpec):
+            return cls(default=value)
+        if isinstance(value, str):
+            value = parse_text(value, "attention config")
+            if isinstance(value, str):
+                return cls(default=AttentionSpec(value))
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"attention config: expected a mapping or a backend name, got {value!r}")
+        nested = _expand_dotted(value)
+        if nested and not set(nested) & set(_CONFIG_KEYS):
+            if set(nested) & set(_SPEC_KEYS):
+                return cls(default=AttentionSpec.parse(nested, "attention config"))
+            _check_not_misspelt(nested)
+            return cls(default=AttentionSpec(AUTO, nested))
+        _check_keys(nested, _CONFIG_KEYS, "attention config")
+        return cls(nested.get("default"), nested.get("per_role") or {}, nested.get("schedule") or ())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `parse` reads back."""
+        plain: dict[str, Any] = {}
+        if self.default is not None:
+            plain["default"] = self.default.to_dict()
+        if self.per_role:
+            plain["per_role"] = {role: spec.to_dict() for role, spec in self.per_role.items()}
+        if self.schedule:
+            plain["schedule"] = [rule.to_dict() for rule in self.schedule]
+        return plain
+
+
+def parse_text(text: str, where: str) -> Any:
+    """A JSON text, the path of a JSON or YAML file, or `key=value,...` as a mapping; other text unchanged.
+
+    Raises ConfigError for a file that is missing or unreadable, and for JSON or YAML that does not parse.
+    """
+    stripped = text.strip()
+    if stripped.startswith("{"):
+        try:
+            return json.loads(stripped)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from error
+    if stripped.lower().endswith(_FILE_ENDINGS) and "=" not in stripped:
+        return _read_mapping(Path(stripped), where)
+    return parse_pairs(stripped) if "=" in stripped else text
+
+
+def _read_mapping(path: Path, where: str) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: cannot read {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: {path} is not valid JSON or YAML: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where}: {path} holds {type(content).__name__}, expected a mapping")
+    return content
+
+
+def _expand_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`per_role.ROLE.extra.KEY` and the like as nested mappings; a role may itself contain dots."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"attention config: expected text keys, got {key!r}")
+        path = _split_path(key)
+        place = nested
+        for part in path[:-1]:
+            inner = place.setdefault(part, {})
+            if isinstance(inner, str):
+                inner = place[part] = {"backend": inner}
+            if not isinstance(inner, dict):
+                inner = place[part] = dict(inner)
+            place = inner
+        if isinstance(value, Mapping) and isinstance(place.get(path[-1]), dict):
+            place[path[-1]].update(value)
+        else:
+            place[path[-1]] = dict(value) if isinstance(value, Mapping) else value
+    return nested
+
+
+def _split_path(key: str) -> list[str]:
+    head, _, rest = key.partition(".")
+    if head not in ("default", "per_role") or not rest:
+        return [key]
+    for word in ("extra", "options"):
+        left, found, option = f"{head}.{rest}".partition(f".{word}.")
+        if found:
+            return [*_split_path(left), word, option] if left != head else [head, word, option]
+    leaf = rest.rpartition(".")[2]
+    if head == "default":
+        return [head, rest]
+    if leaf in _SPEC_KEYS and "." in rest:
+        return [head, rest.rpartition(".")[0], leaf]
+    return [head, rest]
+
+
+def _check_keys(values: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}.{nearest(str(key), known)}")
+
+
+def _check_not_misspelt(options: Mapping[str, Any]) -> None:
+    """A mapping without any of our keys holds options; one that looks like a misspelt key is taken for that."""
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            raise ConfigError(f"attention config: unknown key {key!r}.{nearest(key, (*_CONFIG_KEYS, *_SPEC_KEYS))}")
+
+
+def _check_role(role: Any, where: str) -> None:
+    if role not in known_roles():
+        raise ConfigError(f"{where}: unknown attention role {role!r}.{nearest(str(role), known_roles())}")

@@ -1,0 +1,30 @@
+"""What one attention call needs to know, as one argument."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Self
+
+from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.report import AttentionRecorder
+from diffusion_runtime.attention.state import AttentionState
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """One forward pass of a model, as its attention layers see it.
+
+    layout: where the key tokens sit; None when nothing is padded and no backend asks for a grid.
+    step: where in the denoising loop; state: what backends keep during the request; recorder: counts what ran.
+    """
+
+    layout: TokenLayout | None = None
+    step: StepInfo = field(default_factory=StepInfo)
+    state: AttentionState = field(default_factory=AttentionState)
+    recorder: AttentionRecorder = field(default_factory=AttentionRecorder)
+
+    def with_layout(self, layout: TokenLayout | None) -> Self:
+        """The same forward pass for a call whose keys sit otherwise, such as a cross-attention's."""
+        return dataclasses.replace(self, layout=layout)

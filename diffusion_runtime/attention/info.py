@@ -1,0 +1,35 @@
+"""Which layer and which step a call belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BRANCHES = ("cond", "uncond", "both")
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """index of num_layers: the transformer block; role: what the attention relates, such as `self` or `cross`;
+    name: the module's path in its model, for messages."""
+
+    index: int = 0
+    num_layers: int = 1
+    role: str = "self"
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Where in the denoising loop a call happens.
+
+    timestep: the model's own time, usually in [0, 1000]; sigma: the noise level in [0, 1].
+    branch: `cond`, `uncond`, or `both` when guidance runs them as one batch.
+    expert: which transformer, for models that have more than one.
+    """
+
+    index: int = 0
+    num_steps: int = 1
+    timestep: float | None = None
+    sigma: float | None = None
+    branch: str = "cond"
+    expert: int = 0

@@ -1,0 +1,78 @@
+"""Where tokens sit: text before, a frames x height x width grid, text after."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from diffusion_runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How the key sequence of one attention call is made up; in self-attention the queries sit the same way.
+
+    grid: (frames, height, width) in tokens, after patchify; (0, 0, 0) when there is text only.
+    num_prefix_tokens, num_suffix_tokens: text before and after the grid, padding included.
+    valid_lengths: for each sample of the batch how many of its text tokens are real; they come first in the text
+        and the rest is never attended to. None when all are. Needs the text on one side of the grid.
+
+    Raises ConfigError for negative counts and for lengths that do not fit.
+    """
+
+    grid: tuple[int, int, int]
+    num_prefix_tokens: int = 0
+    num_suffix_tokens: int = 0
+    valid_lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.grid) != 3 or min(*self.grid, self.num_prefix_tokens, self.num_suffix_tokens) < 0:
+            raise ConfigError(f"TokenLayout: expected a grid (T, H, W) and token counts of 0 or more, got {self!r}")
+        object.__setattr__(self, "grid", tuple(self.grid))
+        if self.valid_lengths is None:
+            return
+        object.__setattr__(self, "valid_lengths", tuple(int(length) for length in self.valid_lengths))
+        if self.num_prefix_tokens and self.num_suffix_tokens:
+            raise ConfigError("TokenLayout: valid_lengths needs the text on one side of the grid, not on both")
+        wrong = [length for length in self.valid_lengths if not 0 <= length <= self.num_text_tokens]
+        if wrong:
+            raise ConfigError(f"TokenLayout: valid_lengths must lie in 0..{self.num_text_tokens}, got {wrong}")
+
+    @classmethod
+    def text(cls, num_tokens: int, valid_lengths: tuple[int, ...] | None = None) -> Self:
+        """The layout of a sequence that is text alone, such as the keys of a cross-attention."""
+        return cls((0, 0, 0), num_suffix_tokens=num_tokens, valid_lengths=valid_lengths)
+
+    @property
+    def num_grid_tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def num_text_tokens(self) -> int:
+        return self.num_prefix_tokens + self.num_suffix_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_grid_tokens + self.num_text_tokens
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some sample has fewer real text tokens than there is room for."""
+        return self.valid_lengths is not None and any(n < self.num_text_tokens for n in self.valid_lengths)
+
+    def key_ranges(self, sample: int) -> tuple[tuple[int, int], ...]:
+        """The non-empty [start, stop) ranges of the sequence that `sample` attends to, in order."""
+        if self.valid_lengths is None:
+            ranges = [(0, self.num_tokens)]
+        elif self.num_prefix_tokens:
+            ranges = [(0, self.valid_lengths[sample]), (self.num_prefix_tokens, self.num_tokens)]
+        else:
+            ranges = [(0, self.num_grid_tokens + self.valid_lengths[sample])]
+        merged: list[tuple[int, int]] = []
+        for start, stop in ranges:
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop)
+            elif stop > start:
+                merged.append((start, stop))
+        return tuple(merged)

@@ -1,0 +1,150 @@
+"""Backend options from text, JSON or YAML into the types that a backend declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from diffusion_runtime.errors import ConfigError, nearest
+
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
+
+
+def parse_scalar(text: str) -> Any:
+    """`-1`, `1e-3`, `[4,6,4]`, `true` as the values they look like; anything else stays text."""
+    text = text.strip()
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def parse_pairs(text: str) -> dict[str, Any]:
+    """`key=value,...` as a mapping; commas inside brackets, braces and quotes belong to the value.
+
+    Raises ConfigError for a part without `=` and for a key given twice.
+    """
+    pairs: dict[str, Any] = {}
+    for part in _split_at_commas(text):
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f"expected key=value,... got {part.strip()!r} in {text!r}")
+        if key in pairs:
+            raise ConfigError(f"{key} is given twice in {text!r}")
+        pairs[key] = parse_scalar(value)
+    return pairs
+
+
+def _split_at_commas(text: str) -> list[str]:
+    parts, depth, quote, start = [], 0, "", 0
+    for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [part for part in [*parts, text[start:]] if part.strip()]
+
+
+def option_names(options_type: type) -> tuple[str, ...]:
+    """The option keys a backend declares."""
+    return tuple(item.name for item in dataclasses.fields(options_type))
+
+
+def check_options(options_type: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`options` in the types that the dataclass `options_type` declares.
+
+    Raises ConfigError that names `where`, the key and the nearest valid key, or the type that was expected.
+    """
+    hints = get_type_hints(options_type)
+    checked = {}
+    for key, value in options.items():
+        if key not in hints:
+            known = option_names(options_type)
+            hint = nearest(key, known) if known else " It has no options."
+            raise ConfigError(f"{where}: unknown option {key!r}.{hint}")
+        try:
+            checked[key] = _coerce(value, hints[key])
+        except (TypeError, ValueError) as error:
+            expected = _type_name(hints[key])
+            raise ConfigError(f"{where}.{key}: expected {expected}, got {value!r}") from error
+    try:
+        options_type(**checked)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return checked
+
+
+def _coerce(value: Any, expected: Any) -> Any:
+    """`value` as `expected`; ValueError or TypeError when it is not one."""
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _coerce_to_first(value, [argument for argument in arguments if argument is not type(None)])
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(value)
+        return value
+    if origin in (tuple, list):
+        return _coerce_sequence(value, origin, arguments)
+    if expected is bool:
+        return _coerce_bool(value)
+    if isinstance(value, bool):
+        raise TypeError(value)
+    if expected is float:
+        return float(value)
+    if expected is int:
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if not isinstance(value, int | str):
+            raise TypeError(value)
+        return int(value)
+    if not isinstance(value, expected):
+        raise TypeError(value)
+    return value
+
+
+def _coerce_to_first(value: Any, alternatives: list[Any]) -> Any:
+    for alternative in alternatives:
+        try:
+            return _coerce(value, alternative)
+        except (TypeError, ValueError):
+            continue
+    raise ValueError(value)
+
+
+def _coerce_bool(value: Any) -> bool:
+    if isinstance(value, str):
+        value = _WORDS.get(value.lower())
+    if not isinstance(value, bool):
+        raise TypeError(value)
+    return value
+
+
+def _coerce_sequence(value: Any, origin: type, arguments: tuple[Any, ...]) -> Any:
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise TypeError(value)
+    if origin is list or arguments[-1] is Ellipsis:
+        return origin(_coerce(item, arguments[0]) for item in value)
+    if len(value) != len(arguments):
+        raise ValueError(value)
+    return tuple(_coerce(item, argument) for item, argument in zip(value, arguments, strict=True))
+
+
+def _type_name(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(hint))
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")

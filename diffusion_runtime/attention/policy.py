@@ -1,0 +1,108 @@
+"""The attention choices a model is built with, and the decisions they lead to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import Question
+from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.attention.select import (
+    ENVIRONMENT_VARIABLE,
+    Decision,
+    ForcedChoice,
+    Levels,
+    current_force,
+    select,
+)
+from diffusion_runtime.hardware import Hardware, detect_hardware
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+
+
+@dataclass(frozen=True)
+class AttentionPolicy:
+    """What the command line and the config say, for one model on one device.
+
+    cli, config: the two levels' choices. device, dtype: where and in what the model will run, which may be settled
+    before any weight is there. environment: the value of DIFFUSION_ATTENTION_BACKEND when the policy was made.
+    forced: the choices that were forced when it was made; layers built with it keep them.
+    """
+
+    cli: AttentionConfig = field(default_factory=AttentionConfig)
+    config: AttentionConfig = field(default_factory=AttentionConfig)
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    environment: str | None = field(default_factory=lambda: os.environ.get(ENVIRONMENT_VARIABLE))
+    forced: tuple[ForcedChoice, ...] = field(default_factory=current_force)
+
+    @cached_property
+    def _said(self) -> set[str]:
+        return set()
+
+    def question(self, layer: LayerInfo, *, head_dim: int, num_heads: int, num_kv_heads: int) -> Question:
+        """What is known of a layer before it is called."""
+        return Question(
+            role=layer.role,
+            category=role_category(layer.role),
+            head_dim=head_dim,
+            dtype=dtype_name(self.dtype),
+            hardware=self.hardware,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+        )
+
+    @property
+    def hardware(self) -> Hardware:
+        return detect_hardware(self.device)
+
+    def rules_now(self, layer: LayerInfo, step: StepInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Indexes of the schedule rules of cli and config that hold for this layer at this step."""
+        if not self.cli.schedule and not self.config.schedule:
+            return (), ()
+        held = [
+            tuple(index for index, rule in enumerate(level.schedule) if rule.window.holds(layer, step))
+            for level in (self.cli, self.config)
+        ]
+        return held[0], held[1]
+
+    def levels(
+        self,
+        rules: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+        forced_now: tuple[ForcedChoice, ...] = (),
+    ) -> Levels:
+        """Everything selection reads. forced_now: choices forced at the call; they come first."""
+        forced = (*self.forced, *forced_now)
+        return Levels(forced, self.cli, self.config, self.environment, cli_rules=rules[0], config_rules=rules[1])
+
+    def possible_decisions(self, question: Question, layer: LayerInfo) -> Iterator[tuple[str, Decision]]:
+        """(when, decision) without a schedule rule and with each rule that can hold in this layer.
+
+        Raises BackendUnavailableError or ConfigError for any that could not run, so that a choice for step 40 fails
+        before the weights load and not at step 40.
+        """
+        yield "always", select(question, self.levels())
+        for position, level in enumerate((self.cli, self.config)):
+            for index, rule in enumerate(level.schedule):
+                if rule.window.holds_in_layer(layer) and rule.speaks_for(layer.role):
+                    rules = ((index,), ()) if position == 0 else ((), (index,))
+                    yield str(rule.window), select(question, self.levels(rules))
+
+    def announce(self, decision: Decision, role: str) -> None:
+        """Log a decision, once for every policy."""
+        line = decision.log_line(role, self.hardware)
+        if line not in self._said:
+            self._said.add(line)
+            _logger.info(line)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

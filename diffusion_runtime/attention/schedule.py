@@ -1,0 +1,70 @@
+"""Which spec at which step and layer: rules over inclusive ranges, negative numbers counted from the end."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.errors import ConfigError
+
+_RANGE = re.compile(r"^(-?\d+)(?:-(-?\d+))?$")
+
+
+@dataclass(frozen=True)
+class IndexRanges:
+    """Which indexes of a row of `count` things; no ranges at all means every one.
+
+    ranges: inclusive (first, last) pairs; negative numbers count from the end, as in Python.
+    """
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, value: Any, where: str) -> Self:
+        """`0-3`, `0-1,10,-2--1`, a number, a list of these, or None for all. Raises ConfigError that names `where`."""
+        if value is None or isinstance(value, IndexRanges):
+            return cls(() if value is None else value.ranges)
+        parts = value if isinstance(value, list | tuple) else str(value).split(",")
+        ranges = []
+        for part in parts:
+            match = _RANGE.match(str(part).strip())
+            if isinstance(part, bool) or match is None:
+                raise ConfigError(f"{where}: expected ranges such as 0-3,10,-2--1, got {value!r}")
+            first = int(match[1])
+            last = first if match[2] is None else int(match[2])
+            if (first < 0) == (last < 0) and last < first:
+                raise ConfigError(f"{where}: the range {part} ends before it starts")
+            ranges.append((first, last))
+        return cls(tuple(ranges))
+
+    def contains(self, index: int, count: int) -> bool:
+        if not self.ranges:
+            return True
+        for first, last in self.ranges:
+            low = first + count if first < 0 else first
+            high = last + count if last < 0 else last
+            if low <= index <= high:
+                return True
+        return False
+
+    def __str__(self) -> str:
+        return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in self.ranges) or "all"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps and layers in which a rule holds."""
+
+    steps: IndexRanges = IndexRanges()
+    layers: IndexRanges = IndexRanges()
+
+    def holds_in_layer(self, layer: LayerInfo) -> bool:
+        return self.layers.contains(layer.index, layer.num_layers)
+
+    def holds(self, layer: LayerInfo, step: StepInfo) -> bool:
+        return self.holds_in_layer(layer) and self.steps.contains(step.index, step.num_steps)
+
+    def __str__(self) -> str:
+        return f"steps {self.steps}, layers {self.layers}"

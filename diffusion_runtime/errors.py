@@ -1,0 +1,81 @@
+"""Every error a caller can meet, with the exit code the command line gives it.
+
+    DiffusionRuntimeError                 1   anything this package raises on purpose
+    ├── UsageError (also a ValueError)    2   a value that was given is wrong
+    │   ├── ConfigError                       a key or value of a config, an option or a flag
+    │   └── RequestError                      a prompt, size, step count or seed that cannot be generated
+    ├── BackendUnavailableError           3   an explicit attention choice that cannot run here
+    ├── DeviceMemoryError                 4   the device ran out of memory
+    ├── BatchFailedError                  5   some items of a batch failed, the others are on disk
+    ├── ModelLoadError                    1   a model folder, hub id or checkpoint that cannot be used
+    └── OutputError                       1   a result that cannot be written or read
+
+A message says what was expected, what was there, and what to type instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DiffusionRuntimeError(Exception):
+    """Anything this package raises on purpose; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UsageError(DiffusionRuntimeError, ValueError):
+    """A value that was given is wrong; another value would work."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A key or a value of a configuration, an option or a flag; the message names the key."""
+
+
+class RequestError(UsageError):
+    """A prompt, size, step count or seed that cannot be generated."""
+
+
+class BackendUnavailableError(DiffusionRuntimeError):
+    """An explicit attention choice that cannot run here.
+
+    `reasons` holds one (backend name, reason) pair for every candidate that was refused.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, reasons: Iterable[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.reasons = tuple(reasons)
+
+
+class DeviceMemoryError(DiffusionRuntimeError):
+    """The device ran out of memory; the message says what would need less."""
+
+    exit_code = 4
+
+
+class BatchFailedError(DiffusionRuntimeError):
+    """Some items of a batch failed; the finished ones are on disk."""
+
+    exit_code = 5
+
+
+class ModelLoadError(DiffusionRuntimeError):
+    """A model folder, hub id or checkpoint that cannot be used."""
+
+
+class OutputError(DiffusionRuntimeError):
+    """A result that cannot be written or read."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x' or 'y'?` for the known names most like `name`, else ` Known: ...`."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if close:
+        return " Did you mean " + " or ".join(repr(match) for match in close) + "?"
+    return f" Known: {', '.join(names)}." if names else ""

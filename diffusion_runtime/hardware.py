@@ -1,0 +1,124 @@
+"""The machine as plain values: device, chip, versions, installed packages.
+
+Selection reads a `Hardware` and nothing else, so every platform can be tested on any machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diffusion_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+PLATFORMS = ("cpu", "cuda", "rocm", "mps", "xpu", "npu")
+DTYPES = ("float32", "bfloat16", "float16")
+
+# The distributions that attention backends look for: name on the package index.
+ATTENTION_PACKAGES = (
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "flashinfer-python",
+    "sageattention",
+    "sageattn3",
+    "xformers",
+    "amd-aiter",
+)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and what is installed beside it.
+
+    platform: one of PLATFORMS; ROCm is its own platform although torch calls its device `cuda`.
+    capability: (major, minor) compute capability on CUDA, else None.
+    cudnn: (major, minor) of the cuDNN that torch uses, None without one.
+    packages: installed distributions that attention backends look for, name to version.
+    """
+
+    platform: str = "cpu"
+    device_name: str = "CPU"
+    capability: tuple[int, int] | None = None
+    cudnn: tuple[int, int] | None = None
+    torch_version: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """One phrase for log lines: `cuda sm_90, torch 2.13.0`."""
+        chip = f" sm_{self.capability[0]}{self.capability[1]}" if self.capability else ""
+        return f"{self.platform}{chip}, torch {self.torch_version}"
+
+
+def installed_packages() -> dict[str, str]:
+    """The distributions of ATTENTION_PACKAGES that are installed, without importing any of them."""
+    found = {}
+    for name in ATTENTION_PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def detect_hardware(device: str = "auto") -> Hardware:
+    """The hardware behind a device string (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...); asked once a process.
+
+    Raises ConfigError when torch cannot reach the device.
+    """
+    import torch
+
+    torch_device = resolve_device(device)
+    version = torch.__version__.partition("+")[0]
+    packages = installed_packages()
+    if torch_device.type != "cuda":
+        name = (platform.processor() or platform.machine()) if torch_device.type == "cpu" else torch_device.type
+        return Hardware(torch_device.type, name, torch_version=version, packages=packages)
+    name = torch.cuda.get_device_name(torch_device)
+    if torch.version.hip is not None:
+        return Hardware("rocm", name, torch_version=version, packages=packages)
+    cudnn_number: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    cudnn = None if cudnn_number is None else (cudnn_number // 10000, cudnn_number // 100 % 100)
+    return Hardware("cuda", name, torch.cuda.get_device_capability(torch_device), cudnn, version, packages)
+
+
+def resolve_device(device: str = "auto") -> torch.device:
+    """`auto` is the first accelerator torch can use, else the CPU. Raises ConfigError for one that is not there."""
+    import torch
+
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator if accelerator is not None else torch.device("cpu")
+    try:
+        requested = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected auto, cpu, cuda, cuda:N, mps, xpu or npu, got {device!r}") from error
+    if requested.type in ("cpu", "meta"):
+        return requested
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if present is None or present.type != requested.type:
+        there = "only the CPU" if present is None else f"{present.type} and the CPU"
+        raise ConfigError(f"device: {device!r} was asked for, this machine has {there}; use --device auto")
+    if requested.index is not None and requested.index >= torch.accelerator.device_count():
+        count = torch.accelerator.device_count()
+        raise ConfigError(f"device: {device!r} was asked for, this machine has {count} of them, counted from 0")
+    return requested
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on an accelerator and float32 on the CPU. Raises ConfigError for an unknown name."""
+    import torch
+
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]

@@ -1,0 +1,1 @@
+"""Exchanges between processes around a `run` function. They never meet a kernel."""

@@ -1,0 +1,94 @@
+"""What one generation is asked for (call time). Never merged with RuntimeConfig (load time)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, get_args, get_type_hints
+
+from diffusion_runtime.errors import RequestError, nearest
+
+GUIDANCE_MODES = ("batched", "two_pass")
+SAMPLERS = ("flow_match_euler", "unipc")
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and how to turn it into frames. None means: as the model's own defaults say.
+
+    prompt: what to show; at least one word.
+    negative_prompt: what guidance steers away from.
+    height, width: pixels; the model says which multiples it needs.
+    num_frames: 1 is an image; video models need 1 plus a multiple of their temporal factor.
+    fps: frames a second of the written video.
+    num_inference_steps: denoising steps, 1 or more.
+    guidance_scale: classifier-free guidance; 1 or less runs no negative branch.
+    flow_shift: shift of the noise schedule towards high noise.
+    sampler: one of SAMPLERS.
+    guidance_mode: `batched` runs both branches in one forward, `two_pass` in two (half the memory, same result).
+    seed: of the CPU generator that draws the noise, so that every device starts alike.
+    """
+
+    prompt: str
+    negative_prompt: str | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    fps: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    flow_shift: float | None = None
+    sampler: str | None = None
+    guidance_mode: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, str) or not self.prompt.strip():
+            raise RequestError("prompt: expected at least one word, got an empty prompt")
+        for name in ("height", "width", "num_frames", "fps", "num_inference_steps"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise RequestError(f"{name}: expected a whole number of 1 or more, got {value!r}")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise RequestError(f"seed: expected a whole number from 0 to 2**63 - 1, got {self.seed!r}")
+        self._check_float("guidance_scale", minimum=0.0)
+        self._check_float("flow_shift", minimum=1e-3)
+        for name, allowed in (("sampler", SAMPLERS), ("guidance_mode", GUIDANCE_MODES)):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise RequestError(f"{name}: unknown value {value!r}.{nearest(str(value), allowed)}")
+
+    def _check_float(self, name: str, minimum: float) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < minimum:
+            raise RequestError(f"{name}: expected a number of {minimum:g} or more, got {value!r}")
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
+        """This request with every None replaced by the value of the same name in `defaults`."""
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **missing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a recipe."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The request a mapping describes. Raises RequestError that names an unknown key and the nearest valid one."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise RequestError(f"request: unknown key {key!r}.{nearest(key, known)}")
+        if "prompt" not in values:
+            raise RequestError("request: 'prompt' is missing")
+        return cls(**values)
+
+
+def request_field_types() -> dict[str, type]:
+    """Name and plain type (str, int, float) of every field, for whoever parses text into one."""
+    hints = get_type_hints(GenerationRequest)
+    return {name: (get_args(hint) or (hint,))[0] for name, hint in hints.items()}

@@ -1,0 +1,184 @@
+"""AttentionSpec, AttentionConfig and the one parser behind every form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffusion_runtime.attention import AttentionConfig, AttentionSpec, LayerInfo, StepInfo, register_role
+from diffusion_runtime.attention.schedule import IndexRanges
+from diffusion_runtime.errors import ConfigError
+
+CROSS_REFERENCE = {"default": {"backend": "torch_sdpa"}, "per_role": {"cross": {"backend": "reference"}}}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("fa", "fa"),
+        ("FLASH_ATTN", "fa"),
+        ("flash", "fa"),
+        ("Torch-SDPA", "torch_sdpa"),
+        ("TORCH_SDPA", "torch_sdpa"),
+        ("native", "torch_sdpa"),
+        ("CUDNN_ATTN", "cudnn_attn"),
+        ("FLASHINFER_ATTN", "flashinfer_attn"),
+        ("SAGE_ATTN", "sage_attn"),
+        ("sage", "sage_attn"),
+        ("SAGE_ATTN_3", "sage_attn_3"),
+        ("sliding-tile-attn", "sliding_tile_attn"),
+        ("auto", "auto"),
+        ("fa, torch_sdpa", "fa,torch_sdpa"),
+    ],
+)
+def test_peers_spellings_become_canonical_names(spelling: str, name: str) -> None:
+    assert AttentionSpec(spelling).name == name
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        CROSS_REFERENCE,
+        json.dumps(CROSS_REFERENCE),
+        {"default": "torch_sdpa", "per_role": {"cross": "reference"}},
+        {"default.backend": "torch_sdpa", "per_role.cross.backend": "reference"},
+        "default.backend=torch_sdpa,per_role.cross.backend=reference",
+        AttentionConfig(default="torch_sdpa", per_role={"cross": AttentionSpec("reference")}),  # type: ignore[arg-type]
+    ],
+)
+def test_every_form_says_the_same(form: Any) -> None:
+    assert AttentionConfig.parse(form).to_dict() == CROSS_REFERENCE
+
+
+@pytest.mark.parametrize("name", ["choices.json", "choices.yaml", "choices.yml"])
+def test_files(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps(CROSS_REFERENCE))
+    assert AttentionConfig.parse(str(path)).to_dict() == CROSS_REFERENCE
+
+
+def test_what_is_parsed_is_written_and_parsed_again(blocky: str) -> None:
+    config = AttentionConfig.parse(
+        {
+            "default": "reference,torch_sdpa",
+            "per_role": {"self": {"backend": blocky, "extra": {"sparsity": 0.9, "tile": [1, 2, 3]}}},
+            "schedule": [{"steps": "0-3,-1", "layers": "-2--1", "role": "self", "backend": "torch_sdpa"}],
+        }
+    )
+    assert AttentionConfig.parse(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_nothing_is_no_choice() -> None:
+    assert AttentionConfig.parse(None) == AttentionConfig()
+    assert AttentionConfig.parse("auto").default == AttentionSpec("auto")
+
+
+def test_key_value_options_keep_their_types(blocky: str) -> None:
+    parsed = AttentionConfig.parse("sparsity=1e-3,topk=-1,tile=[4,6,4],warm=false,mode=exact,path=a b.json")
+    spec = AttentionSpec(blocky, parsed.default.options if parsed.default else {})
+    assert dict(spec.options) == {
+        "sparsity": 1e-3,
+        "topk": -1,
+        "tile": (4, 6, 4),
+        "warm": False,
+        "mode": "exact",
+        "path": "a b.json",
+    }
+
+
+def test_a_role_may_contain_dots(blocky: str) -> None:
+    register_role("ltx2.audio_to_video", "cross")
+    register_role("test.extra_role", "self")
+    config = AttentionConfig.parse(
+        {
+            "per_role.ltx2.audio_to_video.backend": "reference",
+            "per_role.test.extra_role.backend": blocky,
+            "per_role.test.extra_role.extra.sparsity": 0.25,
+        }
+    )
+    assert config.per_role["ltx2.audio_to_video"] == AttentionSpec("reference")
+    assert config.per_role["test.extra_role"] == AttentionSpec(blocky, {"sparsity": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("torch_spda", "'torch_sdpa'"),
+        ({"per_role": {"crss": "torch_sdpa"}}, r"per_role\.crss.*'cross'"),
+        ({"per_role.selff.backend": "torch_sdpa"}, r"per_role\.selff.*'self'"),
+        ({"defualt": {"backend": "torch_sdpa"}}, "'default'"),
+        ({"default": {"bakend": "torch_sdpa"}}, "'backend'"),
+        ({"default": {"backend": "blocky", "extra": {"sparsty": 0.5}}}, "options of blocky.*'sparsty'.*'sparsity'"),
+        ({"default": {"backend": "blocky", "extra": {"topk": 1.5}}}, r"blocky\.topk: expected int, got 1\.5"),
+        ({"default": {"backend": "blocky", "extra": {"warm": 1}}}, r"blocky\.warm: expected bool"),
+        ({"default": {"backend": "blocky", "extra": {"tile": [1, 2]}}}, r"blocky\.tile: expected tuple"),
+        ({"default": {"backend": "blocky", "extra": {"mode": "slow"}}}, "one of 'fast', 'exact'"),
+        ({"default": {"backend": "blocky", "extra": {"sparsity": 1.0}}}, r"\[0, 1\)"),
+        ({"default": {"backend": "torch_sdpa", "extra": {"x": 1}}}, "no options"),
+        ({"default": 3}, "default: expected"),
+        ({"schedule": [{"steps": "3-1", "backend": "torch_sdpa"}]}, r"schedule\[0\]\.steps.*ends before"),
+        ({"schedule": [{"steps": "a", "backend": "torch_sdpa"}]}, r"schedule\[0\]\.steps"),
+        ({"schedule": [{"step": "1", "backend": "torch_sdpa"}]}, "'steps'"),
+        ({"schedule": {"steps": "1"}}, "schedule: expected a list"),
+        ("{not json", "not valid JSON"),
+        ("missing.yaml", "cannot read"),
+        ("a=1,a=2", "given twice"),
+        ("auto,torch_sdpa", "auto stands alone"),
+        (7, "expected a mapping"),
+    ],
+)
+def test_mistakes_name_the_key_and_the_nearest(form: Any, expected: str, blocky: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){expected}"):
+        AttentionConfig.parse(form)
+
+
+def test_a_yaml_file_that_is_not_a_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match="holds list, expected a mapping"):
+        AttentionConfig.parse(str(path))
+
+
+def test_yaml_cannot_run_code(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    path = tmp_path / "evil.yaml"
+    path.write_text(f"default: !!python/object/apply:os.system ['touch {marker}']\n")
+    with pytest.raises(ConfigError, match="not valid"):
+        AttentionConfig.parse(str(path))
+    assert not marker.exists()
+
+
+def test_specs_and_configs_are_values(blocky: str) -> None:
+    assert hash(AttentionSpec(blocky, {"tile": [1, 2, 3]})) == hash(AttentionSpec(blocky, {"tile": (1, 2, 3)}))
+    assert AttentionConfig.parse(CROSS_REFERENCE) == AttentionConfig.parse(json.dumps(CROSS_REFERENCE))
+    assert hash(AttentionConfig.parse(CROSS_REFERENCE)) == hash(AttentionConfig.parse(json.dumps(CROSS_REFERENCE)))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "held"),
+    [
+        (None, range(10)),
+        ("0-3", range(4)),
+        ("-1", [9]),
+        ("-2--1", [8, 9]),
+        ("8--1", [8, 9]),
+        ("0-1,5", [0, 1, 5]),
+        ([0, "7-8"], [0, 7, 8]),
+        (3, [3]),
+    ],
+)
+def test_ranges(ranges: Any, held: Any) -> None:
+    parsed = IndexRanges.parse(ranges, "steps")
+    assert [index for index in range(10) if parsed.contains(index, 10)] == list(held)
+
+
+def test_a_rule_speaks_for_its_steps_and_layers() -> None:
+    config = AttentionConfig.parse({"schedule": [{"steps": "0-1", "layers": "-1", "backend": "reference"}]})
+    window = config.schedule[0].window
+    last, first = LayerInfo(index=5, num_layers=6), LayerInfo(index=0, num_layers=6)
+    assert window.holds(last, StepInfo(index=1, num_steps=8))
+    assert not window.holds(last, StepInfo(index=2, num_steps=8))
+    assert not window.holds(first, StepInfo(index=1, num_steps=8))

@@ -1,0 +1,95 @@
+"""Third parties: a decorator or an entry point, without touching our files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusion_runtime.attention import (
+    AttentionCall,
+    AttentionResult,
+    AttentionSpec,
+    Availability,
+    Backend,
+    Capability,
+    register_backend,
+    register_role,
+)
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.hardware import Hardware
+
+PLUGIN = """
+from diffusion_runtime.attention import AttentionResult, Availability, Backend, Capability
+from diffusion_runtime.attention.backends.reference import reference_attention
+
+class Plugin(Backend):
+    name = "plugin_attn"
+    aliases = ("plug",)
+    summary = "published by another package"
+    capability = Capability()
+    def probe(self, hardware):
+        return Availability("0.3")
+    def run(self, call):
+        return AttentionResult(reference_attention(call.q, call.k, call.v)[0], None, "plugin kernel")
+"""
+
+SCRIPT = """
+import logging, torch
+logging.basicConfig(level=logging.INFO)
+from diffusion_runtime.attention import AttentionSpec, attention, list_backends
+q = torch.randn(1, 4, 2, 8)
+print(AttentionSpec("PLUG").name, attention(q, q, q, backend="plug").shape[1])
+print([info.name for info in list_backends("cpu")])
+"""
+
+
+def test_a_published_backend_is_found_and_a_broken_one_is_only_reported(tmp_path: Path) -> None:
+    (tmp_path / "plugin_package.py").write_text(PLUGIN)
+    (tmp_path / "broken_package.py").write_text("raise OSError('libbroken.so: cannot open shared object file')")
+    info = tmp_path / "plugin_package-0.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin-package\nVersion: 0.3\n")
+    (info / "entry_points.txt").write_text(
+        "[diffusion_runtime.attention_backends]\nbroken = broken_package:Broken\nplugin = plugin_package:Plugin\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SCRIPT}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["plugin_attn 4", "['torch_sdpa', 'reference', 'plugin_attn']"]
+    assert "broken_package:Broken" in done.stderr
+    assert "libbroken.so" in done.stderr
+
+
+class Impostor(Backend):
+    name = "torch_sdpa"
+    summary = "takes a name that is taken"
+    capability = Capability()
+
+    def probe(self, hardware: Hardware) -> Availability:
+        return Availability("1")
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        raise AssertionError
+
+
+def test_a_taken_name_is_refused() -> None:
+    assert AttentionSpec("torch_sdpa").candidates == ("torch_sdpa",)
+    with pytest.raises(ConfigError, match="'torch_sdpa' is taken by TorchSdpaBackend"):
+        register_backend(Impostor)
+
+
+def test_roles_need_a_category_and_keep_it() -> None:
+    register_role("test.some_role", "self")
+    register_role("test.some_role", "self")
+    with pytest.raises(ConfigError, match="already registered"):
+        register_role("test.some_role", "cross")
+    with pytest.raises(ConfigError, match="unknown category"):
+        register_role("test.other_role", "sideways")

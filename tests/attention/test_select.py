@@ -1,0 +1,217 @@
+"""Selection: force > command line > config > environment > platform, with every reason."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from diffusion_runtime.attention import (
+    AttentionConfig,
+    AttentionSpec,
+    Decision,
+    force_attention_backend,
+    register_role,
+    select_backend,
+)
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError
+from diffusion_runtime.hardware import Hardware
+
+CPU = Hardware(torch_version="2.13.0")
+H200 = Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.11.0")
+B200 = Hardware("cuda", "NVIDIA B200", (10, 0), (9, 15), "2.11.0")
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIFFUSION_ATTENTION_BACKEND", raising=False)
+
+
+def choose(role: str = "self", hardware: Hardware = CPU, **levels: Any) -> Decision:
+    arguments = {"head_dim": 64, "dtype": torch.float32, "num_heads": 4, **levels}
+    return select_backend(role, device=hardware, **arguments)
+
+
+def test_the_highest_level_wins(monkeypatch: pytest.MonkeyPatch, blocky: str) -> None:
+    monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "reference")
+    levels = {"forced": blocky, "cli": "reference", "config": "torch_sdpa"}
+    seen = []
+    for level in ("forced", "cli", "config", None):
+        decision = choose(**levels)
+        seen.append((decision.source, decision.backend))
+        levels.pop(level or "", None)
+    assert seen == [("force", "blocky"), ("cli", "reference"), ("config", "torch_sdpa"), ("environment", "reference")]
+    monkeypatch.delenv("DIFFUSION_ATTENTION_BACKEND")
+    assert (choose().source, choose().backend) == ("platform", "torch_sdpa")
+
+
+def test_the_environment_stands_below_the_configs_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "reference")
+    config = AttentionConfig(per_role={"cross": AttentionSpec("torch_sdpa")})
+    assert choose("cross", config=config).source == "config"
+    assert choose("self", config=config).source == "environment"
+    assert choose("self", config={"default": "torch_sdpa"}).source == "config"
+
+
+def test_exact_role_then_category_then_default() -> None:
+    register_role("ltx2.audio_to_video", "cross")
+    register_role("ltx2.video_to_audio", "cross")
+    config = {"default": "torch_sdpa", "per_role": {"cross": "reference", "ltx2.audio_to_video": "torch_sdpa"}}
+    assert choose("self", config=config).backend == "torch_sdpa"
+    assert choose("ltx2.video_to_audio", config=config).backend == "reference"
+    assert choose("ltx2.audio_to_video", config=config).backend == "torch_sdpa"
+
+
+def test_levels_do_not_mix_fields(blocky: str) -> None:
+    config = {"default": {"backend": blocky, "extra": {"sparsity": 0.9}}}
+    assert choose(config=config).options == {"sparsity": 0.9}
+    assert choose(config=config, cli=blocky).options == {}
+
+
+def test_auto_is_no_choice() -> None:
+    decision = choose(cli="auto", config={"default": "torch_sdpa", "per_role": {"self": "auto"}})
+    assert decision.source == "platform"
+
+
+def test_a_general_choice_passes_over_roles_it_is_not_made_for(blocky: str) -> None:
+    decision = choose("cross", cli=blocky, config="reference")
+    assert (decision.backend, decision.source) == ("reference", "config")
+    assert decision.rejected == [("blocky", "default: not made for role 'cross', the next choice decides")]
+    assert choose("self", cli=blocky, config="reference").backend == "blocky"
+
+
+@pytest.mark.parametrize("level", ["cli", "config"])
+def test_the_same_choice_by_name_is_an_error(blocky: str, level: str) -> None:
+    with pytest.raises(BackendUnavailableError, match="serves self attention, not role 'cross'"):
+        choose("cross", **{level: {"per_role": {"cross": blocky}}})
+
+
+def test_an_explicit_choice_fails_with_every_reason(blocky: str) -> None:
+    with pytest.raises(BackendUnavailableError) as failure:
+        choose(config=blocky, hardware=H200, head_dim=300, dtype="float16", needs=("lse",))
+    reasons = dict.fromkeys(reason for _, reason in failure.value.reasons)
+    assert list(reasons) == [
+        "runs on cpu, not on cuda",
+        "takes bfloat16, float32, not float16",
+        "takes head sizes 8 to 128, multiples of 8, not 300",
+        "cannot do lse",
+    ]
+    assert "usable here for this role: torch_sdpa, reference" in str(failure.value)
+
+
+def test_a_missing_package_says_what_to_type(absent: str) -> None:
+    with pytest.raises(BackendUnavailableError, match="is not installed; fix: pip install absent"):
+        choose(cli=absent)
+
+
+def test_grouped_queries_are_a_need(blocky: str) -> None:
+    with pytest.raises(BackendUnavailableError, match="cannot do gqa"):
+        choose(config=blocky, num_kv_heads=2)
+
+
+def test_an_order_of_preference(absent: str, blocky: str) -> None:
+    decision = choose(cli=f"{absent},{blocky},torch_sdpa")
+    assert decision.backend == "blocky"
+    assert [name for name, _ in decision.rejected] == ["absent"]
+    with pytest.raises(BackendUnavailableError, match=r"(?s)absent: .*blocky: takes head sizes"):
+        choose(cli=f"{absent},{blocky}", head_dim=300)
+
+
+def test_a_backend_that_this_version_lacks_is_unavailable_not_substituted() -> None:
+    with pytest.raises(BackendUnavailableError, match="sliding_tile_attn: this version does not have it"):
+        choose(cli="sliding_tile_attn")
+
+
+def test_options_without_a_backend_configure_what_a_lower_level_chose(blocky: str) -> None:
+    decision = choose(cli="sparsity=0.75", config={"default": {"backend": blocky, "extra": {"topk": 5}}})
+    assert (decision.source, decision.options) == ("config", {"topk": 5, "sparsity": 0.75})
+    with pytest.raises(ConfigError, match="unknown option 'sparsity'"):
+        choose(cli="sparsity=0.75", config="torch_sdpa")
+    # The sparse choice does not serve cross-attention; its options are no mistake there.
+    assert choose("cross", cli="sparsity=0.75", config=blocky).backend == "torch_sdpa"
+
+
+def test_selection_is_pure(blocky: str) -> None:
+    config = {"default": {"backend": blocky, "extra": {"sparsity": 0.9}}}
+    assert choose(config=config) == choose(config=config)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "candidates"),
+    [(H200, ["fa"]), (B200, ["cudnn_attn", "flashinfer_attn", "fa4"]), (CPU, [])],
+)
+def test_the_platform_default_says_what_it_passed(hardware: Hardware, candidates: list[str]) -> None:
+    decision = choose(hardware=hardware)
+    assert decision.backend == "torch_sdpa"
+    assert [name for name, _ in decision.rejected] == candidates
+
+
+def test_log_lines() -> None:
+    assert choose(cli="reference").log_line("self", CPU) == "Using attention backend 'reference' for role=self (cli)"
+    line = choose("cross").log_line("cross", CPU)
+    assert line == "Defaulting to attention backend 'torch_sdpa' for role=cross (cpu, torch 2.13.0)"
+
+
+def test_unknown_role_and_need() -> None:
+    with pytest.raises(ConfigError, match=r"'crss'.*'cross'"):
+        choose("crss")
+    with pytest.raises(ConfigError, match=r"'lsee'.*'lse'"):
+        choose(needs=("lsee",))
+
+
+def test_force_nests_by_role_and_restores_on_errors() -> None:
+    with force_attention_backend("reference"):
+        with force_attention_backend("torch_sdpa", role="cross"):
+            assert choose("self").backend == "reference"
+            assert choose("cross", cli="reference").backend == "torch_sdpa"
+            assert choose("cross").source == "force"
+        with pytest.raises(BackendUnavailableError), force_attention_backend("torch_sdpa"):
+            choose("self", head_dim=0)
+        assert choose().backend == "reference"
+    assert choose().source == "platform"
+
+
+def test_force_is_a_reentrant_decorator_for_functions_and_coroutines() -> None:
+    @force_attention_backend("reference")
+    def backend_at(depth: int) -> str:
+        return backend_at(depth - 1) if depth else choose().backend
+
+    @force_attention_backend("reference")
+    async def backend_later() -> str:
+        await asyncio.sleep(0)
+        return choose().backend
+
+    assert backend_at(2) == "reference"
+    assert asyncio.run(backend_later()) == "reference"
+    assert choose().source == "platform"
+
+
+def test_force_is_invisible_to_other_threads_and_tasks() -> None:
+    seen: dict[str, str] = {}
+    with force_attention_backend("reference"):
+        thread = threading.Thread(target=lambda: seen.update(thread=choose().source))
+        thread.start()
+        thread.join()
+
+    async def hold(name: str, entered: asyncio.Event, other: asyncio.Event) -> None:
+        with force_attention_backend(name):
+            entered.set()
+            await other.wait()
+            seen[name] = choose().backend
+
+    async def both() -> None:
+        first, second = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(hold("reference", first, second), hold("torch_sdpa", second, first))
+
+    asyncio.run(both())
+    assert seen == {"thread": "platform", "reference": "reference", "torch_sdpa": "torch_sdpa"}
+
+
+def test_forcing_nonsense_fails_at_once() -> None:
+    with pytest.raises(ConfigError, match="unknown attention backend"):
+        force_attention_backend("nonsense")
+    with pytest.raises(ConfigError, match="'crss'"):
+        force_attention_backend("reference", role="crss")
