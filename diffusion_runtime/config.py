@@ -31,7 +31,7 @@ class ParallelConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"parallel.{name}: expected a whole number of 1 or more, got {value!r}")
-        if self != ParallelConfig(cfg_parallel=False):
+        if max(self.num_gpus, self.ulysses_degree, self.ring_degree) > 1 or self.cfg_parallel:
             raise ConfigError(
                 "parallel: this version runs on one process; leave out --num-gpus, --ulysses-degree, --ring-degree "
                 "and --cfg-parallel, or set them to 1"

@@ -132,12 +132,17 @@ class Levels:
         forced = [choice for choice in reversed(self.forced) if choice.speaks_for(role)]
         said = [("force", choice.spec, choice.role is not None, "force_attention_backend") for choice in forced]
         said += [("cli", *choice) for choice in self.cli.choices(role, self.cli_rules)]
-        config = self.config.choices(role, self.config_rules)
-        said += [("config", *choice) for choice in config]
-        settled = any(not key.startswith("schedule") for _, _, key in config)
-        if self.environment and not settled:
-            said.append(("environment", AttentionSpec.parse(self.environment), False, ENVIRONMENT_VARIABLE))
+        said += [("config", *choice) for choice in self.config.choices(role, self.config_rules)]
+        if self.environment and self.config.default is None:
+            said.append(("environment", _environment_spec(self.environment), False, ENVIRONMENT_VARIABLE))
         return said
+
+
+def _environment_spec(text: str) -> AttentionSpec:
+    try:
+        return AttentionSpec(text)
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error
 
 
 def select(question: Question, levels: Levels) -> Decision:

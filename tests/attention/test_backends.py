@@ -134,6 +134,13 @@ def test_cross_attention_and_long_queries(seq_k: int) -> None:
     assert torch.allclose(lse, other_lse, atol=1e-5)
 
 
+def test_causal_over_several_chunks_of_queries() -> None:
+    torch.manual_seed(6)
+    q, k, v = torch.randn(3, 1, 1500, 1, 8)
+    out = attention(q, k, v, backend="reference", causal=True)
+    assert torch.allclose(out, attention(q, k, v, backend="torch_sdpa", causal=True), atol=1e-5)
+
+
 def test_merging_two_halves_by_lse_gives_the_whole() -> None:
     torch.manual_seed(5)
     q, k, v = torch.randn(3, 1, 40, 2, 16)

@@ -113,6 +113,7 @@ def test_a_role_may_contain_dots(blocky: str) -> None:
         ({"default": {"bakend": "torch_sdpa"}}, "'backend'"),
         ({"default": {"backend": "blocky", "extra": {"sparsty": 0.5}}}, "options of blocky.*'sparsty'.*'sparsity'"),
         ({"default": {"backend": "blocky", "extra": {"topk": 1.5}}}, r"blocky\.topk: expected int, got 1\.5"),
+        ({"default": {"backend": "blocky", "extra": {"topk": True}}}, r"blocky\.topk: expected int, got True"),
         ({"default": {"backend": "blocky", "extra": {"warm": 1}}}, r"blocky\.warm: expected bool"),
         ({"default": {"backend": "blocky", "extra": {"tile": [1, 2]}}}, r"blocky\.tile: expected tuple"),
         ({"default": {"backend": "blocky", "extra": {"mode": "slow"}}}, "one of 'fast', 'exact'"),

@@ -151,6 +151,15 @@ def test_the_count_is_the_count_of_kernel_calls(monkeypatch: pytest.MonkeyPatch)
     assert all(row.implementation == "flash" for row in report.rows)
 
 
+def test_padding_that_a_backend_cannot_do_is_refused_at_the_call(blocky: str) -> None:
+    q, k, v = inputs()
+    layer = LocalAttention(4, 16, policy=policy(blocky))
+    with pytest.raises(BackendUnavailableError, match="cannot do key_padding"):
+        layer(q, k, v, AttentionContext(TokenLayout((1, 2, 4), num_suffix_tokens=4, valid_lengths=(1, 4))))
+    with pytest.raises(BackendUnavailableError, match="cannot do gate"):
+        layer(q, k, v, gate=q)
+
+
 def test_state_lives_as_long_as_the_request(blocky: str) -> None:
     layer = LocalAttention(4, 16, policy=policy(blocky))
     first, second = AttentionContext(), AttentionContext()

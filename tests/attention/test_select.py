@@ -56,6 +56,17 @@ def test_the_environment_stands_below_the_configs_default_alone(monkeypatch: pyt
     assert choose("self", config={"default": "torch_sdpa"}).source == "config"
 
 
+def test_the_environment_is_silent_where_the_config_has_a_default(monkeypatch: pytest.MonkeyPatch, blocky: str) -> None:
+    monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "reference")
+    assert choose("cross", config=blocky).source == "platform"
+
+
+def test_a_wrong_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "nonsense")
+    with pytest.raises(ConfigError, match="DIFFUSION_ATTENTION_BACKEND: unknown attention backend 'nonsense'"):
+        choose()
+
+
 def test_exact_role_then_category_then_default() -> None:
     register_role("ltx2.audio_to_video", "cross")
     register_role("ltx2.video_to_audio", "cross")
@@ -125,13 +136,18 @@ def test_a_backend_that_this_version_lacks_is_unavailable_not_substituted() -> N
         choose(cli="sliding_tile_attn")
 
 
-def test_options_without_a_backend_configure_what_a_lower_level_chose(blocky: str) -> None:
+def test_options_without_a_backend_configure_what_a_lower_level_chose(
+    blocky: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decision = choose(cli="sparsity=0.75", config={"default": {"backend": blocky, "extra": {"topk": 5}}})
     assert (decision.source, decision.options) == ("config", {"topk": 5, "sparsity": 0.75})
     with pytest.raises(ConfigError, match="unknown option 'sparsity'"):
         choose(cli="sparsity=0.75", config="torch_sdpa")
     # The sparse choice does not serve cross-attention; its options are no mistake there.
     assert choose("cross", cli="sparsity=0.75", config=blocky).backend == "torch_sdpa"
+    monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", blocky)
+    layered = choose(cli="sparsity=0.75", forced={"backend": "auto", "extra": {"topk": 9, "sparsity": 0.1}})
+    assert (layered.source, layered.options) == ("environment", {"topk": 9, "sparsity": 0.1})
 
 
 def test_selection_is_pure(blocky: str) -> None:

@@ -100,6 +100,7 @@ def _attend(
         q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=gqa
     )
     if mask is not None:
+        # Not every kernel gives 0 to a query that sees nothing.
         out = out.masked_fill(~mask.any(dim=-1)[:, None], 0.0)
     return AttentionResult(out.transpose(1, 2), None, _KERNELS[kernel])
 

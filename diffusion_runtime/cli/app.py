@@ -1,0 +1,101 @@
+"""The command's entry: verbs, errors, exit codes. Until a verb runs, nothing heavier than the parser is imported."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from diffusion_runtime.cli import options
+from diffusion_runtime.cli.dotted_flags import rewrite_dotted_flags
+from diffusion_runtime.cli.failures import Failure
+from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
+from diffusion_runtime.cli.generate import generate
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.errors import UsageError
+
+# What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
+_ParserError: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="diffusion-runtime",
+    help="Video and image generation in which attention is chosen, never guessed.",
+    epilog='Start with: diffusion-runtime generate "a red circle moving left"',
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The `diffusion-runtime` command."""
+    # A polite kill ends like Ctrl-C does: finished items stay, unfinished files go.
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; every error becomes one message."""
+    terminal = Terminal(
+        quiet=any(flag in arguments for flag in ("--quiet", "-q")),
+        verbose=any(flag in arguments for flag in ("--verbose", "-v")),
+    )
+    try:
+        rewritten = rewrite_dotted_flags(arguments or ["--help"])
+        code = app(args=rewritten, prog_name="diffusion-runtime", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except _ParserError as error:
+        failure = Failure(UsageError.__name__, _parser_message(error), UsageError.exit_code, "")
+    except (Exception, KeyboardInterrupt) as error:
+        failure = Failure.of(error)
+    terminal.error(failure.message, failure.trace)
+    if "--json" in arguments:
+        verb = next((argument for argument in arguments if not argument.startswith("-")), "generate")
+        schema = f"diffusion_runtime.{verb}/1"
+        put_on_stdout(json_text({"schema": schema, "items": [], **failure.to_dict()}))
+    return failure.exit_code
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser_message(error: Any) -> str:
+    """The parser's message, with the command that explains the flags."""
+    place = error.ctx.command_path if error.ctx is not None else "diffusion-runtime"
+    return f"{error.format_message()}\n  see: {place} --help"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        package = importlib.import_module("diffusion_runtime")
+        put_on_stdout(f"diffusion-runtime {package.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def verbs(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Video and image generation in which attention is chosen, never guessed."""
+
+
+app.command("generate", epilog=GENERATE_EPILOG)(generate)
+
+
+@app.command("info", epilog="[bold]Example[/]\n\ndiffusion-runtime info outputs/a-red-circle-moving-left-seed0.mp4")
+def info(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file that generate wrote.", show_default=False)],
+    as_json: options.Json = False,
+) -> None:
+    """Say what a generated file is and how it was made: size, recipe, attention."""
+    from diffusion_runtime.cli.info import run_info
+
+    raise typer.Exit(run_info(file, as_json=as_json))

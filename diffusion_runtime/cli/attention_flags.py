@@ -1,0 +1,71 @@
+"""The attention flags of a command line, collected into one AttentionConfig, whose parser decides what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from diffusion_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diffusion_runtime.attention.config import AttentionConfig
+
+
+@dataclass(frozen=True)
+class AttentionFlags:
+    """As they were typed. entries: `per_role.cross.backend=fa` and the like, in order, the last wins."""
+
+    backend: str | None = None
+    backend_config: str | None = None
+    config: str | None = None
+    entries: Sequence[str] = ()
+
+    def collect(self) -> AttentionConfig | None:
+        """The command line's own level; None when no flag was given. Raises ConfigError."""
+        if self == AttentionFlags():
+            return None
+        from diffusion_runtime.attention.config import AttentionConfig, parse_text
+
+        stated = AttentionConfig.parse(self.config)
+        dotted = split_entries(self.entries)
+        if self.backend is not None:
+            self._refuse_second_default(stated, dotted)
+            dotted["default.backend"] = self.backend
+        if self.backend_config is not None:
+            options = parse_text(self.backend_config, "--attention-backend-config")
+            if not isinstance(options, Mapping):
+                raise ConfigError(
+                    f"--attention-backend-config: expected key=value,..., JSON, or a .json or .yaml file, "
+                    f"got {self.backend_config!r}"
+                )
+            dotted["default.extra"] = options
+        return overlay_attention(stated, dotted)
+
+    def _refuse_second_default(self, stated: AttentionConfig, dotted: Mapping[str, Any]) -> None:
+        in_entries = any(key in dotted for key in ("default", "default.backend", "default.name"))
+        in_config = stated.default is not None and bool(stated.default.candidates)
+        if in_entries or in_config:
+            place = "--attention-config.default.backend" if in_entries else "the default of --attention-config"
+            raise ConfigError(f"--attention-backend and {place} both set the default backend; give one of them")
+
+
+def split_entries(entries: Sequence[str]) -> dict[str, Any]:
+    """`["per_role.cross.extra.window=[4,6]"]` as `{"per_role.cross.extra.window": [4, 6]}`. Raises ConfigError."""
+    from diffusion_runtime.attention.options import parse_scalar
+
+    dotted: dict[str, Any] = {}
+    for entry in entries:
+        key, equals, text = entry.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"attention: expected PATH=VALUE, got {entry!r}")
+        dotted[key] = text if key.rpartition(".")[2] in ("backend", "name") else parse_scalar(text)
+    return dotted
+
+
+def overlay_attention(stated: Any, dotted: Mapping[str, Any]) -> AttentionConfig:
+    """`stated`, in any form that AttentionConfig.parse takes, with values at dotted paths set on top."""
+    from diffusion_runtime.attention.config import AttentionConfig
+
+    config = AttentionConfig.parse(stated)
+    return AttentionConfig.parse({**config.to_dict(), **dotted}) if dotted else config

@@ -1,0 +1,152 @@
+"""Prompts x seeds, one after another: an item that fails does not stop the others, Ctrl-C keeps what is finished."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffusion_runtime.cli.failures import INTERRUPTED, Failure
+from diffusion_runtime.cli.outputs import Outputs
+from diffusion_runtime.cli.progress import ProgressLike, show_progress
+from diffusion_runtime.cli.tables import seconds_text
+from diffusion_runtime.cli.terminal import Terminal
+from diffusion_runtime.errors import BatchFailedError
+from diffusion_runtime.request import GenerationRequest
+
+if TYPE_CHECKING:
+    from diffusion_runtime.media import GeneratedMedia
+
+MAX_TITLE_CHARACTERS = 40
+
+
+@dataclass(frozen=True)
+class Item:
+    """One generation of a batch: its resolved request, or why it cannot be made."""
+
+    request: GenerationRequest
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an item. Without a failure `path` is written and everything else is filled.
+
+    seconds: of the whole item; timings: by stage.
+    """
+
+    request: GenerationRequest
+    failure: Failure | None = None
+    path: Path | None = None
+    seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+    frames_shape: tuple[int, ...] = ()
+    attention_report: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        known: dict[str, Any] = {"prompt": self.request.prompt, "seed": self.request.seed}
+        if self.failure is not None:
+            return {**known, **self.failure.to_dict()}
+        assert self.path is not None
+        num_frames, height, width = self.frames_shape[:3]
+        return {
+            "path": str(self.path),
+            "sidecar": str(self.path.with_suffix(".json")),
+            **known,
+            "num_frames": num_frames,
+            "height": height,
+            "width": width,
+            "seconds": round(self.seconds, 4),
+            "timings": {name: round(seconds, 4) for name, seconds in self.timings.items()},
+            "request": self.request.to_dict(),
+            "attention_report": self.attention_report,
+        }
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    outcomes: tuple[Outcome, ...]
+    num_items: int
+    interrupted: bool = False
+
+    @property
+    def finished(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.failure is None]
+
+    @property
+    def failures(self) -> list[Failure]:
+        return [outcome.failure for outcome in self.outcomes if outcome.failure is not None]
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return INTERRUPTED
+        if not self.failures:
+            return 0
+        return BatchFailedError.exit_code if self.finished else self.failures[0].exit_code
+
+
+# Makes one item; the second argument receives its progress.
+Generate = Callable[[GenerationRequest, Callable[[ProgressLike], None]], "GeneratedMedia"]
+
+
+def run_batch(
+    items: Sequence[Item],
+    generate: Generate,
+    outputs: Outputs,
+    terminal: Terminal,
+    on_file: Callable[[Path], None] | None,
+) -> BatchResult:
+    """Make every item. on_file: if any, told each file's path once the file is complete."""
+    outcomes: list[Outcome] = []
+    try:
+        for number, item in enumerate(items, start=1):
+            outcome = _run_item(item, number, len(items), generate, outputs, terminal)
+            outcomes.append(outcome)
+            if outcome.path is not None and on_file is not None:
+                on_file(outcome.path)
+    except KeyboardInterrupt:
+        return BatchResult(tuple(outcomes), len(items), interrupted=True)
+    return BatchResult(tuple(outcomes), len(items))
+
+
+def _run_item(
+    item: Item, number: int, num_items: int, generate: Generate, outputs: Outputs, terminal: Terminal
+) -> Outcome:
+    request = item.request
+    if item.failure is not None:
+        terminal.error(f"{title_of(request, number, num_items)}: {item.failure.message}", item.failure.trace)
+        return Outcome(request, item.failure)
+    started = time.perf_counter()
+    try:
+        with show_progress(terminal, title_of(request, number, num_items)) as view:
+            media = generate(request, view.update)
+            write_started = time.perf_counter()
+            target = outputs.target(request)
+            path = media.save(target, overwrite=False)
+            timings = {**media.timings, "write": time.perf_counter() - write_started}
+    except Exception as error:  # whatever it is, the other items are still wanted
+        failure = Failure.of(error)
+        terminal.error(f"{title_of(request, number, num_items)}: {failure.message}", failure.trace)
+        return Outcome(request, failure)
+    if path != target and outputs.file is not None:
+        terminal.say(f"{target} exists already (or its sidecar does); this one is {path.name}")
+    terminal.say(f"wrote {path}" + (f" ({seconds_text(timings)})" if num_items > 1 else ""))
+    return Outcome(
+        request,
+        path=path,
+        seconds=time.perf_counter() - started,
+        timings=timings,
+        frames_shape=media.frames.shape,
+        attention_report=media.attention_report.to_dict(),
+    )
+
+
+def title_of(request: GenerationRequest, number: int = 1, num_items: int = 1) -> str:
+    """`[2/4] a red circle moving left, seed 7`."""
+    prompt = " ".join(request.prompt.split())
+    shown = prompt if len(prompt) <= MAX_TITLE_CHARACTERS else prompt[: MAX_TITLE_CHARACTERS - 1] + "…"
+    count = f"[{number}/{num_items}] " if num_items > 1 else ""
+    return f"{count}{shown}, seed {request.seed}"

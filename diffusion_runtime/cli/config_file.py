@@ -1,0 +1,166 @@
+"""`--config FILE` and `--set KEY=VALUE`: read, checked key by key, errors that name the file and the key."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.cli.attention_flags import overlay_attention, split_entries
+from diffusion_runtime.cli.prompts import parse_seeds
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.errors import ConfigError, UsageError, nearest
+from diffusion_runtime.request import GenerationRequest, request_field_types
+
+SECTIONS = ("runtime", "request", "presets")
+MAX_CONFIG_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class FileConfig:
+    """runtime: RuntimeConfig fields; request: GenerationRequest fields, except that `prompt` is a list of prompts and
+    `seed` a list of seeds; settings: the same, of --set; presets: name to GenerationRequest fields."""
+
+    runtime: Mapping[str, Any] = field(default_factory=dict)
+    request: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def read_config(path: str | None, settings: Sequence[str] = ()) -> FileConfig:
+    """The file at `path` (None: no file) with `settings`, texts of KEY=VALUE, on top.
+
+    Raises ConfigError for a missing file, a document that is not a mapping, unknown sections and keys, wrong types.
+    """
+    content = {} if path is None else _load(Path(path))
+    where = "" if path is None else f"{path}: "
+    for section, values in content.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{where}unknown section {section!r}.{nearest(str(section), SECTIONS)}")
+        if values is not None and not isinstance(values, Mapping):
+            raise ConfigError(f"{where}{section}: expected a mapping, got {values!r}")
+    presets = {}
+    for name, values in (content.get("presets") or {}).items():
+        if not isinstance(name, str) or not isinstance(values, Mapping):
+            raise ConfigError(f"{where}presets.{name}: expected a mapping of request values, got {values!r}")
+        presets[name] = _check_request(values, f"{where}presets.{name}", allow_prompt=False)
+    runtime = _check_runtime(content.get("runtime") or {}, f"{where}runtime")
+    request = _check_request(content.get("request") or {}, f"{where}request")
+    return _with_settings(FileConfig(runtime, request, presets=presets), settings)
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise ConfigError(f"--config: {path} is not a file.{_nearest_file(path)}")
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: {path.stat().st_size} bytes; a config has at most {MAX_CONFIG_BYTES}")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: expected a mapping with {', '.join(SECTIONS)}, got a {type(content).__name__}")
+    return content
+
+
+def _nearest_file(path: Path) -> str:
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return f" The folder {path.parent} does not exist either."
+    return nearest(path.name, names) or f" {path.parent} holds no .yaml file."
+
+
+def _check_request(values: Mapping[str, Any], where: str, *, allow_prompt: bool = True) -> dict[str, Any]:
+    """Checked values; `prompt` and `seed` become lists."""
+    known = request_field_types()
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known or (key in ("prompt", "seed") and not allow_prompt):
+            allowed = known if allow_prompt else set(known) - {"prompt", "seed"}
+            raise ConfigError(f"{where}: unknown key {key!r}.{nearest(str(key), allowed)}")
+        if value is None:
+            continue
+        if key == "prompt":
+            value = [value] if not isinstance(value, list) else value
+        try:
+            if key == "seed":
+                value = parse_seeds(value if isinstance(value, list) else [value])
+            for single in value if key in ("prompt", "seed") else [value]:
+                # The request's own check, one key at a time, so that the error can say where the value stands.
+                GenerationRequest.from_dict({"prompt": "checked", key: single})
+        except UsageError as error:
+            raise ConfigError(f"{where}.{error}") from error
+        checked[key] = value
+    return checked
+
+
+def _check_runtime(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    known = [item.name for item in dataclasses.fields(RuntimeConfig) if item.name != "attention_override"]
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}.{nearest(str(key), known)}")
+        if value is None:
+            continue
+        try:
+            if key == "attention":
+                value = overlay_attention(value, {})
+            elif key == "parallel" and not isinstance(value, Mapping):
+                raise ConfigError(f"parallel: expected a mapping, got {value!r}")
+            else:
+                RuntimeConfig.from_dict({key: value})
+        except UsageError as error:
+            message = f"attention: {error}" if key == "attention" else error
+            raise ConfigError(f"{where}.{message}") from error
+        checked[key] = value
+    return checked
+
+
+def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
+    request: dict[str, Any] = {}
+    runtime: dict[str, Any] = {}
+    attention_entries: list[str] = []
+    parallel: dict[str, Any] = {}
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        section, _, key = path.strip().partition(".")
+        if not equals or not key:
+            raise ConfigError(f"--set: expected request.KEY=VALUE or runtime.KEY=VALUE, got {setting!r}")
+        if section == "request":
+            request[key] = _request_value(key, text)
+        elif section != "runtime":
+            raise ConfigError(
+                f"--set {setting}: unknown section {section!r}.{nearest(section, ('request', 'runtime'))}"
+            )
+        elif key.startswith("attention."):
+            attention_entries.append(f"{key.removeprefix('attention.')}={text}")
+        elif key.startswith("parallel."):
+            parallel[key.removeprefix("parallel.")] = split_entries([f"value={text}"])["value"]
+        else:
+            runtime[key] = text
+    if parallel:
+        runtime["parallel"] = {**config.runtime.get("parallel", {}), **parallel}
+    merged = {**config.runtime, **_check_runtime(runtime, "--set runtime")}
+    if attention_entries:
+        merged["attention"] = overlay_attention(merged.get("attention"), split_entries(attention_entries))
+    return FileConfig(merged, config.request, _check_request(request, "--set request"), config.presets)
+
+
+def _request_value(key: str, text: str) -> Any:
+    """`128` as the type that the request's field has; text that does not fit is left to the request's own check."""
+    kind = request_field_types().get(key, str)
+    if kind is str or key == "seed":
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        return text

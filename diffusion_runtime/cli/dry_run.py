@@ -1,0 +1,108 @@
+"""`generate --dry-run`: what would run, why, and under which names it would be written. Loads and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffusion_runtime.cli.batch import Item
+from diffusion_runtime.cli.outputs import Outputs
+from diffusion_runtime.cli.tables import facts_table, plain_table
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+
+if TYPE_CHECKING:
+    from diffusion_runtime.attention.select import Decision
+    from diffusion_runtime.loading import PipelineDescription
+
+SCHEMA = "diffusion_runtime.dry_run/1"
+# Request fields that all items of one command share, in the order in which a reader wants them.
+_SHARED = (
+    "height",
+    "width",
+    "num_frames",
+    "fps",
+    "num_inference_steps",
+    "guidance_scale",
+    "flow_shift",
+    "sampler",
+    "guidance_mode",
+    "negative_prompt",
+)
+
+
+def show_plan(
+    description: PipelineDescription, items: Sequence[Item], outputs: Outputs, terminal: Terminal, *, as_json: bool
+) -> int:
+    """Say what `description` and `items` lead to; the exit code is the one an item that cannot be made has, else 0."""
+    makeable = [item.request for item in items if item.failure is None]
+    paths = outputs.predict(makeable)
+    failures = [item.failure for item in items if item.failure is not None]
+    exit_code = failures[0].exit_code if failures else 0
+    if as_json:
+        put_on_stdout(json_text(_to_json_object(description, items, paths, exit_code)))
+        return exit_code
+    terminal.say("Dry run: no weights are loaded and nothing is written.")
+    facts: list[tuple[str, object]] = [
+        ("model", f"{description.config.model_path} ({description.family})"),
+        ("folder", description.folder),
+        ("device", description.device),
+        ("dtype", description.dtype),
+    ]
+    facts += [(name, getattr(makeable[0], name)) for name in _SHARED]
+    terminal.show(facts_table(facts, "\nWhat would run"))
+    terminal.show(_attention_plan(description))
+    for library in description.libraries:
+        terminal.say(f"{library.component}: attention of {library.library}, not chosen here")
+    rows = [(path, request.seed, request.prompt) for path, request in zip(paths, makeable, strict=True)]
+    terminal.show(plain_table(("file", "seed", "prompt"), rows, "What would be written"))
+    for failure in failures:
+        terminal.error(failure.message, failure.trace)
+    return exit_code
+
+
+def _attention_plan(description: PipelineDescription) -> Any:
+    rows: list[Sequence[object]] = []
+    for planned in description.attention:
+        decision = planned.decision
+        why = f"{decision.source}: {decision.reason}" + _rejected(decision)
+        backend = decision.backend + (f" {dict(decision.options)}" if decision.options else "")
+        rows.append((planned.role, planned.when, _layers(planned.layers), backend, why))
+    return plain_table(("role", "when", "layers", "backend", "why"), rows, "Attention that would run")
+
+
+def _rejected(decision: Decision) -> str:
+    return "".join(f"\nnot {name}: {reason}" for name, reason in decision.rejected)
+
+
+def _layers(layers: Sequence[int]) -> str:
+    """`0-5` for neighbours, else every one."""
+    if len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]}-{layers[-1]}"
+    return ", ".join(map(str, layers))
+
+
+def _to_json_object(
+    description: PipelineDescription, items: Sequence[Item], paths: Sequence[Path], exit_code: int
+) -> dict[str, Any]:
+    waiting = iter(paths)
+    listed: list[dict[str, Any]] = []
+    for item in items:
+        known: dict[str, Any] = {"prompt": item.request.prompt, "seed": item.request.seed}
+        if item.failure is None:
+            listed.append({"path": str(next(waiting)), **known, "request": item.request.to_dict()})
+        else:
+            listed.append({**known, **item.failure.to_dict()})
+    return {
+        "schema": SCHEMA,
+        **{key: value for key, value in description.to_dict().items() if key != "schema"},
+        "folder": str(description.folder),
+        "defaults": dict(description.rules.defaults),
+        "presets": {name: dict(values) for name, values in description.rules.presets.items()},
+        "libraries": [
+            {"component": library.component, "library": library.library, "implementation": library.implementation}
+            for library in description.libraries
+        ],
+        "items": listed,
+        "exit_code": exit_code,
+    }

@@ -1,0 +1,50 @@
+"""An exception as a user sees it: one message, one kind, one exit code."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+from diffusion_runtime.errors import DeviceMemoryError, DiffusionRuntimeError
+
+INTERRUPTED = 130
+_WHAT_NEEDS_LESS = "try --preset draft, fewer frames, a smaller size, or --guidance-mode two_pass"
+
+
+class Interrupted(Exception):
+    """Ctrl-C before anything was finished, as an exception that the parser does not turn into a bare exit."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """kind: the error's class name, for programs; message: for people; trace: where it happened."""
+
+    kind: str
+    message: str
+    exit_code: int
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        trace = "".join(traceback.format_exception(error))
+        if isinstance(error, DiffusionRuntimeError):
+            return cls(type(error).__name__, str(error), error.exit_code, trace)
+        if isinstance(error, Interrupted | KeyboardInterrupt):
+            return cls(Interrupted.__name__, "interrupted: nothing was finished", INTERRUPTED, trace)
+        if isinstance(error, MemoryError) or _is_device_memory_error(error):
+            message = f"out of memory: {_first_line(error)}; {_WHAT_NEEDS_LESS}"
+            return cls(DeviceMemoryError.__name__, message, DeviceMemoryError.exit_code, trace)
+        message = f"unexpected {type(error).__name__}: {_first_line(error)}; run again with --verbose to see where"
+        return cls(type(error).__name__, message, 1, trace)
+
+    def to_dict(self) -> dict[str, str | int]:
+        return {"error": self.message, "kind": self.kind, "exit_code": self.exit_code}
+
+
+def _is_device_memory_error(error: BaseException) -> bool:
+    """torch's own error, by name: an error may come before torch is loaded, and must not load it."""
+    return any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")

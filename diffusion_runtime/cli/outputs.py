@@ -1,0 +1,126 @@
+"""Where results go: folder, name, format. Checked before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.request import GenerationRequest
+
+DEFAULT_FOLDER = "outputs"
+# File names end at 255 bytes on every common file system; this leaves room for the seed, a number and the extension.
+MAX_SLUG_BYTES = 80
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """folder: where results go; file: the one name that was asked for, None to name by prompt and seed;
+    file_format: one of media.FORMATS, None for mp4 or, for one frame, png."""
+
+    folder: Path
+    file: Path | None = None
+    file_format: str | None = None
+
+    @classmethod
+    def parse(cls, output_path: str | None, file_format: str | None) -> Outputs:
+        """Raises ConfigError for an unknown format or extension, or two that contradict each other."""
+        from diffusion_runtime.media import FORMATS, check_format, format_of
+
+        chosen = None if file_format is None else check_format(file_format)
+        if output_path is None:
+            return cls(Path(DEFAULT_FOLDER), None, chosen)
+        path = Path(output_path)
+        if output_path.endswith(("/", os.sep)) or path.is_dir() or not path.suffix:
+            return cls(path, None, chosen)
+        try:
+            named = format_of(path)
+        except ConfigError as error:
+            raise ConfigError(f"--output-path: {error} For a folder of that name, end it with a slash.") from error
+        if chosen is not None and chosen != named:
+            others = ", ".join("." + name for name in FORMATS if name == chosen)
+            raise ConfigError(f"--output-path {output_path} ends in .{named}, --format says {chosen}; use {others}")
+        return cls(path.parent, path, named)
+
+    def format_for(self, request: GenerationRequest) -> str:
+        """The format of a resolved request's file. Raises ConfigError for a video in a format that holds one image."""
+        from diffusion_runtime.media import check_format
+
+        default = "png" if request.num_frames == 1 else "mp4"
+        return check_format(self.file_format or default, request.num_frames)
+
+    def target(self, request: GenerationRequest) -> Path:
+        """The name a resolved request's file gets when it is free."""
+        if self.file is not None:
+            return self.file
+        return self.folder / f"{slug(request.prompt)}-seed{request.seed}.{self.format_for(request)}"
+
+    def prepare(self) -> tuple[Path, ...]:
+        """Make the folder and write a byte into it, so that a folder that cannot be written is known now.
+
+        Returns the folders that were made, innermost first. Raises OutputError; what was made is gone then.
+        """
+        made: list[Path] = []
+        try:
+            for folder in reversed([self.folder, *self.folder.parents]):
+                if not folder.is_dir():
+                    folder.mkdir()
+                    made.insert(0, folder)
+            probe = self.folder / f".{secrets.token_hex(8)}.partial"
+            try:
+                probe.write_bytes(b"0")
+            finally:
+                probe.unlink(missing_ok=True)
+        except OSError as error:
+            remove_empty(made)
+            raise OutputError(
+                f"cannot write into the output folder {self.folder}: {error.strerror or error}; "
+                f"choose another with --output-path"
+            ) from error
+        return tuple(made)
+
+    def check_without_writing(self) -> None:
+        """What `prepare` finds out, as far as it can be known without touching the disk. Raises OutputError."""
+        existing = next(folder for folder in [self.folder, *self.folder.parents] if folder.exists())
+        if not existing.is_dir():
+            raise OutputError(f"cannot write into the output folder {self.folder}: {existing} is a file")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise OutputError(f"cannot write into the output folder {self.folder}: no right to write in {existing}")
+
+    def predict(self, requests: list[GenerationRequest]) -> list[Path]:
+        """The names the files would get now, numbers included."""
+        from diffusion_runtime.media import numbered
+
+        taken: set[Path] = set()
+        names = []
+        for request in requests:
+            number = 1
+            while True:
+                path = numbered(self.target(request), number)
+                pair = {path, path.with_suffix(".json")}
+                if not pair & taken and not any(name.exists() for name in pair):
+                    break
+                number += 1
+            taken |= pair
+            names.append(path)
+        return names
+
+
+def remove_empty(folders: list[Path] | tuple[Path, ...]) -> None:
+    """Remove those of `folders`, innermost first, that hold nothing."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+
+
+def slug(prompt: str) -> str:
+    """`A red circle, moving left!` as `a-red-circle-moving-left`; letters of every script stay."""
+    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", prompt).lower())
+    cut = "-".join(words).encode()[:MAX_SLUG_BYTES].decode(errors="ignore")
+    return cut.strip("-") or "prompt"

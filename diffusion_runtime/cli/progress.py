@@ -1,0 +1,116 @@
+"""Progress of one generation on standard error: redrawn on a terminal, a few plain lines anywhere else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from diffusion_runtime.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+# Without a terminal: a line for every step of a short run, about this many for a long one.
+PLAIN_LINES_A_STAGE = 8
+
+
+class ProgressLike(Protocol):
+    """pipeline.Progress: stage `text`, `denoise` or `decode`; step of num_steps done after `seconds` of it."""
+
+    @property
+    def stage(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class View(ABC):
+    """Shows the progress of one item."""
+
+    @abstractmethod
+    def update(self, progress: ProgressLike) -> None:
+        """One report of the pipeline."""
+
+
+@contextmanager
+def show_progress(terminal: Terminal, title: str) -> Iterator[View]:
+    """A view for one item, below a line with its title; a redrawn one is gone afterwards, so that lines can follow."""
+    terminal.say(title)
+    if terminal.is_live:
+        bars = _make_bars(terminal)
+        with bars:
+            yield _LiveView(bars)
+    else:
+        yield _PlainView(terminal)
+
+
+def step_text(progress: ProgressLike) -> str:
+    """`step 3/12, 0.35 s a step, about 3 s left`; nothing for a stage of one step."""
+    if progress.num_steps <= 1:
+        return ""
+    text = f"step {progress.step}/{progress.num_steps}"
+    if progress.step < 1:
+        return text
+    each = progress.seconds / progress.step
+    left = each * (progress.num_steps - progress.step)
+    return f"{text}, {each:.2f} s a step" + (f", about {_duration(left)} left" if left > 0 else "")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{max(1, round(seconds))} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class _PlainView(View):
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._said: set[tuple[str, int]] = set()
+
+    def update(self, progress: ProgressLike) -> None:
+        every = max(1, -(-progress.num_steps // PLAIN_LINES_A_STAGE))
+        finished = progress.step >= progress.num_steps
+        key = (progress.stage, progress.step)
+        if progress.step < 1 or key in self._said or not (finished or progress.step % every == 0):
+            return
+        self._said.add(key)
+        detail = step_text(progress)
+        self._terminal.say(f"  {progress.stage}: " + (detail or f"{progress.seconds:.2f} s"))
+
+
+class _LiveView(View):
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._task = bars.add_task("", total=None, stage="", detail="")
+
+    def update(self, progress: ProgressLike) -> None:
+        several = progress.num_steps > 1
+        self._bars.update(
+            self._task,
+            total=progress.num_steps if several else None,
+            completed=progress.step if several else 0,
+            stage=progress.stage,
+            detail=step_text(progress),
+        )
+
+
+def _make_bars(terminal: Terminal) -> Bars:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+    # Narrow enough for 80 columns with the longest detail; rich would drop what does not fit.
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.fields[stage]}", markup=False, style="bold"),
+        BarColumn(bar_width=16),
+        TextColumn("{task.fields[detail]}", markup=False),
+        console=terminal.console,
+        transient=True,
+        # Lines of other libraries go above the bars; standard output is left alone, it may be a pipe.
+        redirect_stdout=False,
+    )

@@ -1,0 +1,153 @@
+"""What a command line asks for, once flags, config, recipe and presets are put in order.
+
+Highest first: flags, `--set`, `--config` (a preset of its own that `--preset` picks, then its request), the recipe of
+`--from`, a preset of the model's, the model's defaults. The last two are the pipeline's to fill in (`resolve`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffusion_runtime.cli.attention_flags import AttentionFlags, overlay_attention
+from diffusion_runtime.cli.config_file import FileConfig, read_config
+from diffusion_runtime.cli.prompts import parse_seeds
+from diffusion_runtime.config import ParallelConfig, RuntimeConfig
+from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, nearest
+from diffusion_runtime.request import GenerationRequest
+
+# What of a recipe's `runtime` is repeated. The device is not: the machine that repeats it may have another.
+_REPEATED_RUNTIME = ("model_path", "backend", "dtype", "attention", "attention_override")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of `generate` that say what to make and where, as they were typed; None or empty means not given.
+
+    request, runtime: values by field name; prompts, seeds: every one that was given.
+    """
+
+    prompts: Sequence[str] = ()
+    seeds: Sequence[str] = ()
+    request: Mapping[str, Any] = field(default_factory=dict)
+    runtime: Mapping[str, Any] = field(default_factory=dict)
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    attention: AttentionFlags = field(default_factory=AttentionFlags)
+    config: str | None = None
+    settings: Sequence[str] = ()
+    repeat: str | None = None
+    preset: str | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """requests: one a prompt and seed, prompts outermost. preset: the name that was given, None for none.
+
+    file_presets: names that the config file defines; the values of the chosen one are in `requests` already.
+    repeated_model: what the recipe of --from says about its model. notes: remarks for whoever reads standard error.
+    """
+
+    runtime: RuntimeConfig
+    requests: tuple[GenerationRequest, ...]
+    preset: str | None = None
+    file_presets: tuple[str, ...] = ()
+    repeated_model: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def preset_for(self, model_presets: Iterable[str]) -> str | None:
+        """The preset that is the model's to apply, None when there is none. Raises ConfigError for an unknown name."""
+        if self.preset is None or self.preset in model_presets:
+            return self.preset
+        if self.preset not in self.file_presets:
+            known = [*model_presets, *self.file_presets]
+            there = nearest(self.preset, known) or " Neither the model nor a config has any."
+            raise ConfigError(f"preset: unknown name {self.preset!r}.{there}")
+        return None
+
+
+def settle(flags: Flags) -> Settings:
+    """Raises ConfigError, RequestError, OutputError (a --from file without a recipe)."""
+    config = read_config(flags.config, flags.settings)
+    recipe = {} if flags.repeat is None else _read_recipe(flags.repeat)
+    recipe_request = _without_none(recipe.get("request") or {})
+    preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
+    # Later ones win.
+    values = {**recipe_request, **config.request, **preset_values, **config.settings, **_without_none(flags.request)}
+    stated = {**config.request, **config.settings}
+    prompts = list(flags.prompts) or stated.get("prompt") or _listed(recipe_request.get("prompt"))
+    seeds = parse_seeds(flags.seeds) or stated.get("seed") or _listed(recipe_request.get("seed")) or [0]
+    if not prompts:
+        raise RequestError(
+            'prompt: there is none; give it in quotes, as in generate "a red circle moving left", or use --prompt, '
+            "--prompt-file or --from"
+        )
+    requests = []
+    for prompt in prompts:
+        for seed in seeds:
+            requests.append(_build_request({**values, "prompt": prompt, "seed": seed}, flags.repeat))
+    notes = []
+    if flags.preset is not None and flags.preset not in config.presets and recipe_request:
+        notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
+    return Settings(
+        runtime=_build_runtime(flags, config, recipe),
+        requests=tuple(requests),
+        preset=flags.preset,
+        file_presets=tuple(config.presets),
+        repeated_model=recipe.get("model") or {},
+        notes=tuple(notes),
+    )
+
+
+def _build_request(values: Mapping[str, Any], repeat: str | None) -> GenerationRequest:
+    try:
+        return GenerationRequest.from_dict(values)
+    except UsageError as error:
+        if repeat is None:
+            raise
+        raise RequestError(f"{error} (with the recipe of {repeat})") from error
+
+
+def _build_runtime(flags: Flags, config: FileConfig, recipe: Mapping[str, Any]) -> RuntimeConfig:
+    recorded = recipe.get("runtime") or {}
+    values = {key: recorded[key] for key in _REPEATED_RUNTIME if recorded.get(key) is not None}
+    # The recorded flag may be `auto`; what it led to is what has to be repeated.
+    if (dtype := (recipe.get("model") or {}).get("dtype")) is not None:
+        values["dtype"] = dtype
+    for planned in _listed(recipe.get("attention")):
+        # An environment variable is not in the recipe; the default that it set is.
+        if isinstance(planned, Mapping) and planned.get("source") == "environment":
+            values["attention"] = overlay_attention(values.get("attention"), {"default.backend": planned.get("backend")})
+    values.update(config.runtime)
+    values.update(_without_none(flags.runtime))
+    parallel = {**_parallel_values(values.pop("parallel", {})), **_without_none(flags.parallel)}
+    if parallel:
+        values["parallel"] = parallel
+    attention = flags.attention.collect()
+    if attention is not None:
+        values["attention_override"] = attention
+    return RuntimeConfig.from_dict(values)
+
+
+def _parallel_values(value: Any) -> dict[str, Any]:
+    return dataclasses.asdict(value) if isinstance(value, ParallelConfig) else dict(value)
+
+
+def _read_recipe(path: str) -> Mapping[str, Any]:
+    """A recipe whose sections are mappings; what stands in them is checked like any other input."""
+    from diffusion_runtime.media import read_recipe
+
+    recipe = read_recipe(path)
+    for section in ("request", "runtime", "model"):
+        if not isinstance(recipe.get(section, {}), Mapping):
+            raise OutputError(f"{path}: its recipe's {section} is not a mapping; the file is damaged")
+    return recipe
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,0 +1,29 @@
+"""What a sampler is: it owns the loop and is given the prediction as a function."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from diffusion_runtime.attention.info import StepInfo
+
+# (latents [batch, channels, frames, height, width], step) -> velocity of the same shape.
+Predict: TypeAlias = Callable[[torch.Tensor, StepInfo], torch.Tensor]
+# Called after every step with the latents it ended with.
+OnStep: TypeAlias = Callable[[StepInfo, torch.Tensor], None]
+
+
+class Sampler(ABC):
+    """Integrates the probability flow from noise (sigma 1) to data (sigma 0). Keeps nothing between two calls."""
+
+    @abstractmethod
+    def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
+        """The clean latents, float32, on the device of `noise`, both [batch, channels, frames, height, width].
+
+        predict: called once or more a step, in the order of the steps, with float32 latents; returns
+            d latents / d sigma (noise minus data) in any floating dtype.
+        on_step: called after each step; what it raises ends the loop.
+        """

@@ -1,0 +1,96 @@
+"""A model folder's scheduler/scheduler_config.json: which sampler it asks for, and with what settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.errors import ModelLoadError
+
+# Class name in the folder -> the sampler behind it, and what that class calls the flow shift.
+SAMPLER_OF_CLASS = {"FlowMatchEulerDiscreteScheduler": "flow_match_euler", "UniPCMultistepScheduler": "unipc"}
+SHIFT_KEY = {"flow_match_euler": "shift", "unipc": "flow_shift"}
+# What makes such a scheduler integrate a velocity on a fixed schedule without drawing noise of its own.
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "flow_match_euler": {"use_dynamic_shifting": False, "stochastic_sampling": False},
+    "unipc": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
+}
+# What the diffusers classes take where a file leaves these out.
+_CLASS_DEFAULTS: dict[str, Any] = {
+    "use_dynamic_shifting": False,
+    "stochastic_sampling": False,
+    "prediction_type": "epsilon",
+    "use_flow_sigmas": False,
+}
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """class_name: the diffusers class; values: its settings; path: the file they stand in."""
+
+    class_name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    path: Path = Path("scheduler/scheduler_config.json")
+
+    @property
+    def sampler(self) -> str | None:
+        """The sampler this scheduler is, None for a class that is not one of ours."""
+        return SAMPLER_OF_CLASS.get(self.class_name)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The request fields this file speaks for: `sampler` and `flow_shift`; none for a class that is not ours."""
+        sampler = self.sampler
+        if sampler is None:
+            return {}
+        # Both classes take a shift of 1 where the file says nothing.
+        return {"sampler": sampler, "flow_shift": float(self.values.get(SHIFT_KEY[sampler], 1.0))}
+
+    def options_for(self, sampler: str) -> dict[str, Any]:
+        """The settings `sampler` takes from this file: all for its own class, else the training timesteps alone."""
+        if sampler == self.sampler:
+            return {key: value for key, value in self.values.items() if key != SHIFT_KEY[sampler]}
+        return {key: self.values[key] for key in ("num_train_timesteps",) if key in self.values}
+
+    def unknown_class_error(self) -> ModelLoadError:
+        known = " and ".join(f"{name} (sampler {sampler})" for name, sampler in SAMPLER_OF_CLASS.items())
+        return ModelLoadError(
+            f"{self.path}: the scheduler class {self.class_name!r} is not supported; supported are {known}. "
+            "Choose one with the request's `sampler`"
+        )
+
+
+def read_scheduler_config(folder: Path) -> SchedulerConfig:
+    """The scheduler settings of a model folder.
+
+    Raises ModelLoadError when the file is missing, is no JSON mapping, names no class, or describes something other
+    than a flow-matching model (every sampler here integrates a velocity).
+    """
+    path = folder / "scheduler" / "scheduler_config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read ({error.strerror}); the model folder is incomplete") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: expected JSON ({error}); the file is damaged, copy it again") from error
+    if not isinstance(values, dict) or not isinstance(values.get("_class_name"), str):
+        raise ModelLoadError(f"{path}: expected a JSON mapping with `_class_name`")
+    plain = {key: value for key, value in values.items() if not key.startswith("_")}
+    config = SchedulerConfig(values["_class_name"], plain, path)
+    _check_is_flow_matching(config)
+    return config
+
+
+def _check_is_flow_matching(config: SchedulerConfig) -> None:
+    sampler = config.sampler
+    for key, wanted in _REQUIRED.get(sampler or "", {}).items():
+        actual = config.values.get(key, _CLASS_DEFAULTS[key])
+        if actual != wanted:
+            raise ModelLoadError(f"{config.path}: {key}: expected {wanted!r}, got {actual!r}; this is not supported")
+    for key in ("num_train_timesteps", *SHIFT_KEY.values()):
+        value = config.values.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ModelLoadError(f"{config.path}: {key}: expected a number above 0, got {value!r}")

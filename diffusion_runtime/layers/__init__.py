@@ -1,0 +1,1 @@
+"""What transformers share that is not attention: positions, norms, modulation, embeddings, feed-forward."""

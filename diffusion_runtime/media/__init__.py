@@ -1,0 +1,23 @@
+"""Generated frames and the files they are written to: mp4, gif, webp, png, npy, each with its recipe."""
+
+from __future__ import annotations
+
+from diffusion_runtime.media.formats import FORMATS, check_format, format_of
+from diffusion_runtime.media.generated import AttentionReportLike, GeneratedMedia
+from diffusion_runtime.media.publish import numbered
+from diffusion_runtime.media.reading import MediaFile, read_media_file, read_recipe
+from diffusion_runtime.media.sidecar import RECIPE_SCHEMA, SIDECAR_SCHEMA
+
+__all__ = [
+    "FORMATS",
+    "RECIPE_SCHEMA",
+    "SIDECAR_SCHEMA",
+    "AttentionReportLike",
+    "GeneratedMedia",
+    "MediaFile",
+    "check_format",
+    "format_of",
+    "numbered",
+    "read_media_file",
+    "read_recipe",
+]

@@ -1,0 +1,136 @@
+"""Frames to bytes, one function a format. Frames are uint8 RGB [num_frames, height, width, 3] everywhere.
+
+Each function writes to a path that exists already and raises OSError when that fails, a full disk included.
+"""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy
+
+from diffusion_runtime.media.sidecar import RECIPE_KEY
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# x264's constant rate factor: 16 is visually lossless for most material, at about twice the size of the usual 23.
+MP4_RATE_FACTOR = 16
+WEBP_QUALITY = 90
+# EXIF's ImageDescription: the one text field that every reader knows.
+EXIF_DESCRIPTION = 0x010E
+
+
+def encode(file_format: str, frames: numpy.ndarray, fps: int, recipe: str | None, path: Path) -> None:
+    """Write `frames` to `path` in a format of FORMATS; `recipe` is ASCII text to carry along, None for none."""
+    _ENCODERS[file_format](frames, fps, recipe, path)
+
+
+def _write_mp4(frames: numpy.ndarray, fps: int, recipe: str | None, path: Path) -> None:
+    """H.264 in 4:2:0, which every player shows. That needs even sizes: an odd edge is repeated once, never cropped."""
+    import imageio_ffmpeg
+
+    even = numpy.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    height, width = even.shape[1:3]
+    comment = [] if recipe is None else ["-metadata", f"comment={recipe}"]
+    # The conversion and the three tags name the same colour matrix, else players guess one by the picture's size.
+    colour = ["-vf", "scale=out_color_matrix=bt709:out_range=tv"]
+    colour += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
+    command = [
+        imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-nostdin", "-v", "error",
+        "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "pipe:0",
+        *colour, "-an", "-c:v", "libx264", "-preset", "medium", "-crf", str(MP4_RATE_FACTOR), "-pix_fmt", "yuv420p",
+        "-movflags", "+faststart+use_metadata_tags", *comment, "-f", "mp4", str(path),
+    ]  # fmt: skip
+    # Its own session: Ctrl-C reaches this process alone, which then ends ffmpeg and removes the file.
+    result = subprocess.run(
+        command,
+        input=numpy.ascontiguousarray(even).data,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    if result.returncode != 0:
+        lines = result.stderr.decode(errors="replace").strip().splitlines()
+        if any("No space left" in line for line in lines):
+            raise OSError(errno.ENOSPC, "no space left on the disk")
+        told = lines[-1] if lines else "it said nothing"
+        raise OSError(errno.EIO, f"ffmpeg ended with status {result.returncode}: {told}")
+
+
+def _write_gif(frames: numpy.ndarray, fps: int, recipe: str | None, path: Path) -> None:
+    """256 colours, chosen for each frame. Times are in hundredths of a second."""
+    images = _images(frames)
+    comment = {} if recipe is None else {"comment": recipe.encode("ascii")}
+    images[0].save(
+        path,
+        format="GIF",
+        save_all=True,
+        append_images=images[1:],
+        duration=[10 * hundredths for hundredths in _durations(len(images), fps, per_second=100)],
+        loop=0,
+        **comment,
+    )
+
+
+def _write_webp(frames: numpy.ndarray, fps: int, recipe: str | None, path: Path) -> None:
+    """An animated WebP, or a still one for a single frame. Times are in thousandths of a second."""
+    from PIL import Image
+
+    images = _images(frames)
+    exif = Image.Exif()
+    if recipe is not None:
+        exif[EXIF_DESCRIPTION] = recipe
+    images[0].save(
+        path,
+        format="WEBP",
+        save_all=len(images) > 1,
+        append_images=images[1:],
+        duration=_durations(len(images), fps, per_second=1000),
+        loop=0,
+        quality=WEBP_QUALITY,
+        exif=exif.tobytes(),
+    )
+
+
+def _write_png(frames: numpy.ndarray, _fps: int, recipe: str | None, path: Path) -> None:
+    from PIL.PngImagePlugin import PngInfo
+
+    texts = PngInfo()
+    if recipe is not None:
+        texts.add_text(RECIPE_KEY, recipe)
+    _images(frames)[0].save(path, format="PNG", pnginfo=texts)
+
+
+def _write_npy(frames: numpy.ndarray, _fps: int, _recipe: str | None, path: Path) -> None:
+    """The frames as they are. The format has no room for a recipe; the sidecar has it."""
+    contiguous = numpy.ascontiguousarray(frames)
+    with path.open("wb") as file:
+        # Header and bytes by hand: numpy.save hides why a write failed.
+        numpy.lib.format.write_array_header_1_0(file, numpy.lib.format.header_data_from_array_1_0(contiguous))
+        file.write(contiguous.data)
+
+
+_ENCODERS: dict[str, Callable[[numpy.ndarray, int, str | None, Path], None]] = {
+    "mp4": _write_mp4,
+    "gif": _write_gif,
+    "webp": _write_webp,
+    "png": _write_png,
+    "npy": _write_npy,
+}
+
+
+def _images(frames: numpy.ndarray) -> list[Image.Image]:
+    from PIL import Image
+
+    return [Image.fromarray(frame) for frame in numpy.ascontiguousarray(frames)]
+
+
+def _durations(num_frames: int, fps: int, per_second: int) -> list[int]:
+    """How long each frame is shown, in 1/per_second seconds: rounded so that the whole has the right length."""
+    ends = [round((index + 1) * per_second / fps) for index in range(num_frames)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,36 @@
+"""Which file formats there are, and which of them hold a video. Plain values: importing this loads nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diffusion_runtime.errors import ConfigError, nearest
+
+FORMATS = ("mp4", "gif", "webp", "png", "npy")
+IMAGE_FORMATS = ("png",)
+
+
+def format_of(path: str | Path) -> str:
+    """The format that a file name's extension stands for. Raises ConfigError for one that is not of FORMATS."""
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    if suffix not in FORMATS:
+        shown = f"the extension {'.' + suffix!r}" if suffix else "no extension"
+        raise ConfigError(
+            f"{str(path)!r} has {shown}; a result ends in {', '.join('.' + name for name in FORMATS)}."
+            f"{nearest(suffix, FORMATS) if suffix else ''}"
+        )
+    return suffix
+
+
+def check_format(name: str, num_frames: int | None = None) -> str:
+    """`name`, when it is one of FORMATS and holds `num_frames` frames (None: not known yet). Else ConfigError."""
+    plain = name.lower().removeprefix(".")
+    if plain not in FORMATS:
+        raise ConfigError(f"format: unknown value {name!r}.{nearest(plain, FORMATS)}")
+    if plain in IMAGE_FORMATS and num_frames is not None and num_frames > 1:
+        others = ", ".join(other for other in FORMATS if other not in IMAGE_FORMATS)
+        raise ConfigError(
+            f"format: {plain} holds one image, this is a video of {num_frames} frames; "
+            f"use one of {others}, or ask for one frame (num_frames=1)"
+        )
+    return plain

@@ -1,0 +1,163 @@
+"""Files back to what is known about them. They may come from strangers: nothing but JSON and numbers is believed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from diffusion_runtime.errors import OutputError
+from diffusion_runtime.media.encode import EXIF_DESCRIPTION
+from diffusion_runtime.media.formats import FORMATS
+from diffusion_runtime.media.mp4_boxes import read_mp4
+from diffusion_runtime.media.sidecar import RECIPE_KEY, RECIPE_SCHEMA, parse_recipe, read_sidecar, sidecar_path
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """One generated file: what it is, and what it says about how it was made.
+
+    fps: None when the format does not say and no recipe does. recipe, attention_report, timings: None when neither
+    the file nor its sidecar has them.
+    """
+
+    path: Path
+    format: str
+    width: int
+    height: int
+    num_frames: int
+    fps: float | None
+    num_bytes: int
+    recipe: Mapping[str, Any] | None
+    attention_report: Mapping[str, Any] | None
+    timings: Mapping[str, Any] | None
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The recipe of a generated file: the one inside it, else the one in the sidecar; a sidecar may be given itself.
+
+    Raises OutputError when the file is missing, unreadable, or has none.
+    """
+    source = Path(path)
+    if source.suffix.lower() == ".json":
+        if not source.is_file():
+            raise OutputError(f"{source}: no such file")
+        sidecar = read_sidecar(source)
+        recipe = None if sidecar is None else _recipe_of(sidecar)
+    else:
+        recipe = None if (found := read_media_file(source).recipe) is None else dict(found)
+    if recipe is None:
+        raise OutputError(
+            f"{source} carries no recipe of this program, and neither does {sidecar_path(source).name} beside it; "
+            f"give a file that `diffusion-runtime generate` wrote"
+        )
+    return recipe
+
+
+def read_media_file(path: str | Path) -> MediaFile:
+    """What a media file and its sidecar say. Raises OutputError when the file is missing, unreadable or broken."""
+    source = Path(path)
+    file_format = source.suffix.lower().removeprefix(".")
+    if not source.is_file():
+        raise OutputError(f"{source}: {'this is a folder' if source.is_dir() else 'no such file'}")
+    if file_format not in FORMATS:
+        raise OutputError(f"{source}: expected a file that ends in {', '.join('.' + name for name in FORMATS)}")
+    try:
+        facts = _READERS[file_format](source)
+    except OSError as error:
+        raise OutputError(f"cannot read {source}: {error.strerror or 'it is not a ' + file_format}") from error
+    except Exception as error:  # a stranger's bytes may upset a decoder in any way it knows
+        raise OutputError(f"{source} is not a readable {file_format}: {error}") from error
+    sidecar = read_sidecar(sidecar_path(source)) or {}
+    # A sidecar of another format belongs to a file of the same name that is gone.
+    written = sidecar.get("file")
+    if not isinstance(written, dict) or written.get("format") != file_format:
+        sidecar = {}
+    recipe = parse_recipe(facts.recipe) or _recipe_of(sidecar)
+    return MediaFile(
+        path=source,
+        format=file_format,
+        width=facts.width,
+        height=facts.height,
+        num_frames=facts.num_frames,
+        fps=_written_fps(sidecar, facts.num_frames) or facts.fps,
+        num_bytes=source.stat().st_size,
+        recipe=recipe,
+        attention_report=_mapping(sidecar.get("attention_report")),
+        timings=_mapping(sidecar.get("timings")),
+    )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    width: int
+    height: int
+    num_frames: int
+    fps: float | None
+    recipe: str | bytes | None
+
+
+def _read_mp4(path: Path) -> _Facts:
+    facts = read_mp4(path)
+    return _Facts(facts.width, facts.height, facts.num_frames, facts.fps, facts.comment)
+
+
+def _read_image(path: Path) -> _Facts:
+    """GIF, WebP and PNG, by Pillow; an image too large to be honest is refused by Pillow's own limit."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(path, formats=[path.suffix.lower().removeprefix(".").upper()]) as image:
+            num_frames = getattr(image, "n_frames", 1)
+            milliseconds = 0.0
+            for index in range(num_frames if num_frames > 1 else 0):
+                image.seek(index)
+                image.load()
+                milliseconds += float(image.info.get("duration", 0))
+            image.seek(0)
+            fps = 1000.0 * num_frames / milliseconds if milliseconds > 0 else None
+            return _Facts(image.width, image.height, num_frames, fps, _image_comment(image))
+
+
+def _image_comment(image: Any) -> str | bytes | None:
+    if image.format == "WEBP":
+        comment = image.getexif().get(EXIF_DESCRIPTION)
+    else:
+        comment = image.info.get(RECIPE_KEY if image.format == "PNG" else "comment")
+    return comment if isinstance(comment, str | bytes) else None
+
+
+def _read_npy(path: Path) -> _Facts:
+    # Mapped, so that a header that promises terabytes costs nothing; never a pickle.
+    array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, numpy.ndarray) or array.dtype != numpy.uint8 or array.ndim != 4 or array.shape[3] != 3:
+        raise ValueError("expected uint8 frames [num_frames, height, width, 3]")
+    return _Facts(array.shape[2], array.shape[1], array.shape[0], None, None)
+
+
+_READERS: dict[str, Callable[[Path], _Facts]] = {
+    "mp4": _read_mp4,
+    "gif": _read_image,
+    "webp": _read_image,
+    "png": _read_image,
+    "npy": _read_npy,
+}
+
+
+def _mapping(value: object) -> Mapping[str, Any] | None:
+    return value if isinstance(value, dict) else None
+
+
+def _recipe_of(sidecar: Mapping[str, Any]) -> dict[str, Any] | None:
+    recipe = sidecar.get("recipe")
+    return recipe if isinstance(recipe, dict) and recipe.get("schema") == RECIPE_SCHEMA else None
+
+
+def _written_fps(sidecar: Mapping[str, Any], num_frames: int) -> float | None:
+    fps = (_mapping(sidecar.get("file")) or {}).get("fps")
+    return float(fps) if type(fps) is int and fps > 0 and num_frames > 1 else None

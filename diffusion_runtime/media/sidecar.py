@@ -1,0 +1,86 @@
+"""The text that goes with a file: the recipe inside it, and the sidecar beside it. JSON only, with size limits.
+
+A recipe is a mapping with a `schema` of RECIPE_SCHEMA; a sidecar holds a recipe and what was measured:
+`{"schema", "file", "recipe", "attention_report", "timings"}`. Both may come from a stranger: they are parsed as JSON
+and as nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.errors import OutputError
+
+RECIPE_SCHEMA = "diffusion_runtime.recipe/1"
+SIDECAR_SCHEMA = "diffusion_runtime.sidecar/1"
+
+# The key under which a PNG carries its recipe; the other formats have one place for a comment and need no key.
+RECIPE_KEY = "diffusion_runtime"
+
+# A recipe longer than this stays in the sidecar alone: a command line's argument may have 128 KiB on Linux,
+# and a comment of that size is of no use to whoever looks at the file.
+MAX_EMBEDDED_CHARACTERS = 100_000
+MAX_SIDECAR_BYTES = 8 * 1024 * 1024
+# Far more than a recipe nests, far less than what a recursive reader can walk.
+MAX_DEPTH = 32
+
+
+def sidecar_path(path: Path) -> Path:
+    """`out.mp4` has `out.json` beside it."""
+    return path.with_suffix(".json")
+
+
+def to_json(value: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """Pure ASCII JSON on one line (or indented). Raises OutputError for values that JSON does not have."""
+    try:
+        return json.dumps(value, ensure_ascii=True, allow_nan=False, indent=indent)
+    except (TypeError, ValueError) as error:
+        raise OutputError(
+            f"a recipe holds plain JSON values (text, finite numbers, lists, mappings): {error}"
+        ) from error
+
+
+def parse_json_mapping(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object in `text`; None when it is anything else, however it is broken."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and _is_shallow(value, MAX_DEPTH) else None
+
+
+def _is_shallow(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inner)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse_recipe(text: str | bytes | None) -> dict[str, Any] | None:
+    """The recipe in a file's comment; None when the comment is missing or something else."""
+    if text is None or len(text) > MAX_EMBEDDED_CHARACTERS:
+        return None
+    value = parse_json_mapping(text)
+    return value if value is not None and value.get("schema") == RECIPE_SCHEMA else None
+
+
+def read_sidecar(path: Path) -> dict[str, Any] | None:
+    """The sidecar at `path`; None when there is none or it is something else. Raises OutputError when unreadable."""
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_SIDECAR_BYTES:
+            return None
+        value = parse_json_mapping(path.read_bytes())
+    except OSError as error:
+        raise OutputError(f"cannot read {path}: {error.strerror}") from error
+    return value if value is not None and value.get("schema") == SIDECAR_SCHEMA else None
+
+
+def finite_seconds(timings: Mapping[str, float]) -> dict[str, float]:
+    """Timings as they are written: seconds, rounded to a tenth of a millisecond."""
+    return {name: round(seconds, 4) for name, seconds in timings.items() if math.isfinite(seconds)}

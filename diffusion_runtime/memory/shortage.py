@@ -1,0 +1,34 @@
+"""Running out of memory, said as DeviceMemoryError with what would need less."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from diffusion_runtime.errors import DeviceMemoryError
+
+# torch raises a plain RuntimeError for these two.
+_PHRASES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "out of memory")
+
+
+@contextlib.contextmanager
+def explain_memory_shortage(doing: str, advice: str) -> Iterator[None]:
+    """Turn an out-of-memory error inside the block, of the CPU or of an accelerator, into DeviceMemoryError.
+
+    doing: what was being done, such as `loading the transformer`; advice: what would need less.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise _shortage(error, doing, advice) from error
+    except RuntimeError as error:
+        if not any(phrase in str(error) for phrase in _PHRASES):
+            raise
+        raise _shortage(error, doing, advice) from error
+
+
+def _shortage(error: BaseException, doing: str, advice: str) -> DeviceMemoryError:
+    detail = (str(error).strip().splitlines() or ["no further detail"])[0]
+    return DeviceMemoryError(f"not enough memory while {doing}: {detail}. {advice}")

@@ -1,0 +1,1 @@
+"""Model families: their folders, transformers and latent decoders, behind one interface."""

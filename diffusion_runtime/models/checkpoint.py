@@ -1,0 +1,228 @@
+"""Where a model is, and its weights: safetensors only, one file or sharded, read tensor by tensor into their place.
+
+A pickle (.bin, .pt, .ckpt) can run code when it is opened, so none is ever read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import nn
+
+from diffusion_runtime.errors import ModelLoadError, nearest
+from diffusion_runtime.models.folder import INDEX_FILE
+from diffusion_runtime.models.weight_files import check_whole, find_weight_files, listed
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+
+# The name of the model that ships inside the package, and where it is.
+EMBEDDED = "shapes"
+EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "shapes"
+
+# owner/name, which no path that starts with a dot, a slash or a tilde is.
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+# Only files of components: many repositories hold a second, single-file copy of the weights at the top.
+_HUB_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a checkpoint: its name and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of a component's folder. Close it, or use it as a context manager.
+
+    folder: holds `{stem}.safetensors`, `{stem}.safetensors.index.json` with its shards, or a variant of either such as
+    `{stem}.fp16.safetensors`. shapes: of every tensor, by name.
+
+    Raises ModelLoadError for files that are missing, truncated, damaged, pickled, or Git-LFS pointers.
+    """
+
+    def __init__(self, folder: Path, stem: str = "diffusion_pytorch_model") -> None:
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._file_of: dict[str, safe_open] = {}
+        self._stack = contextlib.ExitStack()
+        try:
+            for path in find_weight_files(folder, stem):
+                self._open(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Write tensor `name` into `target`, of the same shape, converting its dtype and device."""
+        source: torch.Tensor = self._file_of[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        target.copy_(source)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        check_whole(path)
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118 - it is not a mapping
+                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                self._file_of[name] = file
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"{path} is damaged or not a whole safetensors file ({error}); copy or download it again"
+            ) from error
+
+
+def load_weights(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    pieces: Mapping[str, tuple[Piece, ...]],
+    device: torch.device,
+    dtype: torch.dtype,
+    stays_float32: Callable[[str], bool] = lambda _: False,
+    ignored: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Fill `module` in place, each parameter once, on its device and in its dtype, without gradients.
+
+    pieces: every parameter and buffer of the state dict -> the checkpoint's tensors that fill it, one after the other.
+    stays_float32: parameters that are not converted to `dtype`, integers apart. ignored: checkpoint tensors that nothing reads.
+
+    Raises ModelLoadError that lists what is missing, unexpected or of another shape.
+    """
+    _check_names(checkpoint, [piece for group in pieces.values() for piece in group], ignored)
+    state = {}
+    for name, parameter in module.state_dict().items():
+        floating = torch.float32 if stays_float32(name) else dtype
+        target = torch.empty(
+            parameter.shape, dtype=floating if parameter.is_floating_point() else parameter.dtype, device=device
+        )
+        flat, start = target.view(-1), 0
+        for piece in pieces[name]:
+            stop = start + math.prod(piece.shape)
+            checkpoint.copy_into(piece.name, flat[start:stop].view(piece.shape))
+            start = stop
+        assert start == target.numel(), f"{name}: its pieces hold {start} numbers, it has {target.numel()}"
+        state[name] = target
+    module.load_state_dict(state, assign=True)
+    module.requires_grad_(False).eval()
+
+
+def own_pieces(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
+    """Pieces for a module whose names are the checkpoint's."""
+    return {name: (Piece(name, tuple(tensor.shape)),) for name, tensor in module.state_dict().items()}
+
+
+def _check_names(checkpoint: Checkpoint, expected: list[Piece], ignored: Callable[[str], bool]) -> None:
+    shapes = checkpoint.shapes
+    wanted = {piece.name for piece in expected}
+    problems = []
+    missing = [piece.name for piece in expected if piece.name not in shapes]
+    if missing:
+        problems.append(f"{len(missing)} of {len(expected)} tensors are missing: {listed(missing)}")
+    unexpected = [name for name in shapes if name not in wanted and not ignored(name)]
+    if unexpected:
+        problems.append(f"{len(unexpected)} tensors are unexpected: {listed(unexpected)}")
+    reshaped = [
+        f"{piece.name} is {list(shapes[piece.name])}, expected {list(piece.shape)}"
+        for piece in expected
+        if piece.name in shapes and shapes[piece.name] != piece.shape
+    ]
+    if reshaped:
+        problems.append(f"{len(reshaped)} tensors have another shape than config.json says: {listed(reshaped)}")
+    if problems:
+        raise ModelLoadError(
+            f"{checkpoint.folder}: the weights do not fit config.json beside them. " + ". ".join(problems)
+        )
+
+
+def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
+    """The folder behind `shapes`, the path of a folder, or a hub id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
+
+    A hub id is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors files, never
+    a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone.
+
+    Raises ModelLoadError that says what to type instead.
+    """
+    if model_path == EMBEDDED:
+        if (EMBEDDED_FOLDER / INDEX_FILE).is_file():
+            return EMBEDDED_FOLDER
+        raise ModelLoadError(f"the embedded model is not in {EMBEDDED_FOLDER}; install diffusion-runtime again")
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelLoadError(f"{model_path} is a file; give the folder that holds {INDEX_FILE}, such as {path.parent}")
+    if not _HUB_ID.fullmatch(model_path):
+        raise ModelLoadError(
+            f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` (the embedded model), a "
+            "diffusers folder, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        )
+    return _download(model_path, weights)
+
+
+def _siblings(path: Path) -> str:
+    """What is beside a missing path: the names most like it, else all of them."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        return f" Its parent {parent} does not exist either."
+    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
+    close = nearest(path.name, names)
+    return close if "Did you mean" in close else f" In {parent} there is: {listed(names) or 'no folder'}."
+
+
+def _download(hub_id: str, weights: bool) -> Path:
+    """The folder in the hub's cache that holds `hub_id`, brought up to date when there is a network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = [pattern for pattern in _HUB_FILES if weights or "safetensors" not in pattern]
+    instead = f"or give the path of a copy, or {EMBEDDED!r} for the embedded model, which needs no network"
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"{hub_id}: its terms must be accepted first, at https://huggingface.co/{hub_id}; then `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"there is no folder {hub_id} here and no such model on the hub, or it is private: check the spelling, or "
+            f"`hf auth login`; {instead}.{_beside(hub_id)}"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        why = "HF_HUB_OFFLINE is set: unset it" if offline else "the hub cannot be reached: check the network"
+        raise ModelLoadError(
+            f"{hub_id} is neither a folder here nor whole in the hub's cache, and {why}; {instead}.{_beside(hub_id)}"
+        ) from error
+    except Exception as error:  # whatever the hub's transport raises: broken connections, a full disk, bad answers
+        raise ModelLoadError(
+            f"{hub_id} cannot be downloaded ({error}); try again: it goes on where it stopped"
+        ) from error
+
+
+def _beside(hub_id: str) -> str:
+    """What is in the local folder that a hub id would name, if there is one: it may have been meant."""
+    path = Path(hub_id)
+    return _siblings(path) if path.parent.is_dir() else ""

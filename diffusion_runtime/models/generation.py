@@ -1,0 +1,60 @@
+"""generation.json of a model folder: the request values it was made for, and named presets of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.errors import ModelLoadError, RequestError, nearest
+from diffusion_runtime.models.folder import read_json
+from diffusion_runtime.request import GenerationRequest, request_field_types
+
+FILE_NAME = "generation.json"
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """Request values by field name. defaults: where a request says nothing; presets: by preset name."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def generation_settings(folder: Path) -> GenerationSettings:
+    """What generation.json says: {"defaults": {...}, "presets": {"draft": {...}}}; nothing when there is no such file.
+
+    Raises ModelLoadError that names the file and the key for one that is not a request value.
+    """
+    path = folder / FILE_NAME
+    if not path.exists():
+        return GenerationSettings()
+    values = read_json(path)
+    for key in values:
+        if key not in ("defaults", "presets"):
+            raise ModelLoadError(f"{path}: unknown key {key!r}.{nearest(key, ('defaults', 'presets'))}")
+    presets = _mapping(values.get("presets", {}), f"{path}: key 'presets'")
+    return GenerationSettings(
+        _request_values(values.get("defaults", {}), f"{path}: key 'defaults'"),
+        {name: _request_values(preset, f"{path}: key 'presets.{name}'") for name, preset in presets.items()},
+    )
+
+
+def _request_values(values: object, where: str) -> dict[str, Any]:
+    mapping = _mapping(values, where)
+    known = [name for name in request_field_types() if name != "prompt"]
+    for key in mapping:
+        if key not in known:
+            raise ModelLoadError(f"{where}: unknown request value {key!r}.{nearest(key, known)}")
+    try:
+        GenerationRequest(prompt="any", **mapping)
+    except RequestError as error:
+        raise ModelLoadError(f"{where}: {error}") from error
+    return dict(mapping)
+
+
+def _mapping(values: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{where}: expected an object with keys, got {values!r}")
+    return values

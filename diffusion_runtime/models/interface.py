@@ -1,0 +1,151 @@
+"""What a model family gives the pipeline: a transformer on our attention layers, a latent decoder and its settings."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.errors import RequestError
+
+
+@dataclass(frozen=True)
+class LatentGeometry:
+    """How pixels become latents and latents become tokens.
+
+    num_channels: of a latent. spatial_factor: pixels a latent in height and width. temporal_factor: frames a latent
+    after the first one, which holds a single frame. patch: latents a token in (frames, height, width).
+    """
+
+    num_channels: int
+    spatial_factor: int
+    temporal_factor: int
+    patch: tuple[int, int, int]
+
+    def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
+        """(channels, frames, height, width) of the latents of a clip of height x width pixels.
+
+        Raises RequestError for sizes that do not divide.
+        """
+        self.check(height, width, num_frames)
+        num_latent_frames = (num_frames - 1) // self.temporal_factor + 1
+        return self.num_channels, num_latent_frames, height // self.spatial_factor, width // self.spatial_factor
+
+    def check(self, height: int, width: int, num_frames: int) -> None:
+        """Raises RequestError for sizes that do not divide; it names the nearest ones that do, below and above."""
+        frames_a_token = self.temporal_factor * self.patch[0]
+        rules = (
+            ("height", height, self.spatial_factor * self.patch[1], 0),
+            ("width", width, self.spatial_factor * self.patch[2], 0),
+            ("num_frames", num_frames, frames_a_token, (1 - self.temporal_factor) % frames_a_token),
+        )
+        wrong = [_misfit(*rule) for rule in rules if rule[1] < 1 or rule[1] % rule[2] != rule[3] % rule[2]]
+        if wrong:
+            raise RequestError("; ".join(wrong))
+
+    def grid(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """(frames, height, width) in tokens of latents whose shape ends in frames, height, width.
+
+        Raises RequestError when the latents are not a whole number of patches.
+        """
+        sizes = latent_shape[-3:]
+        if any(size < 1 or size % patch for size, patch in zip(sizes, self.patch, strict=True)):
+            raise RequestError(
+                f"latents of {sizes[0]} x {sizes[1]} x {sizes[2]} (frames x height x width) are not a whole number of "
+                f"{self.patch[0]} x {self.patch[1]} x {self.patch[2]} patches"
+            )
+        frames, height, width = (size // patch for size, patch in zip(sizes, self.patch, strict=True))
+        return frames, height, width
+
+
+def _misfit(name: str, value: int, step: int, remainder: int) -> str:
+    """Why `value` does not fit "a multiple of step, plus remainder", with the nearest values that do."""
+    below = value - (value - remainder) % step
+    fitting = [str(size) for size in (below, below + step) if size >= 1]
+    rule = f"a multiple of {step}" if remainder == 0 else f"a multiple of {step} plus {remainder}"
+    return f"{name}: expected {rule}, got {value}; use {' or '.join(fitting)}"
+
+
+class DiffusionTransformer(nn.Module, ABC):
+    """A denoiser whose every attention is one of our layers."""
+
+    geometry: LatentGeometry
+
+    @abstractmethod
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        """Velocity (noise minus data), in the shape and dtype of `latents`.
+
+        latents: [batch, channels, frames, height, width]. timestep: [batch], in [0, 1000].
+        text: [batch, tokens, dim], the text encoder's output with its padding set to zero.
+        context: step, state and recorder of this forward pass; layouts are made here, from the latents.
+        """
+
+    @abstractmethod
+    def attention_layers(self) -> Iterator[AttentionLayer]:
+        """Every attention layer in the order in which they run, for reports and dry runs."""
+
+
+class LatentDecoder(ABC):
+    """Latents to frames, by a library's autoencoder.
+
+    library, implementation: who decodes, for the report of attention that a library runs itself.
+    """
+
+    library: str
+    implementation: str
+
+    @abstractmethod
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Frames, float32 in [0, 1], [batch, frames, height, width, 3].
+
+        latents: normalised, as the transformer works on them, [batch, channels, frames, height, width].
+        """
+
+
+class ModelFamily(ABC):
+    """One architecture: what its folders hold and how its parts are built.
+
+    name: for messages. transformer_classes: the class names in model_index.json that it loads.
+    roles: (role, category) of its attention layers. defaults: request values where neither the request nor the
+    folder's generation.json says any.
+    """
+
+    name: ClassVar[str]
+    transformer_classes: ClassVar[tuple[str, ...]]
+    roles: ClassVar[tuple[tuple[str, str], ...]]
+    defaults: ClassVar[Mapping[str, Any]]
+
+    @abstractmethod
+    def geometry(self, folder: Path) -> LatentGeometry:
+        """From the folder's json alone. Raises ModelLoadError that names the file and the key."""
+
+    @abstractmethod
+    def build_transformer(self, folder: Path, policy: AttentionPolicy) -> DiffusionTransformer:
+        """The transformer without weights, on the meta device, from the folder's json alone.
+
+        Raises BackendUnavailableError and ConfigError for an attention choice that cannot run, ModelLoadError for a
+        config that is broken or asks for something this family does not have.
+        """
+
+    @abstractmethod
+    def load_transformer(
+        self, folder: Path, transformer: DiffusionTransformer, device: torch.device, dtype: torch.dtype
+    ) -> DiffusionTransformer:
+        """Read the weights into what `build_transformer` returned: in eval mode, without gradients.
+
+        Raises ModelLoadError for files that are missing, damaged or not this model's.
+        """
+
+    @abstractmethod
+    def load_decoder(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LatentDecoder:
+        """The folder's latent decoder, ready to run. Raises ModelLoadError."""

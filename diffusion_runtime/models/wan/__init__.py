@@ -1,0 +1,1 @@
+"""Wan 2.1 text-to-video (arXiv:2503.20314)."""

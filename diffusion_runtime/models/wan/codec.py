@@ -1,0 +1,83 @@
+"""The Wan autoencoder's decoder, as diffusers computes it, behind LatentDecoder."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.layers.convolution import QuickConvolutions
+from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
+from diffusion_runtime.models.folder import ConfigFile, read_config
+from diffusion_runtime.models.interface import LatentDecoder
+
+COMPONENT = "vae"
+
+# The half of the autoencoder that turns frames into latents; nothing here needs it, so it is neither built nor read.
+_ENCODER_PARTS = ("encoder.", "quant_conv.")
+
+
+class WanDecoder(LatentDecoder):
+    """AutoencoderKLWan's decoder. Computes in its weights' dtype."""
+
+    library = "diffusers"
+
+    def __init__(self, autoencoder: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        weight = next(autoencoder.parameters())
+        self._autoencoder = autoencoder
+        self._mean = torch.tensor(mean, device=weight.device).view(1, -1, 1, 1, 1)
+        self._std = torch.tensor(std, device=weight.device).view(1, -1, 1, 1, 1)
+        self._dtype = weight.dtype
+        self.implementation = type(autoencoder).__name__
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
+        raw = latents.to(self._mean.device, torch.float32) * self._std + self._mean
+        with torch.inference_mode(), QuickConvolutions():
+            frames: torch.Tensor = self._autoencoder.decode(raw.to(self._dtype), return_dict=False)[0]
+            return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
+
+
+def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> WanDecoder:
+    """The decoder of a diffusers folder's `vae`.
+
+    Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
+    """
+    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
+    from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+
+    file = read_config(folder, COMPONENT)
+    _check_settings(file, AutoencoderKLWan)
+    num_channels = file.whole_number("z_dim", 16)
+    mean, std = file.numbers("latents_mean", num_channels), file.numbers("latents_std", num_channels)
+    try:
+        with torch.device("meta"):
+            autoencoder = AutoencoderKLWan(**file.settings())
+    except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError) as error:
+        raise ModelLoadError(f"{file.path}: AutoencoderKLWan refuses these settings: {error}") from error
+    autoencoder.encoder = autoencoder.quant_conv = None
+    with Checkpoint(folder / COMPONENT) as checkpoint:
+        load_weights(
+            autoencoder,
+            checkpoint,
+            own_pieces(autoencoder),
+            device,
+            dtype,
+            ignored=lambda name: name.startswith(_ENCODER_PARTS),
+        )
+    return WanDecoder(autoencoder, mean, std)
+
+
+def _check_settings(file: ConfigFile, autoencoder_class: type) -> None:
+    known = inspect.signature(autoencoder_class).parameters
+    unknown = [key for key in file.settings() if key not in known]
+    if unknown:
+        import diffusers
+
+        raise ModelLoadError(
+            f"{file.path}: key {unknown[0]!r} is unknown to AutoencoderKLWan of the installed diffusers "
+            f"{diffusers.__version__}; this model was written for a newer one: `pip install -U diffusers`"
+        )

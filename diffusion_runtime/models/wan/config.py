@@ -1,0 +1,101 @@
+"""What a Wan folder says about its transformer and latents, read from json and checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.folder import ConfigFile, read_config
+from diffusion_runtime.models.interface import LatentGeometry
+
+_QK_NORM = "rms_norm_across_heads"
+
+# Settings that only image-conditioned checkpoints have.
+_IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+
+
+@dataclass(frozen=True)
+class WanTransformerConfig:
+    """Sizes of a Wan transformer.
+
+    patch: latents a token in (frames, height, width). num_waves: channels of the sinusoidal timestep.
+    norm_cross: whether a layer norm with weights stands before the cross-attention. eps: of every norm.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    ffn_dim: int
+    num_channels: int
+    text_dim: int
+    num_waves: int
+    patch: tuple[int, int, int]
+    norm_cross: bool
+    eps: float
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def patch_channels(self) -> int:
+        """Numbers in a patch of latents."""
+        return self.num_channels * math.prod(self.patch)
+
+
+def read_transformer_config(folder: Path) -> WanTransformerConfig:
+    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "transformer")
+    _refuse_image_conditioned(file)
+    qk_norm = file.values.get("qk_norm", _QK_NORM)
+    if qk_norm != _QK_NORM:
+        raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
+    num_channels = file.whole_number("in_channels")
+    out_channels = file.whole_number("out_channels", num_channels)
+    if out_channels != num_channels:
+        raise ModelLoadError(
+            f"{file.path}: keys 'in_channels' ({num_channels}) and 'out_channels' ({out_channels}) differ: this is not "
+            "a text-to-video checkpoint, the only kind this family runs natively"
+        )
+    patch = file.whole_numbers("patch_size", 3)
+    head_dim, num_waves = file.whole_number("attention_head_dim"), file.whole_number("freq_dim")
+    for key, value in (("attention_head_dim", head_dim), ("freq_dim", num_waves)):
+        if value % 2:
+            raise file.error(key, "an even number", value)
+    return WanTransformerConfig(
+        num_layers=file.whole_number("num_layers"),
+        num_heads=file.whole_number("num_attention_heads"),
+        head_dim=head_dim,
+        ffn_dim=file.whole_number("ffn_dim"),
+        num_channels=num_channels,
+        text_dim=file.whole_number("text_dim"),
+        num_waves=num_waves,
+        patch=(patch[0], patch[1], patch[2]),
+        norm_cross=file.flag("cross_attn_norm", True),
+        eps=file.number("eps", 1e-6),
+    )
+
+
+def read_geometry(folder: Path) -> LatentGeometry:
+    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    transformer, file = read_transformer_config(folder), read_config(folder, "vae")
+    num_channels = file.whole_number("z_dim", 16)
+    if num_channels != transformer.num_channels:
+        raise file.error("z_dim", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
+    return LatentGeometry(
+        num_channels=num_channels,
+        spatial_factor=file.whole_number("scale_factor_spatial", 8),
+        temporal_factor=file.whole_number("scale_factor_temporal", 4),
+        patch=transformer.patch,
+    )
+
+
+def _refuse_image_conditioned(file: ConfigFile) -> None:
+    for key in _IMAGE_KEYS:
+        if file.values.get(key) is not None:
+            raise ModelLoadError(
+                f"{file.path}: key {key!r} is {file.values[key]!r}: this is an image-conditioned checkpoint, and this "
+                "family runs text-to-video ones; use the T2V checkpoint of the same size"
+            )

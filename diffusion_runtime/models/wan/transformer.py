@@ -1,0 +1,189 @@
+"""The Wan transformer (arXiv:2503.20314) on our attention layers, for inference.
+
+    latents -> patches -> num_layers x block -> modulated norm -> projection -> velocity
+
+A block is self-attention over the frames x height x width grid, cross-attention to the text, and a feed-forward
+network; the timestep shifts, scales and gates the first and the last. Shapes in this file:
+B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
+from diffusion_runtime.layers.feed_forward import FeedForward
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
+from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
+from diffusion_runtime.layers.rope import grid_rotations, rotate
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.wan.config import WanTransformerConfig
+
+
+class WanSelfAttention(nn.Module):
+    """Attention among the grid's tokens, with rotary positions."""
+
+    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = Linear(config.dim, 3 * config.dim)
+        self.norm_q = RMSNorm(config.dim, config.eps)
+        self.norm_k = RMSNorm(config.dim, config.eps)
+        self.out = Linear(config.dim, config.dim)
+        layer = LayerInfo(index, config.num_layers, "self", f"blocks.{index}.self_attention")
+        self.attention = USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
+
+    def forward(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """x: [B, S, D]; rotations: [S, head_dim / 2], complex; context.layout: the grid."""
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q = rotate(self.norm_q(q).unflatten(-1, (self.num_heads, -1)), rotations)
+        k = rotate(self.norm_k(k).unflatten(-1, (self.num_heads, -1)), rotations)
+        attended = self.attention(q, k, v.unflatten(-1, (self.num_heads, -1)), context)
+        out: torch.Tensor = self.out(attended.flatten(2))
+        return out
+
+
+class WanCrossAttention(nn.Module):
+    """Attention from the grid's tokens to the text."""
+
+    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.q = Linear(config.dim, config.dim)
+        self.kv = Linear(config.dim, 2 * config.dim)
+        self.norm_q = RMSNorm(config.dim, config.eps)
+        self.norm_k = RMSNorm(config.dim, config.eps)
+        self.out = Linear(config.dim, config.dim)
+        layer = LayerInfo(index, config.num_layers, "cross", f"blocks.{index}.cross_attention")
+        self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
+
+    def keys_and_values(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of text [B, L, D]: both [B, L, heads, head_dim]. They depend on nothing that changes from step to step."""
+        k, v = self.kv(text).chunk(2, dim=-1)
+        return self.norm_k(k).unflatten(-1, (self.num_heads, -1)), v.unflatten(-1, (self.num_heads, -1))
+
+    def forward(
+        self, x: torch.Tensor, keys_and_values: tuple[torch.Tensor, torch.Tensor], context: AttentionContext
+    ) -> torch.Tensor:
+        """x: [B, S, D]; context.layout: the text."""
+        q = self.norm_q(self.q(x)).unflatten(-1, (self.num_heads, -1))
+        out: torch.Tensor = self.out(self.attention(q, *keys_and_values, context).flatten(2))
+        return out
+
+
+class WanBlock(nn.Module):
+    """modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
+
+    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.index = index
+        self.eps = config.eps
+        self.modulation = nn.Parameter(torch.zeros(6, config.dim))
+        self.self_attention = WanSelfAttention(config, index, policy)
+        self.cross_norm = LayerNorm(config.dim, config.eps) if config.norm_cross else nn.Identity()
+        self.cross_attention = WanCrossAttention(config, index, policy)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+
+    def forward(self, x: torch.Tensor, inputs: _BlockInputs) -> torch.Tensor:
+        """x: [B, S, D], overwritten and returned."""
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.modulation + inputs.time).unbind(1)
+        branch = modulated_layer_norm(x, shift, scale, self.eps)
+        add_gated_(x, self.self_attention(branch, inputs.rotations, inputs.grid_context), gate)
+        keys_and_values = inputs.text.keys_and_values[self.index]
+        x.add_(self.cross_attention(self.cross_norm(x), keys_and_values, inputs.text_context))
+        branch = modulated_layer_norm(x, ffn_shift, ffn_scale, self.eps)
+        return add_gated_(x, self.feed_forward(branch), ffn_gate)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """embeddings: what the text encoder made. keys_and_values: for each block's cross-attention."""
+
+    embeddings: torch.Tensor
+    keys_and_values: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+@dataclass(frozen=True)
+class _BlockInputs:
+    """What every block of one forward pass reads.
+
+    time: [B, 6, D], float32. rotations: [S, head_dim / 2], complex.
+    grid_context, text_context: the forward pass as self-attention and cross-attention see it.
+    """
+
+    time: torch.Tensor
+    text: _Text
+    rotations: torch.Tensor
+    grid_context: AttentionContext
+    text_context: AttentionContext
+
+
+class WanTransformer(DiffusionTransformer):
+    """The whole denoiser. Float32 parts in a model of another dtype: the timestep embedding, the modulation tables,
+    layer norms and residual sums."""
+
+    def __init__(self, config: WanTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.config = config
+        self.geometry = geometry
+        self.patch_embedding = PatchEmbedding(config.num_channels, config.dim, config.patch)
+        self.time_embedding = TimestepEmbedding(config.num_waves, config.dim)
+        self.time_projection = Linear(config.dim, 6 * config.dim)
+        self.text_embedding = TextEmbedding(config.text_dim, config.dim)
+        self.blocks = nn.ModuleList(WanBlock(config, index, policy) for index in range(config.num_layers))
+        self.out_modulation = nn.Parameter(torch.zeros(2, config.dim))
+        self.out = Linear(config.dim, config.patch_channels)
+
+    @torch.no_grad()
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        """See DiffusionTransformer.forward. The text's padding is attended to, as in training."""
+        grid = self.geometry.grid(latents.shape)
+        dtype = self.out.weight.dtype
+        x = self.patch_embedding(latents.to(dtype))
+        time = self.time_embedding(timestep).to(dtype)
+        inputs = _BlockInputs(
+            time=self.time_projection(F.silu(time)).unflatten(-1, (6, -1)).float(),
+            text=self._text(text, context),
+            rotations=grid_rotations(grid, self.config.head_dim, x.device),
+            grid_context=context.with_layout(TokenLayout(grid)),
+            text_context=context.with_layout(TokenLayout.text(text.shape[1])),
+        )
+        for block in self.blocks:
+            x = block(x, inputs)
+        shift, scale = (self.out_modulation + time[:, None].float()).unbind(1)
+        tokens = self.out(modulated_layer_norm(x, shift, scale, self.config.eps))
+        return unpatchify(tokens, grid, self.config.patch).to(latents.dtype)
+
+    def _text(self, embeddings: torch.Tensor, context: AttentionContext) -> _Text:
+        """Every block's keys and values of a text [B, L, text_dim]; kept for the other steps of the request."""
+
+        def project() -> _Text:
+            text = self.text_embedding(embeddings.to(self.out.weight.dtype))
+            return _Text(embeddings, tuple(block.cross_attention.keys_and_values(text) for block in self._blocks()))
+
+        layer = LayerInfo(num_layers=self.config.num_layers, role="cross", name="text_embedding")
+        kept = context.state.get_or_create("text", layer, context.step, project)
+        if kept.embeddings is not embeddings:
+            # Another text in the same request and branch: a caller that makes a new tensor for every step.
+            kept = project()
+            context.state.put("text", layer, context.step, kept)
+        return kept
+
+    def _blocks(self) -> Iterator[WanBlock]:
+        return (block for block in self.blocks if isinstance(block, WanBlock))
+
+    def attention_layers(self) -> Iterator[AttentionLayer]:
+        return (module for module in self.modules() if isinstance(module, AttentionLayer))

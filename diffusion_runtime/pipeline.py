@@ -1,0 +1,294 @@
+"""Pipeline: the data flow of the whole project, from requests to media."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.attention.report import AttentionRecorder
+from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.denoising.guidance import with_guidance
+from diffusion_runtime.denoising.interface import Predict
+from diffusion_runtime.denoising.noise import initial_noise
+from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.errors import DiffusionRuntimeError, RequestError, nearest
+from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, LatentGeometry
+from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.text_encoders.interface import TextEncoder
+
+logger = logging.getLogger("diffusion_runtime")
+
+# What the requests of one batch may differ in.
+_OWN_FIELDS = ("prompt", "negative_prompt", "seed")
+
+Stage: TypeAlias = Literal["text", "denoise", "decode"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`step` of `num_steps` of a stage are done, `seconds` after the stage began; step 0 says that it begins.
+
+    request_index: which request of the batch, None for a stage in which all of them move together.
+    """
+
+    stage: Stage
+    step: int
+    num_steps: int
+    seconds: float
+    request_index: int | None = None
+
+
+OnProgress: TypeAlias = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class RequestRules:
+    """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with."""
+
+    defaults: Mapping[str, Any]
+    presets: Mapping[str, Mapping[str, Any]]
+    geometry: LatentGeometry
+    scheduler: SchedulerConfig
+
+    def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
+        """The request with every None filled, from the preset first, then from the defaults.
+
+        Raises RequestError for an unknown preset, sizes that do not divide, or a value that nothing gives;
+        ModelLoadError when neither the request nor the model names a sampler there is.
+        """
+        if preset is not None:
+            if preset not in self.presets:
+                raise RequestError(f"preset: unknown name {preset!r}.{nearest(preset, self.presets)}")
+            request = request.with_defaults(self.presets[preset])
+        request = request.with_defaults(self.defaults)
+        if request.sampler is None:
+            raise self.scheduler.unknown_class_error()
+        settings = _Settings.of([request])
+        self.geometry.check(settings.height, settings.width, settings.num_frames)
+        return request
+
+
+class Pipeline:
+    """A loaded model; `load_pipeline` makes one. One generation at a time.
+
+    defaults, presets: values of request fields, the model's own. recipe: what the recipe of every generation says
+    about the model and its attention.
+    """
+
+    def __init__(
+        self,
+        *,
+        text_encoder: TextEncoder,
+        transformer: DiffusionTransformer,
+        decoder: LatentDecoder,
+        rules: RequestRules,
+        device: torch.device,
+        dtype: torch.dtype,
+        recipe: Mapping[str, Any],
+    ) -> None:
+        self.text_encoder = text_encoder
+        self.transformer = transformer
+        self.decoder = decoder
+        self.rules = rules
+        self.device = device
+        self.dtype = dtype
+        self.recipe = recipe
+        self.defaults = rules.defaults
+        self.presets = rules.presets
+
+    def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
+        """`RequestRules.resolve` of this model."""
+        return self.rules.resolve(request, preset)
+
+    def __call__(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> GeneratedMedia:
+        """One video or image. Raises what `generate` raises."""
+        return self.generate([request], on_progress=on_progress)[0]
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+    ) -> list[GeneratedMedia]:
+        """One batch, each request with its own prompt, negative prompt and seed; the results equal single runs.
+
+        on_progress: called before and after every step; what it raises ends the generation.
+
+        Raises RequestError for a request that cannot be made or does not belong with the others, DeviceMemoryError
+        when memory runs out, and DiffusionRuntimeError when the numbers overflow.
+        """
+        batch = [self.resolve(request) for request in requests]
+        settings = _Settings.of(batch)
+        recorder, clock = AttentionRecorder(), _Clock(self.device, on_progress)
+        with explain_memory_shortage("generating", settings.advice(self.dtype)):
+            with clock.stage("text", 1) as done:
+                prompts = self._encode(batch, settings, recorder)
+                done(1)
+            with clock.stage("denoise", settings.num_inference_steps) as done:
+                latent_shape = self.rules.geometry.latent_shape(settings.height, settings.width, settings.num_frames)
+                noise = initial_noise(latent_shape, [request.seed for request in batch]).to(self.device)
+                options = self.rules.scheduler.options_for(settings.sampler)
+                sampler = build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
+                predict = self._predict(prompts.embeddings, recorder)
+                guided = with_guidance(predict, settings.guidance_scale, settings.guidance_mode)
+                latents = sampler.sample(noise, guided, lambda step, _: done(step.index + 1))
+                _check_finite(latents, self.dtype)
+            frames = []
+            # One after the other: the decoder's activations are what needs the most memory.
+            for index in range(len(batch)):
+                with clock.stage("decode", 1, index) as done:
+                    recorder.record_library("vae", self.decoder.library, self.decoder.implementation)
+                    frames.append(_to_uint8(self.decoder.decode(latents[index : index + 1])[0]))
+                    done(1)
+        return [
+            GeneratedMedia(
+                frames=frames[index].numpy(),
+                fps=settings.fps,
+                recipe={**self.recipe, "request": request.to_dict(), "notes": list(prompts.notes[index])},
+                attention_report=recorder.report(),
+                timings=clock.timings(index),
+            )
+            for index, request in enumerate(batch)
+        ]
+
+    def _encode(
+        self, batch: Sequence[GenerationRequest], settings: _Settings, recorder: AttentionRecorder
+    ) -> _EncodedPrompts:
+        """Every different text of the batch once, in one call."""
+        positive = [request.prompt for request in batch]
+        negative = [request.negative_prompt or "" for request in batch] if settings.guidance_scale > 1 else []
+        texts = list(dict.fromkeys([*positive, *negative]))
+        conditions = self.text_encoder.encode(texts)
+        recorder.record_library("text_encoder", self.text_encoder.library, self.text_encoder.implementation)
+        remarks = {text: conditions.remarks(index, text) for index, text in enumerate(texts)}
+        for remark in (remark for several in remarks.values() for remark in several):
+            logger.warning(remark)
+
+        def embeddings(of: Sequence[str]) -> torch.Tensor:
+            chosen = conditions.take([texts.index(text) for text in of])
+            return chosen.embeddings.to(self.device, self.dtype)
+
+        branches = {"cond": embeddings(positive)}
+        if negative:
+            branches |= {"uncond": embeddings(negative), "both": embeddings([*positive, *negative])}
+        pairs = zip(positive, negative or positive, strict=True)
+        return _EncodedPrompts(branches, tuple(tuple(dict.fromkeys(remarks[a] + remarks[b])) for a, b in pairs))
+
+    def _predict(self, text: Mapping[str, torch.Tensor], recorder: AttentionRecorder) -> Predict:
+        """The transformer as a function of latents and step. text: embeddings by guidance branch."""
+        state = AttentionState()
+
+        def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+            assert step.timestep is not None
+            timestep = torch.full(latents.shape[:1], step.timestep, dtype=torch.float32, device=latents.device)
+            context = AttentionContext(step=step, state=state, recorder=recorder)
+            velocity: torch.Tensor = self.transformer(latents.to(self.dtype), timestep, text[step.branch], context)
+            return velocity
+
+        return predict
+
+
+@dataclass(frozen=True)
+class _EncodedPrompts:
+    """embeddings: by guidance branch, [batch, tokens, dim]. notes: for each request what its prompts lost."""
+
+    embeddings: Mapping[str, torch.Tensor]
+    notes: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the requests of one batch have in common: their fields with no None left."""
+
+    num_requests: int
+    height: int
+    width: int
+    num_frames: int
+    fps: int
+    num_inference_steps: int
+    guidance_scale: float
+    guidance_mode: str
+    flow_shift: float
+    sampler: str
+
+    @classmethod
+    def of(cls, batch: Sequence[GenerationRequest]) -> Self:
+        """Raises RequestError for no request, a field that is still None, and fields that differ within the batch."""
+        if not batch:
+            raise RequestError("a batch needs one request or more, got none")
+        shared = batch[0].to_dict()
+        for name in shared:
+            if shared[name] is None:
+                raise RequestError(f"{name}: the model has no default for it; say a value")
+            values = list(dict.fromkeys(getattr(request, name) for request in batch))
+            if len(values) > 1 and name not in _OWN_FIELDS:
+                raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
+        return cls(len(batch), **{name: value for name, value in shared.items() if name not in _OWN_FIELDS})
+
+    def advice(self, dtype: torch.dtype) -> str:
+        """What would need less memory."""
+        ways = [f"a smaller height, width or num_frames (now {self.height}, {self.width}, {self.num_frames})"]
+        if self.num_requests > 1:
+            ways.append(f"fewer requests in a batch (now {self.num_requests})")
+        if self.guidance_scale > 1 and self.guidance_mode == "batched":
+            ways.append("guidance_mode two_pass")
+        if dtype == torch.float32:
+            ways.append("dtype bfloat16")
+        return f"These need less: {', '.join(ways)}"
+
+
+class _Clock:
+    """Tells the time of stages, and whoever watches how far they are."""
+
+    def __init__(self, device: torch.device, on_progress: OnProgress | None) -> None:
+        self._device = device
+        self._on_progress = on_progress
+        self._seconds: dict[tuple[Stage, int | None], float] = {}
+
+    @contextmanager
+    def stage(self, stage: Stage, num_steps: int, request_index: int | None = None) -> Iterator[Callable[[int], None]]:
+        """Gives a function to call with the number of steps that are done."""
+        started = time.perf_counter()
+
+        def done(step: int) -> None:
+            if self._on_progress is not None:
+                if step:
+                    self._wait()
+                seconds = time.perf_counter() - started
+                self._on_progress(Progress(stage, step, num_steps, seconds, request_index))
+
+        done(0)
+        yield done
+        self._wait()
+        self._seconds[stage, request_index] = time.perf_counter() - started
+
+    def timings(self, request_index: int) -> dict[str, float]:
+        """Seconds by stage: the batch's where it moved together, the request's own where it did not."""
+        return {stage: seconds for (stage, index), seconds in self._seconds.items() if index in (None, request_index)}
+
+    def _wait(self) -> None:
+        # An accelerator runs behind the CPU. Without somebody who watches it is waited for once a stage only.
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+def _check_finite(latents: torch.Tensor, dtype: torch.dtype) -> None:
+    if not bool(latents.isfinite().all()):
+        raise DiffusionRuntimeError(
+            f"the latents are not finite after denoising in {str(dtype).removeprefix('torch.')}: numbers overflowed, "
+            "or the weights are damaged. Use dtype float32 or a smaller guidance_scale, or copy the model again"
+        )
+
+
+def _to_uint8(frames: torch.Tensor) -> torch.Tensor:
+    """Frames in [0, 1] as bytes on the CPU."""
+    return (frames * 255).round().clamp(0, 255).to("cpu", torch.uint8)

@@ -1,0 +1,1 @@
+"""From prompts to the conditions a transformer attends to."""

@@ -1,0 +1,65 @@
+"""What a text encoder is, and what comes out of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Encoded prompts, in the order in which they were given.
+
+    embeddings: [batch, max_tokens, dim] on the encoder's device and in its dtype; zero past each prompt's length.
+    lengths: for each prompt how many of its tokens are real.
+    unknown_words: for each prompt the words its tokenizer does not know; the model cannot tell them apart.
+    num_cut_tokens: for each prompt how many tokens were cut off because there is no room for them.
+    """
+
+    embeddings: torch.Tensor
+    lengths: tuple[int, ...]
+    unknown_words: tuple[tuple[str, ...], ...]
+    num_cut_tokens: tuple[int, ...]
+
+    def remarks(self, index: int, prompt: str) -> tuple[str, ...]:
+        """What the model cannot read of the prompt at `index`, one sentence each. prompt: its text, to name it by."""
+        shown = prompt if len(prompt) <= 60 else f"{prompt[:57]}..."
+        remarks = []
+        if self.unknown_words[index]:
+            words = ", ".join(repr(word) for word in self.unknown_words[index])
+            remarks.append(f"prompt {shown!r}: the model's tokenizer does not know {words}")
+        if self.num_cut_tokens[index]:
+            count, room = self.num_cut_tokens[index], self.embeddings.shape[1]
+            remarks.append(f"prompt {shown!r}: too long, the last {count} tokens past {room} are cut off")
+        return tuple(remarks)
+
+    def take(self, indices: Sequence[int]) -> Self:
+        """The prompts at these positions; a position may come more than once."""
+        return dataclasses.replace(
+            self,
+            embeddings=self.embeddings[list(indices)],
+            lengths=tuple(self.lengths[index] for index in indices),
+            unknown_words=tuple(self.unknown_words[index] for index in indices),
+            num_cut_tokens=tuple(self.num_cut_tokens[index] for index in indices),
+        )
+
+
+class TextEncoder(ABC):
+    """A tokenizer and an encoder, loaded and on their device.
+
+    max_tokens: room for one prompt, its end token included.
+    library, implementation: whose attention it runs, for the report; the runtime neither chooses nor counts it.
+    """
+
+    max_tokens: int
+    library: str
+    implementation: str
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        """The conditions of one or more prompts; an empty prompt is allowed (a negative prompt often is)."""

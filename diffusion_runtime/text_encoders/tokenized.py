@@ -1,0 +1,42 @@
+"""Text to token ids, with the words that were not understood and the tokens that did not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """ids: no more than there is room for; unknown_words: each once, in order; num_cut_tokens: what did not fit."""
+
+    ids: tuple[int, ...]
+    unknown_words: tuple[str, ...]
+    num_cut_tokens: int
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, text: str, max_tokens: int) -> TokenizedPrompt:
+    """The tokens of one cleaned prompt, special tokens included and never cut."""
+    # verbose=False: the tokenizer would print its own warning for a long prompt; the caller gives a better one.
+    whole = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    kept = tokenizer(text, truncation=True, max_length=max_tokens, verbose=False)
+    unknown_id = tokenizer.unk_token_id
+    unknown = [
+        _word_around(text, start, stop)
+        for token, (start, stop) in zip(whole["input_ids"], whole["offset_mapping"], strict=True)
+        if token == unknown_id and stop > start
+    ]
+    num_cut_tokens = len(whole["input_ids"]) - len(kept["input_ids"])
+    return TokenizedPrompt(tuple(kept["input_ids"]), tuple(dict.fromkeys(filter(None, unknown))), num_cut_tokens)
+
+
+def _word_around(text: str, start: int, stop: int) -> str:
+    """text[start:stop] widened to whole words: a tokenizer of word pieces may not know a part of a word only."""
+    while start > 0 and text[start - 1].isalnum() and text[start].isalnum():
+        start -= 1
+    while stop < len(text) and text[stop].isalnum() and text[stop - 1].isalnum():
+        stop += 1
+    return text[start:stop].strip()

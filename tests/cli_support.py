@@ -1,0 +1,62 @@
+"""Command lines as users run them, for the tests of the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left: exit code, standard output, standard error."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Standard output as the one JSON object it must be."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+    @property
+    def said(self) -> str:
+        """Standard error on one line, however it was wrapped."""
+        return " ".join(self.err.split())
+
+
+Command = Callable[..., Result]
+
+
+def process_environment(**changes: str) -> dict[str, str]:
+    """One thread: where cores are shared, threads that wait for each other make a tiny model slow."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "80", **changes}
+
+
+def command_process(*arguments: object, cwd: Path, input_text: str | None = None, **environment: str) -> Result:
+    """Run `python -m diffusion_runtime` as a process of its own."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "diffusion_runtime", *map(str, arguments)],
+        cwd=cwd,
+        env=process_environment(**environment),
+        input=input_text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return Result(finished.returncode, finished.stdout, finished.stderr)
+
+
+def tiny_arguments(folder: Path) -> tuple[str, ...]:
+    sizes = ("--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "2")
+    return ("--model-path", str(folder), *sizes)

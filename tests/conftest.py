@@ -1,0 +1,37 @@
+"""Fixtures that many tests share: tiny model folders, written once a session."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_models import write_tiny_wan
+
+# Tests must not reach the network, and an attention choice of whoever runs them must not leak in.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("DIFFUSION_ATTENTION_BACKEND", None)
+
+
+@pytest.fixture(scope="session")
+def tiny_wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Wan folder (UniPC scheduler, the embedded model's VAE layout). Read only: tests share it."""
+    return write_tiny_wan(tmp_path_factory.mktemp("models") / "tiny_wan")
+
+
+@pytest.fixture(scope="session")
+def tiny_wan_euler_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights with a FlowMatchEulerDiscreteScheduler. Read only: tests share it."""
+    return write_tiny_wan(tmp_path_factory.mktemp("models") / "tiny_wan_euler", scheduler="flow_match_euler")
+
+
+@pytest.fixture
+def tiny_wan_copy(tiny_wan_folder: Path, tmp_path: Path) -> Callable[[], Path]:
+    """Call it for a copy of the tiny Wan folder that the test may damage."""
+
+    def copy() -> Path:
+        return Path(shutil.copytree(tiny_wan_folder, tmp_path / "damaged_wan"))
+
+    return copy

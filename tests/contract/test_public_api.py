@@ -1,0 +1,37 @@
+"""What users import, pinned; and how light importing it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import diffusion_runtime
+import diffusion_runtime.attention
+
+PACKAGE_NAMES = """AttentionConfig AttentionSpec BackendUnavailableError DiffusionRuntimeError GeneratedMedia
+GenerationRequest ModelLoadError OutputError Pipeline RuntimeConfig UsageError __version__ force_attention_backend
+load_pipeline""".split()
+
+ATTENTION_NAMES = """AttentionCall AttentionConfig AttentionContext AttentionPolicy AttentionRecorder AttentionReport
+AttentionResult AttentionSpec AttentionState Availability Backend BackendInfo Capability Decision HeadSizes LayerInfo
+LibraryAttention LocalAttention ReportRow StepInfo TokenLayout USPAttention UlyssesAttention attention
+force_attention_backend list_backends register_backend register_role select_backend unregister_backend""".split()
+
+
+def test_names_are_pinned_and_importable() -> None:
+    assert sorted(diffusion_runtime.__all__) == sorted(PACKAGE_NAMES)
+    assert sorted(diffusion_runtime.attention.__all__) == sorted(ATTENTION_NAMES)
+    for name in PACKAGE_NAMES:
+        assert getattr(diffusion_runtime, name) is not None
+    for name in ATTENTION_NAMES:
+        assert getattr(diffusion_runtime.attention, name) is not None
+
+
+def test_importing_the_package_and_the_command_line_loads_no_torch() -> None:
+    code = (
+        "import sys, diffusion_runtime, diffusion_runtime.cli.app\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,74 @@
+"""Classifier-free guidance as a wrapper around a prediction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.denoising.guidance import with_guidance
+from diffusion_runtime.denoising.interface import Predict
+from diffusion_runtime.errors import RequestError
+
+CONDITION = {"cond": 2.0, "uncond": -1.0}
+
+
+def recording_predict(calls: list[tuple[str, int]]) -> Predict:
+    """A velocity whose value depends on the branch; `calls` gets each branch and batch size."""
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        calls.append((step.branch, latents.shape[0]))
+        if step.branch != "both":
+            return latents * CONDITION[step.branch]
+        half = latents.shape[0] // 2
+        return torch.cat([latents[:half] * CONDITION["cond"], latents[half:] * CONDITION["uncond"]])
+
+    return predict
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected_calls"), [("batched", [("both", 6)]), ("two_pass", [("cond", 3), ("uncond", 3)])]
+)
+def test_both_modes_give_the_formula(mode: str, expected_calls: list[tuple[str, int]]) -> None:
+    latents = torch.randn(3, 4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    calls: list[tuple[str, int]] = []
+    guided = with_guidance(recording_predict(calls), 4.0, mode)(latents, StepInfo(1, 5, timestep=700.0, sigma=0.7))
+    # uncond + 4 (cond - uncond) = (-1 + 4 * 3) x = 11 x
+    torch.testing.assert_close(guided, 11.0 * latents)
+    assert calls == expected_calls
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("mode", ["batched", "two_pass"])
+def test_a_scale_of_one_or_less_runs_no_negative_branch(scale: float, mode: str) -> None:
+    calls: list[tuple[str, int]] = []
+    latents = torch.ones(2, 4, 1, 2, 2)
+    guided = with_guidance(recording_predict(calls), scale, mode)(latents, StepInfo())
+    assert torch.equal(guided, 2.0 * latents)
+    assert calls == [("cond", 2)]
+
+
+@pytest.mark.parametrize("mode", ["batched", "two_pass"])
+def test_the_step_reaches_the_prediction_whole(mode: str) -> None:
+    asked: list[StepInfo] = []
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        asked.append(step)
+        return latents
+
+    with_guidance(predict, 3.0, mode)(torch.ones(1, 1, 1, 1, 1), StepInfo(2, 9, timestep=5.0, sigma=0.1))
+    assert {(step.index, step.num_steps, step.timestep, step.sigma) for step in asked} == {(2, 9, 5.0, 0.1)}
+
+
+@pytest.mark.parametrize("mode", ["batched", "two_pass"])
+def test_half_precision_predictions_are_combined_in_float32(mode: str) -> None:
+    predict = recording_predict([])
+    latents = torch.full((1, 1, 1, 1, 1), 1.001)
+    guided = with_guidance(lambda x, step: predict(x, step).to(torch.bfloat16), 7.0, mode)(latents, StepInfo())
+    assert guided.dtype == torch.float32
+    assert guided.item() == pytest.approx(-1 + 7 * 3)
+
+
+def test_an_unknown_mode_names_the_nearest() -> None:
+    with pytest.raises(RequestError, match="two_pass"):
+        with_guidance(recording_predict([]), 3.0, "two-pass")

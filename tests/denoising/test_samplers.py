@@ -1,0 +1,176 @@
+"""The samplers against the definition of the flow and against a loop written out with diffusers' schedulers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
+from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.errors import ModelLoadError, RequestError
+
+SAMPLERS = ("flow_match_euler", "unipc")
+
+
+def noise_and_target() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(2, 4, 2, 3, 3, generator=generator), torch.randn(2, 4, 2, 3, 3, generator=generator)
+
+
+def curved_velocity(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+    """A velocity that depends on latents and time in a way no solver integrates exactly."""
+    assert step.timestep is not None
+    return torch.sin(3 * latents) + 0.5 * latents * (step.timestep / 1000)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_straight_flow_ends_at_the_data(name: str, num_steps: int) -> None:
+    noise, target = noise_and_target()
+    latents = build_sampler(name, num_steps, 3.0, {}).sample(noise, lambda latents, step: noise - target)
+    torch.testing.assert_close(latents, target, atol=2e-5, rtol=0)
+
+
+def test_timesteps_that_round_to_the_same_number_are_all_taken() -> None:
+    """UniPC's are whole numbers; the first two of this schedule are both 999."""
+    noise, target = noise_and_target()
+    timesteps: list[float | None] = []
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        timesteps.append(step.timestep)
+        return noise - target
+
+    latents = build_sampler("unipc", 200, 8.0, {}).sample(noise, predict)
+    assert timesteps[:2] == [999.0, 999.0]
+    assert len(timesteps) == 200
+    torch.testing.assert_close(latents, target, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_latents_equal_a_loop_written_out_with_diffusers(name: str) -> None:
+    noise, _ = noise_and_target()
+    if name == "unipc":
+        scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+    else:
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    scheduler.set_timesteps(7)
+    expected, latents = [], noise
+    for index, timestep in enumerate(scheduler.timesteps):
+        velocity = curved_velocity(latents, StepInfo(index, 7, float(timestep)))
+        latents = scheduler.step(velocity, timestep, latents).prev_sample
+        expected.append(latents)
+
+    seen: list[tuple[StepInfo, torch.Tensor]] = []
+    result = build_sampler(name, 7, 5.0, {}).sample(noise, curved_velocity, lambda *step: seen.append(step))
+    assert torch.equal(result, expected[-1])
+    assert len(seen) == len(expected)
+    for (_, ours), theirs in zip(seen, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_steps_say_where_they_are(name: str) -> None:
+    noise, _ = noise_and_target()
+    asked: list[StepInfo] = []
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        asked.append(step)
+        return latents
+
+    build_sampler(name, 6, 3.0, {"num_train_timesteps": 500}).sample(noise, predict)
+    assert [step.index for step in asked] == list(range(6))
+    assert {step.num_steps for step in asked} == {6}
+    for step in asked:
+        assert step.timestep is not None
+        assert step.sigma is not None
+        # UniPC rounds its timesteps down to whole numbers.
+        assert step.timestep == pytest.approx(500 * step.sigma, abs=1.0)
+    assert asked[0].sigma == pytest.approx(1.0, abs=1e-5)
+    assert all(one.sigma > two.sigma for one, two in itertools.pairwise(asked))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_flow_shift_moves_the_steps_towards_noise(name: str) -> None:
+    noise, _ = noise_and_target()
+
+    def middle_sigma(flow_shift: float) -> float:
+        sigmas: list[float | None] = []
+        sampler = build_sampler(name, 5, flow_shift, {})
+        sampler.sample(noise, lambda latents, step: latents, lambda step, latents: sigmas.append(step.sigma))
+        assert sigmas[2] is not None
+        return sigmas[2]
+
+    assert middle_sigma(1.0) < middle_sigma(3.0) < middle_sigma(8.0)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_latents_stay_float32_behind_a_bfloat16_model(name: str) -> None:
+    noise, _ = noise_and_target()
+    dtypes = []
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        dtypes.append(latents.dtype)
+        return latents.to(torch.bfloat16)
+
+    result = build_sampler(name, 3, 1.0, {}).sample(noise, predict)
+    assert {*dtypes, result.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_sampler_may_be_used_again_and_leaves_the_noise_alone(name: str) -> None:
+    noise, _ = noise_and_target()
+    before = noise.clone()
+    sampler = build_sampler(name, 4, 3.0, {})
+    first = sampler.sample(noise, curved_velocity)
+    assert torch.equal(first, sampler.sample(noise, curved_velocity))
+    assert torch.equal(noise, before)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_an_interruption_in_on_step_ends_the_loop(name: str) -> None:
+    noise, _ = noise_and_target()
+    calls = []
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        calls.append(step.index)
+        return latents
+
+    def stop_after_two(step: StepInfo, latents: torch.Tensor) -> None:
+        if step.index == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_sampler(name, 5, 3.0, {}).sample(noise, predict, stop_after_two)
+    assert calls == [0, 1]
+
+
+def test_folder_settings_change_the_result() -> None:
+    noise, _ = noise_and_target()
+    second_order = build_sampler("unipc", 5, 3.0, {"solver_order": 2}).sample(noise, curved_velocity)
+    third_order = build_sampler("unipc", 5, 3.0, {"solver_order": 3}).sample(noise, curved_velocity)
+    assert not torch.allclose(second_order, third_order)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_settings_the_class_does_not_know_are_left_out_with_a_warning(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    noise, target = noise_and_target()
+    with caplog.at_level(logging.WARNING, "diffusion_runtime"):
+        build_sampler(name, 2, 3.0, {"from_the_future": 1}).sample(noise, lambda latents, step: noise - target)
+    assert "from_the_future" in caplog.text
+
+
+def test_a_value_the_class_refuses_is_a_load_error() -> None:
+    noise, _ = noise_and_target()
+    with pytest.raises(ModelLoadError, match="nonsense"):
+        build_sampler("unipc", 2, 3.0, {"solver_type": "nonsense"}).sample(noise, curved_velocity)
+
+
+def test_unknown_sampler_names_the_nearest() -> None:
+    with pytest.raises(RequestError, match="unipc"):
+        build_sampler("unipcc", 2, 3.0, {})

@@ -1,0 +1,57 @@
+"""The quicker way gives what torch's own convolution and normalize give, and is really taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import profile
+
+from diffusion_runtime.layers.convolution import QuickConvolutions
+
+
+def kernels(function: nn.Module, x: torch.Tensor) -> set[str]:
+    with torch.inference_mode(), profile() as profiled, QuickConvolutions():
+        function(x)
+    return {event.key for event in profiled.key_averages()}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [((3, 3, 3), 1, 0), ((3, 1, 1), 1, 1), ((1, 1, 1), 1, 0), ((3, 3, 3), 2, "valid")]
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_are_equal(kernel: tuple[int, int, int], stride: int, padding: int | str, bias: bool) -> None:
+    layer = nn.Conv3d(4, 6, kernel, stride, padding, bias=bias).requires_grad_(False)
+    x = torch.randn(1, 4, 5, 9, 10)
+    expected = layer(x)
+    with torch.inference_mode(), QuickConvolutions():
+        out = layer(x)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_normalize_is_equal(dim: int) -> None:
+    x = torch.randn(2, 6, 3, 4, 5)
+    x[0, :, 0] = 0.0
+    expected = F.normalize(x, dim=dim)
+    with torch.inference_mode(), QuickConvolutions():
+        out = F.normalize(x, dim=dim)
+    torch.testing.assert_close(out, expected)
+    assert not out[0, :, 0].any()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_onednn_runs_small_convolutions() -> None:
+    layer, x = nn.Conv3d(4, 6, 3), torch.randn(1, 4, 5, 9, 10)
+    assert "aten::slow_conv3d_forward" not in kernels(layer, x)
+    assert "aten::mkldnn_convolution" in kernels(layer, x)
+
+
+def test_gradients_and_other_dtypes_are_left_alone() -> None:
+    layer = nn.Conv3d(4, 6, 3)
+    with QuickConvolutions():
+        layer(torch.randn(1, 4, 5, 9, 10)).sum().backward()
+        with torch.no_grad():
+            assert layer.double()(torch.randn(1, 4, 5, 9, 10).double()).dtype == torch.float64
+    assert layer.weight.grad is not None

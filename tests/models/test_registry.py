@@ -1,0 +1,68 @@
+"""Which family loads a folder, by the class of its transformer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.interface import ModelFamily
+from diffusion_runtime.models.registry import (
+    family_for_folder,
+    is_supported,
+    register_family,
+    supported_transformer_classes,
+)
+from diffusion_runtime.models.wan.family import WanFamily
+
+
+def folder_with(tmp_path: Path, transformer_class: str) -> Path:
+    (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", transformer_class]}))
+    return tmp_path
+
+
+def test_a_wan_folder_is_of_the_wan_family(tiny_wan_folder: Path) -> None:
+    family = family_for_folder(tiny_wan_folder)
+    assert family.name == "wan"
+    assert set(family.transformer_classes) <= set(supported_transformer_classes())
+
+
+def test_an_unsupported_class_is_named_with_the_ones_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        family_for_folder(folder_with(tmp_path, "FluxTransformer2DModel"))
+    assert "diffusers FluxTransformer2DModel" in str(caught.value)
+    assert "Supported: WanTransformer3DModel" in str(caught.value)
+    assert not is_supported("FluxTransformer2DModel")
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"model_index.json is missing"):
+        family_for_folder(tmp_path)
+
+
+def test_another_family_can_be_registered_and_its_roles_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Registered(WanFamily):
+        name = "registered"
+        roles = (("registered.sound_to_picture", "cross"),)
+
+    monkeypatch.setattr("diffusion_runtime.models.registry._creators", {})
+    register_family("RegisteredTransformer", Registered)
+    family = family_for_folder(folder_with(tmp_path, "RegisteredTransformer"))
+    assert isinstance(family, ModelFamily)
+    assert family.name == "registered"
+    assert role_category("registered.sound_to_picture") == "cross"
+
+
+def test_no_family_is_imported_before_a_folder_asks() -> None:
+    script = (
+        "import sys, diffusion_runtime.models.registry as registry; registry.supported_transformer_classes();"
+        "sys.exit(any(name in sys.modules for name in ('diffusion_runtime.models.wan', 'diffusers', 'safetensors')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

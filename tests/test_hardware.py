@@ -1,0 +1,59 @@
+"""The machine as plain values."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.hardware import Hardware, detect_hardware, installed_packages, resolve_device, resolve_dtype
+
+
+def test_the_cpu_is_described_by_its_versions() -> None:
+    hardware = detect_hardware("cpu")
+    assert hardware.platform == "cpu"
+    assert hardware.capability is None
+    assert hardware.describe() == f"cpu, torch {torch.__version__.partition('+')[0]}"
+
+
+def test_a_gpu_is_described_by_its_chip() -> None:
+    assert Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.11.0").describe() == "cuda sm_90, torch 2.11.0"
+
+
+def test_auto_finds_a_device_and_its_dtype() -> None:
+    device = resolve_device("auto")
+    assert resolve_dtype("auto", device) == (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    assert resolve_dtype("float16", device) == torch.float16
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu:x", ""])
+def test_a_device_that_is_not_one(device: str) -> None:
+    with pytest.raises(ConfigError, match="device: expected auto"):
+        resolve_device(device)
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"use --device auto|of them, counted from 0"):
+        resolve_device("cuda:99")
+
+
+def test_an_unknown_dtype() -> None:
+    with pytest.raises(ConfigError, match="dtype: expected auto"):
+        resolve_dtype("fp16", torch.device("cpu"))
+
+
+def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "sageattention-1.0.6.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sageattention\nVersion: 1.0.6\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed_packages()["sageattention"] == "1.0.6"
+    assert "sageattention" not in sys.modules
+
+
+def test_nearest_names() -> None:
+    assert nearest("torch_spda", ["torch_sdpa", "fa"]) == " Did you mean 'torch_sdpa'?"
+    assert nearest("zzz", ["b", "a"]) == " Known: a, b."

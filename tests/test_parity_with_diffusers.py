@@ -1,0 +1,201 @@
+"""The whole generation against diffusers' own WanPipeline: same folder, noise and prompts, float32 on the CPU.
+
+Latents after every step within 1e-5 (of their largest value), decoded frames within 1/255.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from diffusers import WanPipeline
+from tiny_models import TINY_SIZES, write_tiny_wan
+
+import diffusion_runtime.pipeline as pipeline_module
+from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
+from diffusion_runtime.denoising.noise import initial_noise
+from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
+
+NUM_STEPS = 4
+GUIDANCE_SCALE = 4.0
+PROMPTS = ("a red circle moving left", "two objects: a blue star, and a green ring on a striped background.")
+NEGATIVE_PROMPTS = ("a yellow square", "")
+
+
+class RecordingSampler(Sampler):
+    """Another sampler, whose latents after every step are kept in `latents`."""
+
+    def __init__(self, sampler: Sampler, latents: list[torch.Tensor]) -> None:
+        self.sampler = sampler
+        self.latents = latents
+
+    def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
+        return self.sampler.sample(noise, predict, lambda step, latents: self.latents.append(latents.clone()))
+
+
+@pytest.fixture
+def our_latents(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Gets the latents after every step of the generations in this test."""
+    latents: list[torch.Tensor] = []
+    build = pipeline_module.build_sampler
+    monkeypatch.setattr(
+        pipeline_module, "build_sampler", lambda *arguments: RecordingSampler(build(*arguments), latents)
+    )
+    return latents
+
+
+@pytest.fixture(scope="module")
+def loaded(
+    tiny_wan_folder: Path, tiny_wan_euler_folder: Path
+) -> Iterator[Callable[[str], tuple[Pipeline, WanPipeline]]]:
+    """Sampler name -> our pipeline and diffusers' on the folder with that scheduler, each loaded once."""
+    folders = {"unipc": tiny_wan_folder, "flow_match_euler": tiny_wan_euler_folder}
+    pairs: dict[str, tuple[Pipeline, WanPipeline]] = {}
+
+    def pair(sampler: str) -> tuple[Pipeline, WanPipeline]:
+        if sampler not in pairs:
+            pairs[sampler] = (load_pipeline(str(folders[sampler]), device="cpu"), load_theirs(folders[sampler]))
+        return pairs[sampler]
+
+    yield pair
+    pairs.clear()
+
+
+def load_theirs(folder: Path) -> WanPipeline:
+    # Without a dtype transformers would load the text encoder in the one its file is in.
+    theirs = WanPipeline.from_pretrained(folder, dtype=torch.float32)
+    theirs.set_progress_bar_config(disable=True)
+    return theirs
+
+
+def run_theirs(
+    theirs: WanPipeline, requests: list[GenerationRequest], noise: torch.Tensor, max_tokens: int
+) -> tuple[list[torch.Tensor], numpy.ndarray]:
+    """Latents after every step, and frames in [0, 1] [batch, frames, height, width, 3]."""
+    latents: list[torch.Tensor] = []
+
+    def keep(pipeline: WanPipeline, step: int, timestep: torch.Tensor, tensors: dict[str, Any]) -> dict[str, Any]:
+        latents.append(tensors["latents"].clone())
+        return {}
+
+    frames = theirs(
+        prompt=[request.prompt for request in requests],
+        negative_prompt=[request.negative_prompt for request in requests],
+        height=requests[0].height,
+        width=requests[0].width,
+        num_frames=requests[0].num_frames,
+        num_inference_steps=requests[0].num_inference_steps,
+        guidance_scale=requests[0].guidance_scale,
+        latents=noise.clone(),
+        max_sequence_length=max_tokens,
+        callback_on_step_end=keep,
+        output_type="np",
+    ).frames
+    return latents, frames
+
+
+def assert_equal_runs(
+    ours: Pipeline, theirs: WanPipeline, requests: list[GenerationRequest], kept: list[torch.Tensor]
+) -> None:
+    first = requests[0]
+    sizes = ours.resolve(first).to_dict()
+    shape = ours.rules.geometry.latent_shape(sizes["height"], sizes["width"], sizes["num_frames"])
+    noise = initial_noise(shape, [request.seed for request in requests])
+    media = ours.generate(requests)
+    expected_latents, expected_frames = run_theirs(theirs, requests, noise, ours.text_encoder.max_tokens)
+    assert len(kept) == len(expected_latents) == first.num_inference_steps
+    for found, expected in zip(kept, expected_latents, strict=True):
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # The steps did something: a comparison of noise with noise would pass too.
+    assert (expected_latents[-1] - noise).abs().max() > 0.5
+    for item, frames in zip(media, expected_frames, strict=True):
+        assert item.frames.shape == frames.shape
+        assert numpy.abs(item.frames / 255 - frames).max() <= 1 / 255
+        assert frames.std() > 0.05
+
+
+def request(**values: Any) -> GenerationRequest:
+    fields: dict[str, Any] = {
+        "prompt": PROMPTS[0],
+        "negative_prompt": NEGATIVE_PROMPTS[0],
+        **TINY_SIZES,
+        "num_inference_steps": NUM_STEPS,
+        "guidance_scale": GUIDANCE_SCALE,
+        "seed": 5,
+    }
+    return GenerationRequest(**(fields | values))
+
+
+@pytest.mark.parametrize("sampler", ["unipc", "flow_match_euler"])
+@pytest.mark.parametrize("guidance_mode", ["batched", "two_pass"])
+@pytest.mark.parametrize("num_frames", [1, 5])
+def test_one_request(
+    loaded: Callable[[str], tuple[Pipeline, WanPipeline]],
+    our_latents: list[torch.Tensor],
+    sampler: str,
+    guidance_mode: str,
+    num_frames: int,
+) -> None:
+    ours, theirs = loaded(sampler)
+    assert ours.defaults["sampler"] == sampler
+    assert_equal_runs(ours, theirs, [request(guidance_mode=guidance_mode, num_frames=num_frames)], our_latents)
+
+
+@pytest.mark.parametrize("sampler", ["unipc", "flow_match_euler"])
+@pytest.mark.parametrize("guidance_mode", ["batched", "two_pass"])
+def test_a_batch_of_two_unequal_prompts(
+    loaded: Callable[[str], tuple[Pipeline, WanPipeline]],
+    our_latents: list[torch.Tensor],
+    sampler: str,
+    guidance_mode: str,
+) -> None:
+    ours, theirs = loaded(sampler)
+    requests = [
+        request(prompt=prompt, negative_prompt=negative, guidance_mode=guidance_mode, seed=seed)
+        for prompt, negative, seed in zip(PROMPTS, NEGATIVE_PROMPTS, (5, 6), strict=True)
+    ]
+    assert_equal_runs(ours, theirs, requests, our_latents)
+
+
+def test_without_guidance(
+    loaded: Callable[[str], tuple[Pipeline, WanPipeline]], our_latents: list[torch.Tensor]
+) -> None:
+    assert_equal_runs(*loaded("unipc"), [request(guidance_scale=1.0)], our_latents)
+
+
+def test_wide_frames_and_more_steps(
+    loaded: Callable[[str], tuple[Pipeline, WanPipeline]], our_latents: list[torch.Tensor]
+) -> None:
+    values = {"height": 32, "width": 64, "num_frames": 9, "num_inference_steps": 9}
+    assert_equal_runs(*loaded("unipc"), [request(**values)], our_latents)
+
+
+def test_another_flow_shift_and_the_layout_of_the_real_vae(tmp_path: Path, our_latents: list[torch.Tensor]) -> None:
+    folder = write_tiny_wan(tmp_path / "wan", scheduler="flow_match_euler", vae="plain", flow_shift=7.0)
+    ours = load_pipeline(str(folder), device="cpu")
+    assert ours.defaults["flow_shift"] == 7.0
+    assert_equal_runs(ours, load_theirs(folder), [request()], our_latents)
+
+
+@pytest.mark.skipif(not (EMBEDDED_FOLDER / "model_index.json").is_file(), reason="the embedded model is not built yet")
+def test_the_embedded_model(our_latents: list[torch.Tensor]) -> None:
+    ours = load_pipeline("shapes", device="cpu", dtype="float32")
+    sizes = {"height": 64, "width": 64, "num_frames": 9}
+    assert_equal_runs(ours, load_theirs(EMBEDDED_FOLDER), [request(**sizes)], our_latents)
+
+
+def test_the_prompt_and_the_negative_prompt_matter(loaded: Callable[[str], tuple[Pipeline, WanPipeline]]) -> None:
+    """Otherwise the comparisons above could not tell whether a text went astray."""
+    ours, _ = loaded("unipc")
+    frames = [
+        ours(request(**values)).frames.astype(int)
+        for values in ({}, {"prompt": PROMPTS[1]}, {"negative_prompt": ""}, {"seed": 6})
+    ]
+    for other in frames[1:]:
+        assert numpy.abs(frames[0] - other).max() > 4

@@ -1,0 +1,57 @@
+"""GenerationRequest: what may be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diffusion_runtime import GenerationRequest
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.request import request_field_types
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prompt": ""}, "empty prompt"),
+        ({"prompt": "  \n"}, "empty prompt"),
+        ({"height": 0}, "height: expected a whole number of 1 or more, got 0"),
+        ({"width": 12.5}, "width"),
+        ({"num_frames": True}, "num_frames"),
+        ({"num_inference_steps": -3}, "num_inference_steps: expected a whole number of 1 or more, got -3"),
+        ({"guidance_scale": float("nan")}, "guidance_scale"),
+        ({"guidance_scale": -1.0}, "guidance_scale"),
+        ({"flow_shift": 0.0}, "flow_shift"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"sampler": "unipcc"}, "sampler.*'unipc'"),
+        ({"guidance_mode": "two-pass"}, "guidance_mode.*'two_pass'"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        GenerationRequest(**{"prompt": "a red circle", **values})
+
+
+def test_defaults_fill_what_is_missing_and_nothing_else() -> None:
+    request = GenerationRequest("a red circle", height=64, seed=3)
+    filled = request.with_defaults({"height": 256, "width": 128, "guidance_scale": 3.0})
+    assert (filled.height, filled.width, filled.guidance_scale, filled.seed) == (64, 128, 3.0, 3)
+
+
+def test_dictionaries_go_both_ways() -> None:
+    request = GenerationRequest("a red circle", height=64, seed=3)
+    assert GenerationRequest.from_dict(request.to_dict()) == request
+    with pytest.raises(RequestError, match=r"'hieght'.*'height'"):
+        GenerationRequest.from_dict({"prompt": "a", "hieght": 64})
+    with pytest.raises(RequestError, match="'prompt' is missing"):
+        GenerationRequest.from_dict({"height": 64})
+
+
+def test_every_field_has_a_plain_type() -> None:
+    types = request_field_types()
+    assert types["prompt"] is str
+    assert types["height"] is int
+    assert types["guidance_scale"] is float
+    assert set(types) == set(GenerationRequest("a").to_dict())

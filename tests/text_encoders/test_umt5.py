@@ -1,0 +1,206 @@
+"""The UMT5 text encoder on a real (tiny) model folder."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import MAX_TEXT_TOKENS
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.text_encoders.umt5 import UMT5TextEncoder, load_umt5
+
+PROMPTS = ["a red circle moving left", "", "Two objects: a blue STAR, and a green ring on a striped background"]
+
+
+@pytest.fixture(scope="module")
+def text_encoder(tiny_wan_folder: Path) -> UMT5TextEncoder:
+    return load_umt5(tiny_wan_folder, torch.device("cpu"), torch.float32)
+
+
+def damaged(copy: Callable[[], Path], name: str, content: bytes | None) -> Path:
+    folder = copy()
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def load(folder: Path) -> UMT5TextEncoder:
+    return load_umt5(folder, torch.device("cpu"), torch.float32)
+
+
+def test_embeddings_equal_diffusers(text_encoder: UMT5TextEncoder, tiny_wan_folder: Path) -> None:
+    from diffusers import WanPipeline
+
+    pipeline = WanPipeline.from_pretrained(tiny_wan_folder, transformer=None, vae=None)
+    expected, _ = pipeline.encode_prompt(PROMPTS, do_classifier_free_guidance=False, max_sequence_length=24)
+    found = text_encoder.encode(PROMPTS)
+    assert found.embeddings.shape == (3, MAX_TEXT_TOKENS, 32)
+    torch.testing.assert_close(found.embeddings, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_padding_is_zero_and_lengths_count_the_rest(text_encoder: UMT5TextEncoder) -> None:
+    conditions = text_encoder.encode(PROMPTS)
+    assert conditions.lengths[:2] == (6, 1)
+    for row, length in zip(conditions.embeddings, conditions.lengths, strict=True):
+        assert (row[:length].abs().amax(dim=-1) > 0).all()
+        assert not row[length:].any()
+
+
+def test_a_prompt_encodes_alike_alone_and_in_a_batch(text_encoder: UMT5TextEncoder) -> None:
+    batch = text_encoder.encode(PROMPTS)
+    for index, prompt in enumerate(PROMPTS):
+        alone = text_encoder.encode([prompt]).embeddings
+        torch.testing.assert_close(alone, batch.embeddings[index : index + 1], atol=2e-6, rtol=1e-5)
+
+
+def test_unknown_words_are_named_once_in_order(text_encoder: UMT5TextEncoder) -> None:
+    conditions = text_encoder.encode(["a Wibble, and a red wobble2 beside a Wibble", PROMPTS[0]])
+    assert conditions.unknown_words == (("Wibble", "wobble2", "beside"), ())
+
+
+def test_a_long_prompt_is_cut_and_says_by_how_much(text_encoder: UMT5TextEncoder) -> None:
+    conditions = text_encoder.encode(["red " * 30, PROMPTS[0]])
+    # 30 words and the end token do not fit in 24.
+    assert conditions.num_cut_tokens == (7, 0)
+    assert conditions.lengths[0] == MAX_TEXT_TOKENS
+    end_token = text_encoder.tokenizer.eos_token_id
+    assert text_encoder.tokenizer("red " * 30, truncation=True, max_length=24)["input_ids"][-1] == end_token
+
+
+def test_take_picks_and_repeats_prompts(text_encoder: UMT5TextEncoder) -> None:
+    conditions = text_encoder.encode(["a wibble", PROMPTS[0]])
+    taken = conditions.take([1, 0, 1])
+    assert isinstance(taken, Conditions)
+    assert torch.equal(taken.embeddings[0], taken.embeddings[2])
+    assert torch.equal(taken.embeddings[1], conditions.embeddings[0])
+    assert taken.unknown_words == ((), ("wibble",), ())
+    assert taken.lengths == (6, 3, 6)
+
+
+def test_says_whose_attention_it_runs(text_encoder: UMT5TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sdpa` is true only if torch's own function is really called, once a layer."""
+    calls = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def counting(*arguments: object, **options: object) -> torch.Tensor:
+        calls.append(1)
+        return original(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+    text_encoder.encode(PROMPTS)
+    assert (text_encoder.library, text_encoder.implementation) == ("transformers", "sdpa")
+    assert len(calls) == 2
+
+
+def test_half_precision_is_what_comes_out(tiny_wan_folder: Path) -> None:
+    encoder = load_umt5(tiny_wan_folder, torch.device("cpu"), torch.bfloat16)
+    assert encoder.encode(PROMPTS).embeddings.dtype == torch.bfloat16
+    assert not any(parameter.requires_grad for parameter in encoder.model.parameters())
+
+
+def test_loading_is_silent_and_reaches_no_network(
+    tiny_wan_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    load(tiny_wan_folder).encode(["red " * 100])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_word_with_one_unknown_character_is_named_whole(tiny_wan_copy: Callable[[], Path]) -> None:
+    """Tokenizers of word pieces, such as the real UMT5's, do not know a part of a word only."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tiny_wan_copy()
+    pieces = ["<pad>", "</s>", "<unk>", "\u2581", *"abcdeilr"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=2, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "tokenizer")
+    conditions = load(folder).encode(["a red circle", "a bl\u00e9d, circle \u2603"])
+    assert conditions.unknown_words == ((), ("bl\u00e9d", ",", "\u2603"))
+
+
+def test_a_tokenizer_without_a_limit_gets_the_transformers_length(tiny_wan_copy: Callable[[], Path]) -> None:
+    folder = tiny_wan_copy()
+    path = folder / "tokenizer" / "tokenizer_config.json"
+    values = json.loads(path.read_text())
+    del values["model_max_length"]
+    path.write_text(json.dumps(values))
+    encoder = load(folder)
+    assert encoder.max_tokens == 512
+    assert encoder.encode(PROMPTS).embeddings.shape[1] == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("text_encoder/config.json", None, "config.json"),
+        ("text_encoder/config.json", b"{", "damaged"),
+        ("text_encoder/config.json", b"[]", "umt5"),
+        ("text_encoder/config.json", b'{"model_type": "clip_text_model"}', "clip_text_model"),
+        ("text_encoder/model.safetensors", None, "text_encoder"),
+        ("text_encoder/model.safetensors", b"", "text_encoder"),
+        ("text_encoder/model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "text_encoder"),
+        ("tokenizer/tokenizer.json", None, "tokenizer.json"),
+        ("tokenizer/tokenizer.json", b'{"version": "1.0", "tru', "tokenizer"),
+        ("tokenizer/tokenizer.json", b"{}", "tokenizer"),
+    ],
+)
+def test_a_damaged_folder_is_a_load_error(
+    tiny_wan_copy: Callable[[], Path], name: str, content: bytes | None, told: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=told):
+        load(damaged(tiny_wan_copy, name, content))
+
+
+def test_truncated_weights_are_a_load_error(tiny_wan_copy: Callable[[], Path]) -> None:
+    folder = tiny_wan_copy()
+    weights = folder / "text_encoder" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelLoadError, match="text_encoder"):
+        load(folder)
+
+
+def test_missing_weights_are_named(tiny_wan_copy: Callable[[], Path], capfd: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_wan_copy()
+    weights = folder / "text_encoder" / "model.safetensors"
+    tensors = load_file(weights)
+    name = "encoder.block.1.layer.0.SelfAttention.q.weight"
+    del tensors[name]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=name):
+        load(folder)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_weights_of_another_shape_are_a_load_error(tiny_wan_copy: Callable[[], Path]) -> None:
+    folder = tiny_wan_copy()
+    path = folder / "text_encoder" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"d_ff": 80}))
+    with pytest.raises(ModelLoadError, match="text_encoder"):
+        load(folder)
+
+
+def test_a_tokenizer_of_another_model_is_a_load_error(tiny_wan_copy: Callable[[], Path]) -> None:
+    folder = tiny_wan_copy()
+    path = folder / "tokenizer" / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["model"]["vocab"] |= {f"word{index}": 100 + index for index in range(50)}
+    path.write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match="not of the same model"):
+        load(folder)

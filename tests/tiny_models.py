@@ -1,0 +1,133 @@
+"""Tiny Wan folders with random weights, written by diffusers' own classes and a tokenizer made offline.
+
+Small enough to generate in well under a second, standard enough that diffusers' WanPipeline loads them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+WORDS = tuple(
+    "a an the red blue green yellow circle square triangle star ring moving left right up down still on plain "
+    "striped background two objects and of same colour , .".split()
+)
+SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
+MAX_TEXT_TOKENS = 24
+
+# Pixels and frames of a clip that is quick on two cores: 2 x 4 x 4 latents, 2 x 2 x 2 tokens.
+TINY_SIZES: dict[str, int] = {"height": 32, "width": 32, "num_frames": 5}
+
+
+def write_tiny_wan(
+    folder: Path, *, scheduler: str = "unipc", vae: str = "patched", flow_shift: float = 3.0, num_layers: int = 2
+) -> Path:
+    """Write a whole Wan folder and return its path.
+
+    scheduler: `unipc` or `flow_match_euler`. vae: `patched` (the embedded model's layout, quick) or `plain` (as in
+    Wan 2.1).
+    The weights depend on nothing but the arguments. About 1 MB.
+    """
+    import torch
+    from diffusers import WanPipeline
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline = WanPipeline(
+            tokenizer=tiny_tokenizer(),
+            text_encoder=_text_encoder(),
+            transformer=_transformer(num_layers),
+            vae=_vae(vae),
+            scheduler=_scheduler(scheduler, flow_shift),
+        )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def tiny_tokenizer() -> Any:
+    """A whole-word tokenizer over WORDS: lower case, `</s>` at the end, `<unk>` for every other word."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL_TOKENS, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=MAX_TEXT_TOKENS,
+    )
+
+
+def _text_encoder() -> Any:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    vocab_size = len(SPECIAL_TOKENS) + len(WORDS)
+    config = UMT5Config(vocab_size=vocab_size, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    return UMT5EncoderModel(config).eval()
+
+
+def _transformer(num_layers: int) -> Any:
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=16,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=96,
+        num_layers=num_layers,
+        rope_max_seq_len=64,
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norm weights of exactly one and small cross-attentions would hide a norm or a prompt that is left out.
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            if ".attn2.to_out" in name or name.startswith("proj_out"):
+                parameter.mul_(3.0)
+    return model.eval()
+
+
+def _vae(kind: str) -> Any:
+    import torch
+    from diffusers import AutoencoderKLWan
+
+    statistics = {
+        "latents_mean": (0.3 * torch.randn(16)).tolist(),
+        "latents_std": (0.5 + torch.rand(16)).tolist(),
+    }
+    if kind == "plain":
+        return AutoencoderKLWan(base_dim=4, z_dim=16, num_res_blocks=1, **statistics).eval()
+    return AutoencoderKLWan(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=16,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        patch_size=2,
+        in_channels=12,
+        out_channels=12,
+        is_residual=False,
+        scale_factor_spatial=8,
+        scale_factor_temporal=4,
+        **statistics,
+    ).eval()
+
+
+def _scheduler(name: str, flow_shift: float) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
+    if name == "flow_match_euler":
+        return FlowMatchEulerDiscreteScheduler(shift=flow_shift)
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
