@@ -111,14 +111,21 @@ class AttentionRecorder:
     def report(self) -> AttentionReport:
         rows = [
             ReportRow(
-                role, backend, implementation, tally.count, _ranges(tally.layers), _ranges(tally.steps), source, reason
+                role,
+                backend,
+                implementation,
+                tally.count,
+                index_ranges(tally.layers),
+                index_ranges(tally.steps),
+                source,
+                reason,
             )
             for (role, backend, implementation, source, reason), tally in self._tallies.items()
         ]
         return AttentionReport(tuple(rows), tuple(self._libraries), tuple(self._notes))
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def index_ranges(numbers: Iterable[int]) -> str:
     """{0, 1, 2, 5} as `0-2,5`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):

@@ -62,24 +62,19 @@ def show_plan(
 
 
 def _attention_plan(description: PipelineDescription) -> Any:
+    from diffusion_runtime.attention.report import index_ranges
+
     rows: list[Sequence[object]] = []
     for planned in description.attention:
         decision = planned.decision
         why = f"{decision.source}: {decision.reason}" + _rejected(decision)
         backend = decision.backend + (f" {dict(decision.options)}" if decision.options else "")
-        rows.append((planned.role, planned.when, _layers(planned.layers), backend, why))
+        rows.append((planned.role, planned.when, index_ranges(planned.layers), backend, why))
     return plain_table(("role", "when", "layers", "backend", "why"), rows, "Attention that would run")
 
 
 def _rejected(decision: Decision) -> str:
     return "".join(f"\nnot {name}: {reason}" for name, reason in decision.rejected)
-
-
-def _layers(layers: Sequence[int]) -> str:
-    """`0-5` for neighbours, else every one."""
-    if len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1)):
-        return f"{layers[0]}-{layers[-1]}"
-    return ", ".join(map(str, layers))
 
 
 def _to_json_object(

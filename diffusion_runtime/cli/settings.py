@@ -118,7 +118,9 @@ def _build_runtime(flags: Flags, config: FileConfig, recipe: Mapping[str, Any]) 
     for planned in _listed(recipe.get("attention")):
         # An environment variable is not in the recipe; the default that it set is.
         if isinstance(planned, Mapping) and planned.get("source") == "environment":
-            values["attention"] = overlay_attention(values.get("attention"), {"default.backend": planned.get("backend")})
+            values["attention"] = overlay_attention(
+                values.get("attention"), {"default.backend": planned.get("backend")}
+            )
     values.update(config.runtime)
     values.update(_without_none(flags.runtime))
     parallel = {**_parallel_values(values.pop("parallel", {})), **_without_none(flags.parallel)}

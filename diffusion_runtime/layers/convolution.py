@@ -30,10 +30,13 @@ class QuickConvolutions(TorchFunctionMode):
     ) -> Any:
         if func is torch.conv3d and not kwargs and _is_quicker(args[0]) and _HAS_ONEDNN:
             return _convolve(*args)
-        if func is F.normalize and kwargs == {"dim": 1} and len(args) == 1 and _is_quicker(args[0]):
+        if func is F.normalize and kwargs == _OVER_CHANNELS and len(args) == 1 and _is_quicker(args[0]):
             return _normalize_channels(args[0])
         return func(*args, **(kwargs or {}))
 
+
+# How torch hands on F.normalize(x, dim=1): with every default written out.
+_OVER_CHANNELS: Mapping[str, Any] = {"p": 2.0, "dim": 1, "eps": 1e-12, "out": None}
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 

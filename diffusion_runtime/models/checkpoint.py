@@ -107,7 +107,8 @@ def load_weights(
     """Fill `module` in place, each parameter once, on its device and in its dtype, without gradients.
 
     pieces: every parameter and buffer of the state dict -> the checkpoint's tensors that fill it, one after the other.
-    stays_float32: parameters that are not converted to `dtype`, integers apart. ignored: checkpoint tensors that nothing reads.
+    stays_float32: parameters that are not converted to `dtype`; integers never are. ignored: checkpoint tensors that
+        nothing reads.
 
     Raises ModelLoadError that lists what is missing, unexpected or of another shape.
     """

@@ -34,7 +34,7 @@ HOMES = {
     "torch.distributed": ("parallel",),
     "safetensors": ("models/checkpoint.py",),
     "huggingface_hub": ("models/checkpoint.py",),
-    "imageio": ("media/",),
+    "imageio_ffmpeg": ("media/",),
     "typer": ("cli",),
 }
 # The two files at the package root that only re-export are exempt; folder __init__ files are not.

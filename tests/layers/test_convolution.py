@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch.profiler import profile
 from diffusion_runtime.layers.convolution import QuickConvolutions
 
 
-def kernels(function: nn.Module, x: torch.Tensor) -> set[str]:
+def kernels(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> set[str]:
     with torch.inference_mode(), profile() as profiled, QuickConvolutions():
         function(x)
     return {event.key for event in profiled.key_averages()}
@@ -46,6 +48,13 @@ def test_onednn_runs_small_convolutions() -> None:
     layer, x = nn.Conv3d(4, 6, 3), torch.randn(1, 4, 5, 9, 10)
     assert "aten::slow_conv3d_forward" not in kernels(layer, x)
     assert "aten::mkldnn_convolution" in kernels(layer, x)
+
+
+def test_the_norm_over_channels_is_a_product_and_a_sum() -> None:
+    x = torch.randn(1, 6, 3, 4, 5)
+    assert "aten::linalg_vector_norm" not in kernels(lambda x: F.normalize(x, dim=1), x)
+    assert "aten::linalg_vector_norm" in kernels(lambda x: F.normalize(x, dim=-1), x)
+    assert "aten::linalg_vector_norm" in kernels(lambda x: F.normalize(x, dim=1, eps=0.1), x)
 
 
 def test_gradients_and_other_dtypes_are_left_alone() -> None:

@@ -1,0 +1,120 @@
+"""Bad input: one clear message, the right exit code, nothing written; as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_support import Command
+from PIL import Image
+
+USAGE = [
+    (["--heigth", "32"], "No such option: --heigth (Possible options: --height"),
+    (["--height", "tall"], "--height"),
+    (["--attention-bckend", "fa"], "--attention-backend"),
+    (["--attenion-config.default.backend", "fa"], "Did you mean attention-config"),
+    (["--attention-backend", "torch_spda"], "'torch_sdpa'"),
+    (["--attention-config.per_role.crss.backend", "torch_sdpa"], "'cross'"),
+    (["--attention-config.per_role.self.backend=torch_sdpa", "--attention-config.per_role.self.extra.k=1"], "'k'"),
+    (["--attention-backend", "torch_sdpa", "--attention-backend-config", "speed=3"], "'speed'"),
+    (["--attention-backend", "fa", "--attention-config.default.backend", "fa"], "both set the default"),
+    (["--attention-backend-config", "speed=3"], "'speed'"),
+    (["--preset", "drft"], "unknown name 'drft'"),
+    (["--height", "33"], "height: expected a multiple of 16, got 33; use 32 or 48"),
+    (["--num-frames", "6"], "use 5 or 9"),
+    (["--num-inference-steps", "-3"], "num_inference_steps: expected a whole number of 1 or more, got -3"),
+    (["--guidance-scale", "nan"], "guidance_scale"),
+    (["--sampler", "unpc"], "'unipc'"),
+    (["--seed", "4-1"], "ends before it starts"),
+    (["--prompt", " "], "empty prompt"),
+    (["more", "words"], "in quotes"),
+    (["--dtype", "float8"], "dtype: expected auto, float32, bfloat16, float16, got 'float8'"),
+    (["--device", "cuda:99"], "device"),
+    (["--backend", "diffusers"], "backend: unknown value 'diffusers'"),
+    (["--num-gpus", "2"], "one process"),
+    (["--cfg-parallel"], "one process"),
+    (["--format", "avi"], "format: unknown value 'avi'"),
+    (["--output-path", "x.avi"], "ends in"),
+    (["--output-path", "x.png"], "png holds one image"),
+    (["--config", "missing.yaml"], "missing.yaml is not a file"),
+    (["--set", "request.heigth=3"], "'height'"),
+    (["--prompt-file", "missing.txt"], "No such file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), USAGE, ids=[" ".join(arguments) for arguments, _ in USAGE])
+def test_usage_errors(arguments: list[str], said: str, command: Command, tiny_flags: tuple[str, ...]) -> None:
+    result = command("generate", "a red circle", *tiny_flags, *arguments)
+    assert result.code == 2, result.err
+    assert said in result.said
+    assert result.out == ""
+    assert "Traceback" not in result.err
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind", "said"),
+    [
+        (["--attention-backend", "fa"], 3, "BackendUnavailableError", "usable here"),
+        (["--model-path", "missing"], 1, "ModelLoadError", "missing"),
+        (["--output-path", "/proc/self/x"], 1, "OutputError", "cannot write into the output folder"),
+        (["--from", "missing.mp4"], 1, "OutputError", "missing.mp4: no such file"),
+        (["--height", "33"], 2, "RequestError", "use 32 or 48"),
+        (["--heigth", "33"], 2, "UsageError", "No such option"),
+        (["--request.heigth", "33"], 2, "ConfigError", "'height'"),
+    ],
+)
+def test_errors_are_json_with_json(
+    arguments: list[str], code: int, kind: str, said: str, command: Command, tiny_flags: tuple[str, ...]
+) -> None:
+    result = command("generate", "a red circle", *tiny_flags, *arguments, "--json")
+    assert result.code == code
+    assert (result.json["kind"], result.json["exit_code"]) == (kind, code)
+    assert result.json["schema"] == "diffusion_runtime.generate/1"
+    assert said in result.json["error"]
+    assert said.split()[0] in result.said
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_recipe_less_file_cannot_be_repeated(command: Command) -> None:
+    Image.new("RGB", (8, 8)).save("x.png")
+    result = command("generate", "--from", "x.png")
+    assert result.code == 1
+    assert "x.png carries no recipe" in result.said
+
+
+def test_verbose_shows_where(command: Command, tiny_flags: tuple[str, ...]) -> None:
+    result = command("generate", "a", *tiny_flags, "--height", "33", "--verbose")
+    assert result.code == 2
+    assert "Traceback (most recent call last)" in result.err
+    assert result.err.splitlines()[-1].startswith("error: height")
+
+
+def test_an_unexpected_error_says_what_to_do(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault\nof our own")
+
+    monkeypatch.setattr("diffusion_runtime.cli.generation.settle", fail)
+    result = command("generate", "a")
+    assert result.code == 1
+    assert result.err == "error: unexpected RuntimeError: a fault; run again with --verbose to see where\n"
+
+
+def test_an_unknown_verb_names_the_nearest(command: Command) -> None:
+    result = command("genrate", "a")
+    assert result.code == 2
+    assert "'generate'" in result.err
+
+
+def test_info_of_what_is_not_a_result(command: Command) -> None:
+    result = command("info", "missing.mp4", "--json")
+    assert result.code == 1
+    assert result.json["schema"] == "diffusion_runtime.info/1"
+    assert json.loads(result.out)["kind"] == "OutputError"
+
+
+def test_the_folder_is_checked_before_the_model(command: Command) -> None:
+    result = command("generate", "a", "--model-path", "missing", "--output-path", "/proc/self/x")
+    assert "output folder" in result.err
+    assert "loading" not in result.err

@@ -1,0 +1,62 @@
+"""Help is quick, fits a terminal, and loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_support import Command, process_environment
+
+HEAVY = ("torch", "diffusers", "transformers", "numpy", "PIL", "yaml", "imageio_ffmpeg")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "-h"], ["--version"]])
+def test_help_loads_no_torch_and_takes_less_than_half_a_second(arguments: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from diffusion_runtime.cli.app import run; "
+        f"assert run({arguments!r}) == 0; print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        finished = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=process_environment(), capture_output=True, text=True
+        )
+        seconds.append(time.perf_counter() - started)
+        assert finished.returncode == 0, finished.stderr
+        assert finished.stdout.splitlines()[-1] == "[]"
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "--help"]])
+def test_help_fits_80_columns_and_shows_an_example(
+    arguments: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = command(*arguments)
+    assert shown.code == 0
+    assert max(len(line) for line in shown.out.splitlines()) <= 80
+    assert "\n diffusion-runtime " in shown.out or "Start with: diffusion-runtime generate" in shown.out
+
+
+def test_help_groups_the_flags(command: Command) -> None:
+    shown = command("generate", "--help").out
+    places = [shown.index(f"─ {panel} ─") for panel in PANELS]
+    assert places == sorted(places)
+    assert "--dotted-attention" not in shown
+
+
+PANELS = ("What to make", "Size and steps", "Attention", "Where it runs", "Output")
+
+
+def test_no_arguments_show_the_help(command: Command) -> None:
+    assert command().out == command("--help").out
+
+
+def test_the_version_stands_alone_on_standard_output(command: Command) -> None:
+    from diffusion_runtime import __version__
+
+    assert command("--version").out == f"diffusion-runtime {__version__}\n"

@@ -1,0 +1,124 @@
+"""The command as a process of its own: streams, signals, a full disk."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+from cli_support import command_process, process_environment, tiny_arguments
+
+
+def test_paths_on_standard_output_and_prompts_from_standard_input(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    arguments = ("generate", *tiny_arguments(tiny_wan_folder), "--prompt-file", "-", "--format", "npy")
+    result = command_process(*arguments, cwd=tmp_path, input_text="a star\n# no\na red ring\n")
+    assert result.code == 0, result.err
+    assert result.out == "outputs/a-star-seed0.npy\noutputs/a-red-ring-seed0.npy\n"
+    assert numpy.load(tmp_path / "outputs" / "a-star-seed0.npy").shape == (5, 32, 32, 3)
+    assert "denoise: step 2/2" in result.err
+    assert "\x1b" not in result.err
+    assert "Warning" not in result.err
+
+    # The process that repeats a file makes the same frames.
+    repeated = ("generate", "--from", "outputs/a-red-ring-seed0.npy", "--format", "npy", "--json")
+    again = command_process(*repeated, cwd=tmp_path)
+    assert again.code == 0, again.err
+    path = again.json["items"][0]["path"]
+    assert path == "outputs/a-red-ring-seed0-2.npy"
+    assert numpy.array_equal(numpy.load(tmp_path / path), numpy.load(tmp_path / "outputs" / "a-red-ring-seed0.npy"))
+
+
+def test_an_interrupted_batch_keeps_what_is_finished(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    arguments = ["generate", "a star", *tiny_arguments(tiny_wan_folder), "--seed", "1-50"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "diffusion_runtime", *arguments, "--num-inference-steps", "60"],
+        cwd=tmp_path,
+        env=process_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline().strip()
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    finished = [first, *rest.split()]
+    assert f"interrupted: {len(finished)} of 50 finished" in said
+    assert f"\n  {first}" in said
+    assert "Traceback" not in said
+    expected = [tmp_path / name for path in finished for name in (path, path.replace(".mp4", ".json"))]
+    assert sorted((tmp_path / "outputs").iterdir()) == sorted(expected)
+
+
+def test_a_disk_that_fills_up_fails_the_rest_of_the_batch(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)], capture_output=True).returncode:
+        pytest.skip("no right to mount a small file system here")
+    try:
+        arguments = (
+            "generate",
+            "a star",
+            *tiny_arguments(tiny_wan_folder),
+            "--seed",
+            "1-6",
+            "--json",
+            "--format",
+            "npy",
+        )
+        result = command_process(*arguments, "-o", small, cwd=tmp_path)
+        assert result.code == 5, result.err
+        written = [item for item in result.json["items"] if "path" in item]
+        failed = [item for item in result.json["items"] if "path" not in item]
+        assert written
+        assert failed
+        assert {item["kind"] for item in failed} == {"OutputError"}
+        assert "no space left" in failed[0]["error"].lower()
+        assert f"{len(failed)} of 6 failed:" in result.err
+        assert sorted(path.name for path in small.iterdir()) == sorted(
+            Path(item[name]).name for item in written for name in ("path", "sidecar")
+        )
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_reader_that_leaves_is_no_error(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "diffusion_runtime", "generate", "a star", *tiny_arguments(tiny_wan_folder)]
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=process_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 0, said
+    assert (tmp_path / "outputs" / "a-star-seed0.mp4").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: Path, tmp_path: Path) -> None:
+    arguments = [
+        sys.executable,
+        "-m",
+        "diffusion_runtime",
+        "generate",
+        "a star",
+        *tiny_arguments(tiny_wan_folder),
+        "--json",
+    ]
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=process_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"loading {tiny_wan_folder}\n"
+        process.send_signal(number)
+        told, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: nothing was finished" in said
+    assert json.loads(told)["kind"] == "Interrupted"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,92 @@
+"""Progress: a few plain lines without a terminal, a redrawn one with it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from cli_support import process_environment
+
+from diffusion_runtime.cli.progress import PLAIN_LINES_A_STAGE, show_progress, step_text
+from diffusion_runtime.cli.terminal import Terminal
+from diffusion_runtime.pipeline import Progress
+
+
+@pytest.mark.parametrize(
+    ("progress", "expected"),
+    [
+        (Progress("denoise", 0, 12, 0.0), "step 0/12"),
+        (Progress("denoise", 3, 12, 1.05), "step 3/12, 0.35 s a step, about 3 s left"),
+        (Progress("denoise", 12, 12, 4.2), "step 12/12, 0.35 s a step"),
+        (Progress("denoise", 1, 50, 10.0), "step 1/50, 10.00 s a step, about 8 min 10 s left"),
+        (Progress("denoise", 1, 50, 100.0), "step 1/50, 100.00 s a step, about 1 h 21 min left"),
+        (Progress("decode", 1, 1, 2.0), ""),
+    ],
+)
+def test_a_step_says_how_long_it_takes(progress: Progress, expected: str) -> None:
+    assert step_text(progress) == expected
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 8, 9, 50, 1000])
+def test_plain_progress_is_a_few_lines(num_steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress(Terminal(), "a star, seed 0") as view:
+        for step in range(num_steps + 1):
+            view.update(Progress("denoise", step, num_steps, 0.1 * step))
+        view.update(Progress("decode", 0, 1, 0.0))
+        view.update(Progress("decode", 1, 1, 1.25))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "a star, seed 0"
+    assert lines[-1] == "  decode: 1.25 s"
+    assert min(num_steps, 2) <= len(lines) - 2 <= PLAIN_LINES_A_STAGE + 1
+    if num_steps > 1:
+        assert lines[-2] == f"  denoise: step {num_steps}/{num_steps}, 0.10 s a step"
+
+
+def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress(Terminal(quiet=True), "a star") as view:
+        view.update(Progress("decode", 1, 1, 1.0))
+    assert capsys.readouterr().err == ""
+
+
+LIVE = """
+import time
+from diffusion_runtime.cli.progress import show_progress
+from diffusion_runtime.cli.terminal import Terminal
+from types import SimpleNamespace
+terminal = Terminal()
+with show_progress(terminal, "[1/2] a [red]star[/red]") as view:
+    for step in range(4):
+        view.update(SimpleNamespace(stage="denoise", step=step, num_steps=3, seconds=0.5 * step))
+        time.sleep(0.15)
+terminal.say("wrote it")
+"""
+
+
+def test_a_terminal_gets_a_line_that_is_redrawn_and_goes_away() -> None:
+    """In a real pseudo-terminal: on another kind of file rich draws nothing."""
+    ours, theirs = pty.openpty()
+    environment = process_environment(TERM="xterm", COLUMNS="80")
+    with subprocess.Popen([sys.executable, "-c", LIVE], stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # Linux says so when the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+        assert process.wait() == 0
+    os.close(ours)
+    text = shown.decode()
+    assert "[1/2] a [red]star[/red]" in text
+    assert "denoise" in text
+    assert "step 2/3, 0.50 s a step, about 1 s left" in text
+    assert "\u2501" in text
+    # Erased, then the line that stays.
+    assert "\x1b[2K" in text.partition("wrote it")[0][-20:]
+    assert text.endswith("wrote it\r\n")

@@ -1,0 +1,147 @@
+"""Which value wins: flags, --set, --config, --from, and what is left to the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sample_media import make_media
+
+from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.cli.attention_flags import AttentionFlags
+from diffusion_runtime.cli.settings import Flags, settle
+from diffusion_runtime.errors import ConfigError, OutputError, RequestError
+
+RECIPE: dict[str, Any] = {
+    "request": {"prompt": "recorded", "seed": 9, "height": 16, "width": 16, "fps": 16, "num_frames": 5},
+    "runtime": {"model_path": "recorded", "device": "cuda", "dtype": "auto", "attention_override": "torch_sdpa"},
+    "model": {"dtype": "bfloat16", "path": "recorded", "config_sha256": "0"},
+}
+CONFIG: dict[str, Any] = {
+    "request": {"height": 32, "width": 32, "num_inference_steps": 3},
+    "runtime": {"model_path": "configured", "attention": {"default": "reference"}},
+    "presets": {"small": {"width": 48, "guidance_scale": 1.0}},
+}
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> str:
+    return str(make_media(num_frames=1, recipe=RECIPE).save(tmp_path / "recorded.png"))
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return str(path)
+
+
+def test_flags_come_first_and_what_nobody_says_is_left_open(recorded: str, configured: str) -> None:
+    settings = settle(
+        Flags(
+            prompts=["typed"],
+            seeds=["1"],
+            request={"height": 64, "num_frames": None},
+            runtime={"model_path": "typed", "dtype": None},
+            config=configured,
+            settings=["request.fps=4"],
+            repeat=recorded,
+            preset="small",
+        )
+    )
+    (request,) = settings.requests
+    assert request.to_dict() == {
+        "prompt": "typed",
+        "seed": 1,
+        "height": 64,  # flag, over config and recipe
+        "width": 48,  # the config's preset, over its request and the recipe
+        "num_inference_steps": 3,  # config
+        "fps": 4,  # --set, over the recipe
+        "num_frames": 5,  # recipe
+        "guidance_scale": 1.0,  # the config's preset
+        "negative_prompt": None,
+        "flow_shift": None,
+        "sampler": None,
+        "guidance_mode": None,
+    }
+    assert settings.runtime.model_path == "typed"
+    assert settings.runtime.dtype == "bfloat16"
+    assert settings.runtime.device == "auto"
+    assert AttentionConfig.parse(settings.runtime.attention) == AttentionConfig("reference")
+    assert settings.runtime.attention_override == "torch_sdpa"
+    assert settings.preset_for(["draft"]) is None
+
+
+def test_attention_flags_replace_the_recorded_ones(recorded: str) -> None:
+    settings = settle(Flags(repeat=recorded, attention=AttentionFlags("reference")))
+    assert AttentionConfig.parse(settings.runtime.attention_override) == AttentionConfig("reference")
+
+
+def test_a_recipe_alone_is_enough(recorded: str) -> None:
+    (request,) = settle(Flags(repeat=recorded)).requests
+    assert (request.prompt, request.seed, request.height) == ("recorded", 9, 16)
+
+
+def test_prompts_times_seeds_prompts_outermost() -> None:
+    requests = settle(Flags(prompts=["a", "b"], seeds=["1-2"])).requests
+    assert [(request.prompt, request.seed) for request in requests] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+
+
+def test_a_config_may_hold_prompts_and_seeds(tmp_path: Path) -> None:
+    path = tmp_path / "batch.yaml"
+    path.write_text("request: {prompt: [a, b], seed: 3}\n")
+    requests = settle(Flags(config=str(path))).requests
+    assert [(request.prompt, request.seed) for request in requests] == [("a", 3), ("b", 3)]
+    assert settle(Flags(config=str(path), settings=["request.prompt=c"])).requests[0].prompt == "c"
+
+
+def test_a_preset_of_the_model_is_left_to_the_model(recorded: str) -> None:
+    settings = settle(Flags(prompts=["a"], preset="draft"))
+    assert settings.preset_for(["draft", "large"]) == "draft"
+    with pytest.raises(ConfigError, match="unknown name 'draft'"):
+        settings.preset_for(["large"])
+    assert "the recipe of" in settle(Flags(repeat=recorded, preset="draft")).notes[0]
+
+
+def test_an_unknown_preset_names_the_nearest(configured: str) -> None:
+    settings = settle(Flags(prompts=["a"], preset="smal", config=configured))
+    with pytest.raises(ConfigError, match="Did you mean 'small'"):
+        settings.preset_for(["draft"])
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"num_gpus": 2}, {"ulysses_degree": 2}, {"ring_degree": 2}, {"cfg_parallel": True}]
+)
+def test_more_than_one_process_is_refused(parallel: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="one process"):
+        settle(Flags(prompts=["a"], parallel=parallel))
+
+
+def test_one_process_is_what_there_is() -> None:
+    settle(Flags(prompts=["a"], parallel={"num_gpus": 1, "ulysses_degree": 1, "ring_degree": 1}))
+
+
+def test_no_prompt_says_where_one_could_come_from() -> None:
+    with pytest.raises(RequestError, match="--prompt-file or --from"):
+        settle(Flags())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"request": {**RECIPE["request"], "height": "tall"}}, RequestError, "height: .*the recipe of"),
+        ({"request": {**RECIPE["request"], "exec": "rm"}}, RequestError, "unknown key 'exec'"),
+        ({"request": "x"}, OutputError, "damaged"),
+        ({"runtime": []}, OutputError, "damaged"),
+        ({"runtime": {"model_path": 3}}, ConfigError, "model_path: expected a text"),
+        ({"model": {"dtype": ["float32"]}}, ConfigError, "dtype: expected a text"),
+    ],
+)
+def test_a_recipe_is_checked_like_any_input(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    path = make_media(num_frames=1, recipe={**RECIPE, **changes}).save(tmp_path / "x.png")
+    with pytest.raises(error, match=said):
+        settle(Flags(repeat=str(path)))
