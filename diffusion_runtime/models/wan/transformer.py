@@ -130,8 +130,8 @@ class _BlockInputs:
 
 
 class WanTransformer(DiffusionTransformer):
-    """The whole denoiser. Float32 parts in a model of another dtype: the timestep embedding, the modulation tables,
-    layer norms and residual sums."""
+    """The whole denoiser. In a model of another dtype the timestep embedding, the modulation, the layer norms and the
+    gated sums are still computed in float32, as in training."""
 
     def __init__(self, config: WanTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
         super().__init__()
@@ -175,11 +175,11 @@ class WanTransformer(DiffusionTransformer):
             return _Text(embeddings, tuple(block.cross_attention.keys_and_values(text) for block in self._blocks()))
 
         layer = LayerInfo(num_layers=self.config.num_layers, role="cross", name="text_embedding")
-        kept = context.state.get_or_create("text", layer, context.step, project)
+        kept = context.state.get_or_create("text_projection", layer, context.step, project)
         if kept.embeddings is not embeddings:
             # Another text in the same request and branch: a caller that makes a new tensor for every step.
             kept = project()
-            context.state.put("text", layer, context.step, kept)
+            context.state.put("text_projection", layer, context.step, kept)
         return kept
 
     def _blocks(self) -> Iterator[WanBlock]:

@@ -1,0 +1,209 @@
+"""Captions of scenes in many wordings, and what each caption says: an attribute left out is free, and None there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from diffusion_runtime.quality.shapes.attributes import ObjectAttributes, SceneAttributes
+
+_COLOUR_WORDS: dict[str, tuple[str, ...]] = {
+    "red": ("red",),
+    "orange": ("orange",),
+    "yellow": ("yellow",),
+    "green": ("green",),
+    "cyan": ("cyan", "turquoise"),
+    "blue": ("blue",),
+    "purple": ("purple", "violet"),
+    "pink": ("pink", "magenta"),
+}
+_SHAPE_WORDS: dict[str, tuple[str, ...]] = {
+    "circle": ("circle", "disc", "disk", "ball"),
+    "square": ("square", "box"),
+    "triangle": ("triangle",),
+    "star": ("star",),
+    "ring": ("ring", "hoop", "donut", "doughnut"),
+}
+_MOTION_WORDS: dict[str, tuple[str, ...]] = {
+    **{
+        side: (
+            f"moving {side}",
+            f"moving to the {side}",
+            f"going {side}",
+            f"moves {side}",
+            f"moves to the {side}",
+            f"sliding {side}",
+            f"sliding to the {side}",
+            f"drifting {side}",
+            f"heading {side}",
+            f"traveling {side}",
+            f"travelling {side}",
+            f"moving {side}wards",
+            f"goes {side}",
+        )
+        for side in ("left", "right", "up", "down")
+    },
+    "still": (
+        "standing still",
+        "not moving",
+        "staying still",
+        "that does not move",
+        "at rest",
+        "staying in place",
+        "holding still",
+        "motionless",
+    ),
+}
+_MOTION_WORDS["up"] = (*(words for words in _MOTION_WORDS["up"] if "to the" not in words), "rising", "moving upward")
+_MOTION_WORDS["down"] = (*(w for w in _MOTION_WORDS["down"] if "to the" not in w), "falling", "moving downward")
+_BACKGROUND_WORDS: dict[str, tuple[str, ...]] = {
+    "plain": ("on a plain background", "on a solid background", "over a plain background", "plain background"),
+    "stripes": ("on a striped background", "over stripes", "in front of stripes", "on a background of stripes"),
+    "checker": (
+        "on a checkered background",
+        "on a chequered background",
+        "over a checkerboard",
+        "on a checkerboard background",
+    ),
+    "gradient": (
+        "on a gradient background",
+        "over a gradient",
+        "on a smooth gradient",
+        "on a background with a gradient",
+    ),
+}
+_VIDEO_OPENINGS = ("a video of ", "a clip of ", "an animation of ", "video of ", "a short video showing ")
+_IMAGE_OPENINGS = ("an image of ", "a picture of ", "a drawing of ", "image of ", "a still image showing ")
+_JOINTS = (" and ", " and ", " and ", ", ", ", and ", " while ", " with ", "; ")
+UNKNOWN_FILLERS = ("please", "nice", "high quality", "4k", "animated", "smooth", "beautiful")
+"""Words around a prompt that say nothing; some captions carry one so that a stranger's prompt is no surprise."""
+
+
+@dataclass(frozen=True)
+class CaptionSettings:
+    """How much a caption leaves out and how far it strays from the plainest wording; all shares are 0 to 1."""
+
+    plain_wording: float = 0.5
+    """Share of phrases in the first wording listed ("moving left", "on a striped background")."""
+    omit_motion: float = 0.06
+    """Share of objects whose motion is not said."""
+    omit_colour: float = 0.02
+    """Share of objects whose colour is not said."""
+    omit_shape: float = 0.02
+    """Share of objects called "shape" or "object"."""
+    omit_plain_background: float = 0.65
+    """Share of plain backgrounds left out: so a prompt without a background mostly shows a plain one."""
+    omit_other_background: float = 0.2
+    """Share of stripes, checkers and gradients left out."""
+    opening: float = 0.12
+    """Share of captions that begin with "a video of" or the like."""
+    filler: float = 0.03
+    """Share of captions with a word that says nothing."""
+    relation: float = 0.5
+    """Share of two-object scenes with an equal colour or motion whose caption says so as a relation."""
+
+
+EVALUATION_CAPTIONS = CaptionSettings(
+    omit_motion=0.0, omit_colour=0.0, omit_shape=0.0, omit_plain_background=0.5, omit_other_background=0.5, filler=0.0
+)
+"""Every attribute of every object is said; the background in half of the captions."""
+
+
+@dataclass(frozen=True)
+class Caption:
+    """A text and what it says."""
+
+    text: str
+    says: SceneAttributes
+
+
+def write_caption(
+    scene: SceneAttributes, random: Random, settings: CaptionSettings = CaptionSettings(), *, image: bool = False
+) -> Caption:
+    """One caption of a scene with every attribute given; `image` words it for a single frame, mostly without motion."""
+    if image:
+        settings = replace(settings, omit_motion=max(settings.omit_motion, 0.8))
+    said = tuple(_leave_out(one, random, settings) for one in scene.objects)
+    omit = settings.omit_plain_background if scene.background == "plain" else settings.omit_other_background
+    background = None if random.random() < omit else scene.background
+    if len(said) == 2 and random.random() < 0.5:
+        said = (said[1], said[0])
+    text = _relation_text(said, random, settings) if len(said) == 2 else None
+    if text is None:
+        joint = _JOINTS[0] if random.random() < settings.plain_wording else random.choice(_JOINTS)
+        text = joint.join(_object_text(one, random, settings) for one in said)
+    if background is not None:
+        words = _phrase(_BACKGROUND_WORDS[background], random, settings)
+        text = f"{text}, {words}" if words.startswith("plain") else f"{text} {words}"
+    if random.random() < settings.opening:
+        text = random.choice(_IMAGE_OPENINGS if image else _VIDEO_OPENINGS) + text
+    if random.random() < settings.filler:
+        text = f"{text}, {random.choice(UNKNOWN_FILLERS)}"
+    return Caption(text, SceneAttributes(said, background))
+
+
+def _phrase(words: tuple[str, ...], random: Random, settings: CaptionSettings) -> str:
+    return words[0] if random.random() < settings.plain_wording else random.choice(words)
+
+
+def _leave_out(one: ObjectAttributes, random: Random, settings: CaptionSettings) -> ObjectAttributes:
+    return ObjectAttributes(
+        colour=None if random.random() < settings.omit_colour else one.colour,
+        shape=None if random.random() < settings.omit_shape else one.shape,
+        motion=None if random.random() < settings.omit_motion else one.motion,
+    )
+
+
+def _noun(one: ObjectAttributes, random: Random, settings: CaptionSettings, *, colour: bool = True) -> str:
+    """ "a red circle", "an orange ring", "a shape"; without the colour when a relation says it."""
+    noun = random.choice(("shape", "object")) if one.shape is None else _rare_synonym(_SHAPE_WORDS[one.shape], random)
+    if colour and one.colour is not None:
+        noun = f"{_rare_synonym(_COLOUR_WORDS[one.colour], random)} {noun}"
+    style = random.random()
+    if style < 0.12 * (1 - settings.plain_wording) * 2:
+        return noun
+    if style < 0.16 * (1 - settings.plain_wording) * 2:
+        return f"the {noun}"
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def _rare_synonym(words: tuple[str, ...], random: Random) -> str:
+    return words[0] if random.random() < 0.85 else random.choice(words)
+
+
+def _object_text(one: ObjectAttributes, random: Random, settings: CaptionSettings) -> str:
+    noun = _noun(one, random, settings)
+    if one.motion is None:
+        return noun
+    return f"{noun} {_phrase(_MOTION_WORDS[one.motion], random, settings)}"
+
+
+def _relation_text(said: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> str | None:
+    """A text in which equal colours or motions are said once ("both moving right"), or None where nothing is equal."""
+    first, second = said
+    same_colour = first.colour is not None and first.colour == second.colour
+    same_motion = first.motion is not None and first.motion == second.motion
+    if not (same_colour or same_motion) or random.random() >= settings.relation:
+        return None
+    colour_words = random.choice(("of the same colour", "of the same color", "in the same colour", "in the same color"))
+    if same_motion:
+        motion = _phrase(_MOTION_WORDS[str(first.motion)], random, settings)
+        if motion.startswith(("moves", "goes", "that")):
+            motion = _MOTION_WORDS[str(first.motion)][0]
+        pair = f"{_noun(first, random, settings)} and {_noun(second, random, settings, colour=not same_colour)}"
+        return f"{pair} {colour_words}, both {motion}" if same_colour else f"{pair}, both {motion}"
+    second_motion = "" if second.motion is None else f" {_phrase(_MOTION_WORDS[second.motion], random, settings)}"
+    return (
+        f"{_object_text(first, random, settings)} and "
+        f"{_noun(second, random, settings, colour=False)} {colour_words}{second_motion}"
+    )
+
+
+def all_words() -> list[str]:
+    """Every word (and mark) that a caption can hold, lower case, sorted: the vocabulary of the tokenizer."""
+    tables = (_COLOUR_WORDS, _SHAPE_WORDS, _MOTION_WORDS, _BACKGROUND_WORDS)
+    phrases = [phrase for table in tables for words in table.values() for phrase in words]
+    phrases += [*_VIDEO_OPENINGS, *_IMAGE_OPENINGS, *_JOINTS]
+    phrases += ["a an the shape object", "of in the same colour color both", ". , ; :"]
+    words = {word for phrase in phrases for word in phrase.replace(",", " , ").replace(";", " ; ").split()}
+    return sorted(words)

@@ -1,0 +1,56 @@
+"""The transformer on a GPU against itself on the CPU. Needs no diffusers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diffusion_runtime.attention import AttentionContext, AttentionPolicy
+from diffusion_runtime.models.interface import LatentGeometry
+from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.transformer import WanTransformer
+from diffusion_runtime.models.wan.weights import stays_float32
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+PATCH = (1, 2, 2)
+CONFIG = WanTransformerConfig(
+    num_layers=2,
+    num_heads=4,
+    head_dim=64,
+    ffn_dim=512,
+    num_channels=16,
+    text_dim=32,
+    num_waves=64,
+    patch=PATCH,
+    norm_cross=True,
+    eps=1e-6,
+)
+
+
+def build(device: str, dtype: torch.dtype) -> WanTransformer:
+    """The same random weights on every device."""
+    policy = AttentionPolicy(device=device, dtype=dtype)
+    torch.manual_seed(0)
+    model = WanTransformer(CONFIG, LatentGeometry(16, 8, 4, PATCH), policy).requires_grad_(False).eval()
+    for name, parameter in model.named_parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape))
+        parameter.data = parameter.data.to(device, torch.float32 if stays_float32(name) else dtype)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_forward_equals_the_cpu(dtype: torch.dtype, tolerance: float, batch: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(batch, 16, 3, 10, 14, generator=generator)
+    timestep = torch.linspace(900.0, 20.0, batch)
+    text = torch.randn(batch, 9, 32, generator=generator)
+    expected = build("cpu", torch.float32)(latents, timestep, text, AttentionContext())
+    model = build("cuda", dtype)
+    out = model(latents.cuda(), timestep.cuda(), text.cuda(), AttentionContext())
+    assert out.device.type == "cuda"
+    assert float((out.cpu() - expected).abs().max() / expected.abs().max()) < tolerance
