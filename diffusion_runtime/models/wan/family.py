@@ -43,7 +43,7 @@ class WanFamily(ModelFamily):
         return read_geometry(folder)
 
     def build_transformer(self, folder: Path, policy: AttentionPolicy) -> WanTransformer:
-        _refuse_two_experts(folder)
+        _refuse_other_pipelines(folder)
         config = read_transformer_config(folder)
         with torch.device("meta"):
             return WanTransformer(config, read_geometry(folder), policy)
@@ -68,8 +68,8 @@ class WanFamily(ModelFamily):
         return codec.load_decoder(folder, device, dtype)
 
 
-def _refuse_two_experts(folder: Path) -> None:
-    """Running one expert of two would make noise of a prompt without a word."""
+def _refuse_other_pipelines(folder: Path) -> None:
+    """Running one expert of two, or one timestep where each token has its own, would make noise without a word."""
     path = folder / INDEX_FILE
     index = read_json(path)
     for key in ("transformer_2", "boundary_ratio"):
@@ -78,3 +78,8 @@ def _refuse_two_experts(folder: Path) -> None:
                 f"{path}: key {key!r} is {index[key]!r}: this model has two transformers, and this version runs models "
                 "that have one"
             )
+    if index.get("expand_timesteps"):
+        raise ModelLoadError(
+            f"{path}: key 'expand_timesteps' is true: this model has a timestep for every token (Wan 2.2 TI2V), and "
+            "this version runs models with one timestep for all"
+        )

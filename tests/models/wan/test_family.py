@@ -99,6 +99,12 @@ def test_models_of_two_experts_are_refused(tiny_wan_copy: Callable[[], Path], ke
         build(folder)
 
 
+def test_a_timestep_for_every_token_is_refused(tiny_wan_copy: Callable[[], Path]) -> None:
+    folder = change(tiny_wan_copy(), "model_index.json", {"expand_timesteps": True})
+    with pytest.raises(ModelLoadError, match=r"model_index.json: key 'expand_timesteps' is true"):
+        build(folder)
+
+
 def test_latents_of_another_width_are_named(tiny_wan_copy: Callable[[], Path]) -> None:
     folder = change(tiny_wan_copy(), "vae/config.json", {"z_dim": 48})
     with pytest.raises(ModelLoadError, match=r"vae/config.json: key 'z_dim': expected 16"):
