@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,22 +190,26 @@ def _umask() -> int:
     return mask
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process may grow past 2 kB, which is what a full disk looks like to a writer."""
+    """No file of this process may grow past 2 kB, which is what a full disk looks like to a writer.
+
+    Held around the call alone: the test runner may itself be writing into a file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("full_disk")
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, file_format: str) -> None:
     noise = numpy.random.default_rng(0).integers(0, 256, (1 if file_format == "png" else 4, 64, 64, 3), numpy.uint8)
-    with pytest.raises(OutputError, match=r"cannot write .*nothing was left behind"):
+    with full_disk(), pytest.raises(OutputError, match=r"cannot write .*nothing was left behind"):
         make_media(frames=noise).save(tmp_path / f"x.{file_format}")
     assert list(tmp_path.iterdir()) == []
 
