@@ -17,8 +17,8 @@ from PIL import Image
 PROMPTS = (
     ("a red circle moving left", 0),
     ("a yellow star moving up on a checkered background", 0),
-    ("a blue square moving right on stripes", 0),
-    ("a purple triangle moving down on a gradient background", 0),
+    ("a blue square moving right and a green circle standing still on stripes", 0),
+    ("a purple triangle moving down and an orange ring moving up on a gradient background", 0),
 )
 SIZE = 176
 TARGET = Path(__file__).parents[1] / "docs" / "images" / "shapes.webp"

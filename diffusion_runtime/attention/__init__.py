@@ -22,7 +22,9 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport, LibraryAttention, ReportRow
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.attention.select import Decision, force_attention_backend, select_backend
+from diffusion_runtime.attention.sparse.planning import plan_attention
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
 __all__ = [
     "AttentionCall",
@@ -44,6 +46,7 @@ __all__ = [
     "LibraryAttention",
     "LocalAttention",
     "ReportRow",
+    "SparsePlan",
     "StepInfo",
     "TokenLayout",
     "USPAttention",
@@ -51,6 +54,7 @@ __all__ = [
     "attention",
     "force_attention_backend",
     "list_backends",
+    "plan_attention",
     "register_backend",
     "register_role",
     "select_backend",

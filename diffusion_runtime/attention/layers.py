@@ -111,6 +111,16 @@ class AttentionLayer(nn.Module, ABC):
 
         return self._exchange.attend(q, k, v, context.layout, run)
 
+    def takes_gate(self, x: torch.Tensor, context: AttentionContext | None = None) -> bool:
+        """Whether the backend that serves the next call has a gated branch; a gate for any other is not worth making.
+
+        x: a tensor of the dtype and on the device of that call's q; context: of that call. Raises
+        BackendUnavailableError when no backend of the choice can serve it.
+        """
+        context = AttentionContext() if context is None else context
+        resolved = self._resolved_for(x, context, with_gate=False, return_lse=self._exchange.needs_lse)
+        return "gate" in resolved.backend.capability.features
+
     def _run(
         self,
         q: torch.Tensor,
@@ -122,18 +132,7 @@ class AttentionLayer(nn.Module, ABC):
     ) -> AttentionResult:
         """One call of this process: decide, compute, count."""
         check_shapes(q, k, v, context.layout, self.causal)
-        needs = set(self._constant_needs())
-        if context.layout is not None and context.layout.has_padding:
-            needs.add("key_padding")
-        if return_lse:
-            needs.add("lse")
-        if gate is not None:
-            needs.add("gate")
-        rules = self.policy.rules_now(self.layer, context.step)
-        moment = _Moment(current_force(), rules, q.dtype, q.device, frozenset(needs))
-        resolved = self._resolved.get(moment)
-        if resolved is None:
-            resolved = self._resolved[moment] = self._resolve(moment)
+        resolved = self._resolved_for(q, context, with_gate=gate is not None, return_lse=return_lse)
         call = AttentionCall(
             q=q,
             k=k,
@@ -160,6 +159,24 @@ class AttentionLayer(nn.Module, ABC):
         for name, reason in resolved.decision.rejected:
             context.recorder.note(f"{self.layer.role}: {name} not used: {reason}")
         return result
+
+    def _resolved_for(
+        self, x: torch.Tensor, context: AttentionContext, *, with_gate: bool, return_lse: bool
+    ) -> _Resolved:
+        """The decision for one call, whose q is like x; kept for every later call like it."""
+        needs = set(self._constant_needs())
+        if context.layout is not None and context.layout.has_padding:
+            needs.add("key_padding")
+        if return_lse:
+            needs.add("lse")
+        if with_gate:
+            needs.add("gate")
+        rules = self.policy.rules_now(self.layer, context.step)
+        moment = _Moment(current_force(), rules, x.dtype, x.device, frozenset(needs))
+        resolved = self._resolved.get(moment)
+        if resolved is None:
+            resolved = self._resolved[moment] = self._resolve(moment)
+        return resolved
 
     def _resolve(self, moment: _Moment) -> _Resolved:
         question = Question(

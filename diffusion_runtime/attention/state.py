@@ -19,6 +19,7 @@ class AttentionState:
 
     def __init__(self) -> None:
         self._values: dict[Hashable, object] = {}
+        self._said: set[str] = set()
 
     def get_or_create(self, name: str, layer: LayerInfo, step: StepInfo, create: Callable[[], T]) -> T:
         """The value kept under `name` for this expert, layer and branch; made with `create` when there is none."""
@@ -26,6 +27,13 @@ class AttentionState:
         if key not in self._values:
             self._values[key] = create()
         return cast(T, self._values[key])
+
+    def is_first(self, what: str) -> bool:
+        """Whether `what` is asked for the first time in this request: for what is to be said once."""
+        if what in self._said:
+            return False
+        self._said.add(what)
+        return True
 
     def put(self, name: str, layer: LayerInfo, step: StepInfo, value: object) -> None:
         """Keep `value` under `name` for this expert, layer and branch."""

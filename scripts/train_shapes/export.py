@@ -77,11 +77,21 @@ def _write_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def load_vae(path: Path) -> AutoencoderKLWan:
+    """A trained VAE, of a vae.pt or of an exported folder."""
+    if path.is_dir():
+        return AutoencoderKLWan.from_pretrained(path / "vae", torch_dtype=torch.float32)
+    trained = torch.load(path, map_location="cpu")
+    vae = build_vae(trained["latents_mean"], trained["latents_std"])
+    vae.load_state_dict(trained["state"])
+    return vae
+
+
 def main() -> None:
     """Export trained states, or with --random the untrained architecture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--vae", type=Path, help="vae.pt: state and latent statistics")
+    parser.add_argument("--vae", type=Path, help="vae.pt (state and latent statistics) or exported folder")
     parser.add_argument("--transformer", type=Path, help="transformer.pt: EMA states of transformer and text encoder")
     parser.add_argument("--scheduler", choices=("euler", "unipc"), default="euler")
     parser.add_argument("--shift", type=float, default=3.0)
@@ -95,9 +105,7 @@ def main() -> None:
     if arguments.random:
         torch.nn.init.normal_(transformer.proj_out.weight, std=0.02)
     else:
-        trained = torch.load(arguments.vae, map_location="cpu")
-        vae = build_vae(trained["latents_mean"], trained["latents_std"])
-        vae.load_state_dict(trained["state"])
+        vae = load_vae(arguments.vae)
         trained = torch.load(arguments.transformer, map_location="cpu")
         transformer.load_state_dict(trained["transformer"])
         text_encoder.load_state_dict(trained["text_encoder"])

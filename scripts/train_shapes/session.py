@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -47,14 +47,21 @@ def cosine(progress: float, peak: float, end: float, warmup: float = 0.02) -> fl
 
 
 class Log:
-    """A JSON-lines file of measurements; also printed, flushed at once so that a killed call keeps them."""
+    """A JSON-lines file of measurements; also printed, flushed at once so that a killed call keeps them.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
+    Without a path nothing is written or printed: the log of every process but the first.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a")
 
     def write(self, **values: Any) -> None:
         """Write one line; floats are rounded to five significant digits."""
+        if self._file is None:
+            return
         rounded = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in values.items()}
         line = json.dumps(rounded)
         self._file.write(line + "\n")

@@ -19,6 +19,8 @@ from diffusion_runtime.quality.shapes.scene import (
 )
 from scripts.train_shapes.evaluate import Setting
 
+TRANSFORMER_COLUMNS = ("step", "samples", "seconds", "lr", "error", "text_accuracy", "cell_accuracy")
+
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The measurements of one log."""
@@ -81,9 +83,7 @@ def main() -> None:
                 if line.get("event") == "reconstruction"
             },
         },
-        "transformer": [
-            {"curve": curve(read_lines(path), ("step", "samples", "seconds", "lr", "error"))} for path in arguments.logs
-        ],
+        "transformer": [{"curve": curve(read_lines(path), TRANSFORMER_COLUMNS)} for path in arguments.logs],
         "prompt_accuracy": [
             {"frames_x_size": line["shape"]}
             | {key: line[key] for key in ("kind", "setting", "prompt_tokens", "precision") if key in line}

@@ -132,8 +132,8 @@ def test_an_order_of_preference(absent: str, blocky: str) -> None:
 
 
 def test_a_backend_that_this_version_lacks_is_unavailable_not_substituted() -> None:
-    with pytest.raises(BackendUnavailableError, match="sliding_tile_attn: this version does not have it"):
-        choose(cli="sliding_tile_attn")
+    with pytest.raises(BackendUnavailableError, match="cudnn_attn: this version does not have it"):
+        choose(cli="cudnn_attn")
 
 
 def test_options_without_a_backend_configure_what_a_lower_level_chose(

@@ -14,8 +14,9 @@ load_pipeline""".split()
 
 ATTENTION_NAMES = """AttentionCall AttentionConfig AttentionContext AttentionPolicy AttentionRecorder AttentionReport
 AttentionResult AttentionSpec AttentionState Availability Backend BackendInfo Capability Decision HeadSizes LayerInfo
-LibraryAttention LocalAttention ReportRow StepInfo TokenLayout USPAttention UlyssesAttention attention
-force_attention_backend list_backends register_backend register_role select_backend unregister_backend""".split()
+LibraryAttention LocalAttention ReportRow SparsePlan StepInfo TokenLayout USPAttention UlyssesAttention attention
+force_attention_backend list_backends plan_attention register_backend register_role select_backend
+unregister_backend""".split()
 
 
 def test_names_are_pinned_and_importable() -> None:

@@ -17,6 +17,10 @@ ENTRY_POINT_GROUP = "diffusion_runtime.attention_backends"
 _OWN_MODULES = {
     "torch_sdpa": "diffusion_runtime.attention.backends.torch_sdpa",
     "reference": "diffusion_runtime.attention.backends.reference",
+    "sliding_tile_attn": "diffusion_runtime.attention.sparse.sliding_tile",
+    "sparse_video_gen_2_attn": "diffusion_runtime.attention.sparse.sparse_video_gen_2",
+    "video_sparse_attn": "diffusion_runtime.attention.sparse.video_sparse",
+    "vmoba_attn": "diffusion_runtime.attention.sparse.vmoba",
 }
 
 _logger = logging.getLogger("diffusion_runtime.attention")

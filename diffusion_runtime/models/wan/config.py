@@ -12,6 +12,9 @@ from diffusion_runtime.models.interface import LatentGeometry
 
 _QK_NORM = "rms_norm_across_heads"
 
+# The linear map of a block, in checkpoints trained with Video Sparse Attention, that makes its gate.
+GATE = "to_gate_compress"
+
 # Settings that only image-conditioned checkpoints have.
 _IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
 
@@ -22,6 +25,7 @@ class WanTransformerConfig:
 
     patch: latents a token in (frames, height, width). num_waves: channels of the sinusoidal timestep.
     norm_cross: whether a layer norm with weights stands before the cross-attention. eps: of every norm.
+    has_gate: whether blocks have the gate of Video Sparse Attention; only the names of the weights say it.
     """
 
     num_layers: int
@@ -34,6 +38,7 @@ class WanTransformerConfig:
     patch: tuple[int, int, int]
     norm_cross: bool
     eps: float
+    has_gate: bool = False
 
     @property
     def dim(self) -> int:

@@ -14,7 +14,7 @@ from diffusion_runtime.models.checkpoint import Checkpoint, load_weights
 from diffusion_runtime.models.folder import INDEX_FILE, read_json
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, LatentGeometry, ModelFamily
 from diffusion_runtime.models.wan import codec
-from diffusion_runtime.models.wan.config import read_geometry, read_transformer_config
+from diffusion_runtime.models.wan.config import GATE, read_geometry, read_transformer_config
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
 
@@ -53,6 +53,8 @@ class WanFamily(ModelFamily):
     ) -> WanTransformer:
         assert isinstance(transformer, WanTransformer)
         with Checkpoint(folder / "transformer") as checkpoint:
+            if any(f".{GATE}." in name for name in checkpoint.shapes):
+                transformer.add_gates()
             load_weights(
                 transformer,
                 checkpoint,

@@ -9,6 +9,7 @@ B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,7 +33,10 @@ from diffusion_runtime.models.wan.config import WanTransformerConfig
 
 
 class WanSelfAttention(nn.Module):
-    """Attention among the grid's tokens, with rotary positions."""
+    """Attention among the grid's tokens, with rotary positions.
+
+    gate: weighs the coarse branch of Video Sparse Attention, in checkpoints that were trained with it.
+    """
 
     def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy) -> None:
         super().__init__()
@@ -41,6 +45,7 @@ class WanSelfAttention(nn.Module):
         self.norm_q = RMSNorm(config.dim, config.eps)
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.out = Linear(config.dim, config.dim)
+        self.gate = Linear(config.dim, config.dim) if config.has_gate else None
         layer = LayerInfo(index, config.num_layers, "self", f"blocks.{index}.self_attention")
         self.attention = USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
 
@@ -49,7 +54,11 @@ class WanSelfAttention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         q = rotate(self.norm_q(q).unflatten(-1, (self.num_heads, -1)), rotations)
         k = rotate(self.norm_k(k).unflatten(-1, (self.num_heads, -1)), rotations)
-        attended = self.attention(q, k, v.unflatten(-1, (self.num_heads, -1)), context)
+        gate = None
+        if self.gate is not None and self.attention.takes_gate(q, context):
+            # From the same input as q, k and v, without norm, rotation or activation.
+            gate = self.gate(x).unflatten(-1, (self.num_heads, -1))
+        attended = self.attention(q, k, v.unflatten(-1, (self.num_heads, -1)), context, gate=gate)
         out: torch.Tensor = self.out(attended.flatten(2))
         return out
 
@@ -184,6 +193,13 @@ class WanTransformer(DiffusionTransformer):
 
     def _blocks(self) -> Iterator[WanBlock]:
         return (block for block in self.blocks if isinstance(block, WanBlock))
+
+    def add_gates(self) -> None:
+        """Give every block the gate of Video Sparse Attention, without values: the checkpoint brings them."""
+        self.config = dataclasses.replace(self.config, has_gate=True)
+        for block in self._blocks():
+            with torch.device("meta"):
+                block.self_attention.gate = Linear(self.config.dim, self.config.dim)
 
     def attention_layers(self) -> Iterator[AttentionLayer]:
         return (module for module in self.modules() if isinstance(module, AttentionLayer))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from diffusion_runtime.models.checkpoint import Piece
-from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.config import GATE, WanTransformerConfig
 
 # Left over in some published checkpoints, and read by nothing.
 IGNORED_SUFFIXES = ("norm_added_q.weight",)
@@ -50,6 +50,8 @@ def _block(name: str, config: WanTransformerConfig) -> Iterator[tuple[str, tuple
     ours, theirs = f"{name}.self_attention", f"{name}.attn1"
     yield from _linears(f"{ours}.qkv", [f"{theirs}.to_q", f"{theirs}.to_k", f"{theirs}.to_v"], dim, dim).items()
     yield from _attention_rest(ours, theirs, dim)
+    if config.has_gate:
+        yield from _linears(f"{ours}.gate", [f"{name}.{GATE}"], dim, dim).items()
     ours, theirs = f"{name}.cross_attention", f"{name}.attn2"
     yield from _linears(f"{ours}.q", [f"{theirs}.to_q"], dim, dim).items()
     yield from _linears(f"{ours}.kv", [f"{theirs}.to_k", f"{theirs}.to_v"], dim, dim).items()

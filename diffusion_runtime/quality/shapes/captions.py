@@ -115,6 +115,31 @@ class Caption:
 
     text: str
     says: SceneAttributes
+    spans: tuple[tuple[int, int], ...]
+    """Per object of `says`: first character of its own words in `text`, and one past the last. Words that two objects
+    share ("of the same colour, both moving left") are in neither."""
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The objects' part of a caption: `joint` stands between the phrases, `tail` after them."""
+
+    phrases: tuple[str, ...]
+    """The own words of each object."""
+    joint: str
+    tail: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.joint.join(self.phrases) + self.tail
+
+    def spans(self, offset: int) -> tuple[tuple[int, int], ...]:
+        """Character range of each phrase in a caption that has `offset` characters before the body."""
+        spans = []
+        for phrase in self.phrases:
+            spans.append((offset, offset + len(phrase)))
+            offset += len(phrase) + len(self.joint)
+        return tuple(spans)
 
 
 def write_caption(
@@ -128,18 +153,20 @@ def write_caption(
     background = None if random.random() < omit else scene.background
     if len(said) == 2 and random.random() < 0.5:
         said = (said[1], said[0])
-    text = _relation_text(said, random, settings) if len(said) == 2 else None
-    if text is None:
+    body = _relation_body(said, random, settings) if len(said) == 2 else None
+    if body is None:
         joint = _JOINTS[0] if random.random() < settings.plain_wording else random.choice(_JOINTS)
-        text = joint.join(_object_text(one, random, settings) for one in said)
+        body = _Body(tuple(_object_text(one, random, settings) for one in said), joint)
+    text, opening = body.text, ""
     if background is not None:
         words = _phrase(_BACKGROUND_WORDS[background], random, settings)
         text = f"{text}, {words}" if words.startswith("plain") else f"{text} {words}"
     if random.random() < settings.opening:
-        text = random.choice(_IMAGE_OPENINGS if image else _VIDEO_OPENINGS) + text
+        opening = random.choice(_IMAGE_OPENINGS if image else _VIDEO_OPENINGS)
+        text = opening + text
     if random.random() < settings.filler:
         text = f"{text}, {random.choice(UNKNOWN_FILLERS)}"
-    return Caption(text, SceneAttributes(said, background))
+    return Caption(text, SceneAttributes(said, background), body.spans(len(opening)))
 
 
 def _phrase(words: tuple[str, ...], random: Random, settings: CaptionSettings) -> str:
@@ -178,8 +205,8 @@ def _object_text(one: ObjectAttributes, random: Random, settings: CaptionSetting
     return f"{noun} {_phrase(_MOTION_WORDS[one.motion], random, settings)}"
 
 
-def _relation_text(said: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> str | None:
-    """A text in which equal colours or motions are said once ("both moving right"), or None where nothing is equal."""
+def _relation_body(said: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
+    """A body in which equal colours or motions are said once ("both moving right"), or None where nothing is equal."""
     first, second = said
     same_colour = first.colour is not None and first.colour == second.colour
     same_motion = first.motion is not None and first.motion == second.motion
@@ -190,13 +217,12 @@ def _relation_text(said: tuple[ObjectAttributes, ...], random: Random, settings:
         motion = _phrase(_MOTION_WORDS[str(first.motion)], random, settings)
         if motion.startswith(("moves", "goes", "that")):
             motion = _MOTION_WORDS[str(first.motion)][0]
-        pair = f"{_noun(first, random, settings)} and {_noun(second, random, settings, colour=not same_colour)}"
-        return f"{pair} {colour_words}, both {motion}" if same_colour else f"{pair}, both {motion}"
+        pair = (_noun(first, random, settings), _noun(second, random, settings, colour=not same_colour))
+        return _Body(pair, " and ", f" {colour_words}, both {motion}" if same_colour else f", both {motion}")
     second_motion = "" if second.motion is None else f" {_phrase(_MOTION_WORDS[second.motion], random, settings)}"
-    return (
-        f"{_object_text(first, random, settings)} and "
-        f"{_noun(second, random, settings, colour=False)} {colour_words}{second_motion}"
-    )
+    first_phrase = _object_text(first, random, settings)
+    second_phrase = f"{_noun(second, random, settings, colour=False)} {colour_words}{second_motion}"
+    return _Body((first_phrase, second_phrase), " and ")
 
 
 def all_words() -> list[str]:

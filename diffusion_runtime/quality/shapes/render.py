@@ -11,7 +11,13 @@ from diffusion_runtime.quality.shapes.signed_distance import coverage
 
 
 def render_float(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor, Tensor]:
-    """Frames [B, frames, size, size, 3] in 0 to 1 and the objects' coverage [B, frames, size, size] in 0 to 1.
+    """Frames [B, frames, size, size, 3] in 0 to 1 and the objects' coverage [B, frames, size, size] in 0 to 1."""
+    frames, covered = render_slots(scenes, num_frames, size)
+    return frames, covered.amax(dim=1)
+
+
+def render_slots(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor, Tensor]:
+    """Frames [B, frames, size, size, 3] in 0 to 1 and each object's own coverage [B, 2, frames, size, size] in 0 to 1.
 
     Motion is uniform over the clip; a single frame shows its middle. Frames are square, `size` pixels a side.
     """
@@ -25,7 +31,7 @@ def render_float(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor
     centre = scenes.start[:, None] + time[None, :, None, None] * scenes.travel[:, None]
     palette = torch.tensor(list(COLOURS.values()), device=device, dtype=torch.float32) / 255.0
     frames = _background(scenes, x, y, pixel)[:, None]
-    covered = torch.zeros((), device=device)
+    covered = []
     for slot in range(MAX_OBJECTS):
         alpha = coverage(
             scenes.shape[:, slot, None, None, None],
@@ -37,8 +43,8 @@ def render_float(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor
         alpha = alpha * (scenes.num_objects > slot)[:, None, None, None]
         colour = palette[scenes.colour[:, slot]][:, None, None, None]
         frames = frames + alpha[..., None] * (colour - frames)
-        covered = torch.maximum(covered, alpha)
-    return frames, covered
+        covered.append(alpha)
+    return frames, torch.stack(covered, dim=1)
 
 
 def render(scenes: SceneBatch, num_frames: int, size: int) -> Tensor:

@@ -1,0 +1,221 @@
+"""Whole sparse backends, planning included, against dense attention on one GPU, in one run.
+
+    python benchmarks/sparse_backends_gpu.py --output benchmarks/results/sparse_backends_gpu.json
+
+Inputs are bfloat16. q and k are drawn around common centres, so that blocks differ in how much they matter, as in
+a trained model. Correctness first: each method against masked float64 attention of its own plan, on a small grid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from diffusion_runtime.attention import (
+    AttentionState,
+    LayerInfo,
+    SparsePlan,
+    StepInfo,
+    TokenLayout,
+    attention,
+    plan_attention,
+)
+from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
+from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
+
+Grid = tuple[int, int, int]
+HEAD_DIM = 128
+LAYER = LayerInfo(index=10, num_layers=40)
+STEP = StepInfo(index=30, num_steps=50)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One backend at one shape. gated: a gate is passed, as a model that was trained with one does."""
+
+    name: str
+    backend: str
+    grid: Grid
+    heads: int
+    options: dict[str, Any]
+    gated: bool = False
+
+
+CASES = (
+    Case("VSA 0.9, tile 4x4x4", "video_sparse_attn", (21, 30, 52), 12, {"sparsity": 0.9}, True),
+    Case("VSA 0.9, tile 4x4x8", "video_sparse_attn", (21, 30, 52), 12, {"sparsity": 0.9, "tile_size": (4, 4, 8)}, True),
+    Case("VSA 0.9, tile 4x8x8", "video_sparse_attn", (21, 30, 52), 12, {"sparsity": 0.9, "tile_size": (4, 8, 8)}, True),
+    Case("VSA 0.9, 720p, tile 4x4x4", "video_sparse_attn", (21, 45, 80), 40, {"sparsity": 0.9}, True),
+    Case("STA 3x3x3 of 5x6x10 tiles", "sliding_tile_attn", (30, 48, 80), 24, {"window": (3, 3, 3)}),
+    Case("STA 3x3x3, ragged tiles", "sliding_tile_attn", (21, 30, 52), 12, {"window": (3, 3, 3)}),
+    Case("STA 3x3x3, whole tiles", "sliding_tile_attn", (24, 32, 56), 12, {"window": (3, 3, 3)}),
+    Case("SVG2, top-p 0.9", "sparse_video_gen_2_attn", (21, 45, 80), 40, {}),
+    Case("V-MoBA, 480p", "vmoba_attn", (21, 30, 52), 12, {"moba_select_mode": "topk"}),
+)
+
+
+def inputs(grid: Grid, heads: int, batch: int = 1) -> list[torch.Tensor]:
+    """q, k, v [batch, tokens, heads, 128]: q and k around 64 common directions that vary slowly over the grid."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    tokens = grid[0] * grid[1] * grid[2]
+    centres = torch.randn(64, heads, HEAD_DIM, generator=generator, device="cuda")
+    # Neighbours share a centre more often than not, as tokens of one object do.
+    coarse = torch.randint(64, [(extent + 5) // 6 for extent in grid], generator=generator, device="cuda")
+    spread = coarse
+    for axis, extent in enumerate(grid):
+        spread = spread.repeat_interleave(6, dim=axis).narrow(axis, 0, extent)
+    shared = centres[spread.flatten()]
+    drawn = []
+    for weight in (0.9, 0.9, 0.0):
+        noise = torch.randn(batch, tokens, heads, HEAD_DIM, generator=generator, device="cuda")
+        drawn.append((weight * shared + noise).to(torch.bfloat16))
+    return drawn
+
+
+def milliseconds(function: Callable[[], object], rep: int = 200) -> float:
+    return float(triton.testing.do_bench(function, warmup=50, rep=rep, return_mode="median"))
+
+
+def run(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: AttentionState) -> torch.Tensor:
+    gate = qkv[2] if case.gated else None
+    return attention(
+        *qkv, backend=case.backend, options=case.options, layout=layout, layer=LAYER, step=STEP, state=state, gate=gate
+    )
+
+
+def check(case: Case) -> float:
+    """Relative error on a small grid against masked float64 attention on the same plan."""
+    grid: Grid = (9, 14, 20)
+    case = dataclasses.replace(case, gated=False)
+    layout, qkv = TokenLayout(grid), inputs(grid, 4)
+    plan = plan_of(case, layout, qkv, AttentionState())
+    exact, _ = block_sparse_reference(*(x.double() for x in qkv), plan, scale=HEAD_DIM**-0.5)
+    out = block_sparse_attention(*qkv, plan)
+    error = float((out.out.double() - exact).norm() / exact.norm())
+    assert error < 1e-2, (case.name, error)
+    return error
+
+
+def plan_of(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: AttentionState) -> SparsePlan:
+    return plan_attention(
+        qkv[0], qkv[1], backend=case.backend, options=case.options, layout=layout, layer=LAYER, step=STEP, state=state
+    )
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Times of planning, kernel and the whole backend, beside dense attention; memory; no synchronisation."""
+    row: dict[str, Any] = {"name": case.name, "backend": case.backend, "grid": case.grid, "heads": case.heads}
+    row["options"], row["error"] = case.options, check(case)
+    layout, qkv = TokenLayout(case.grid), inputs(case.grid, case.heads)
+    state = AttentionState()
+    run(case, layout, qkv, state)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(case, layout, qkv, state)
+        row["synchronises"] = False
+    except RuntimeError as error:
+        row["synchronises"] = str(error)[:200]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    plan = plan_of(case, layout, qkv, state)
+    torch.cuda.synchronize()
+    row["plan_peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    row["plan_bytes"] = torch.cuda.memory_allocated() - before
+    row["density"] = plan.density
+    torch.cuda.reset_peak_memory_stats()
+    run(case, layout, qkv, state)
+    torch.cuda.synchronize()
+    row["run_peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    big = layout.num_tokens * case.heads > 500_000
+    rep = 1000 if big else 200
+    row["dense_ms"] = {"torch_sdpa": milliseconds(lambda: attention(*qkv, backend="torch_sdpa"), rep)}
+    try:
+        from flash_attn.cute import flash_attn_func
+
+        row["dense_ms"]["fa4"] = milliseconds(lambda: flash_attn_func(*qkv), rep)
+    except ImportError:
+        pass
+    row["whole_ms"] = milliseconds(lambda: run(case, layout, qkv, state), rep)
+    row["plan_ms"] = milliseconds(lambda: plan_of(case, layout, qkv, state), rep)
+    row["attend_ms"] = milliseconds(lambda: block_sparse_attention(*qkv, plan), rep)
+    row["implementation"] = block_sparse_attention(*qkv, plan).implementation
+    kept = 4.0 * layout.num_tokens**2 * case.heads * HEAD_DIM * plan.density
+    row["attend_tflops"] = kept / row["attend_ms"] / 1e9
+    row["speedup_over_torch_sdpa"] = row["dense_ms"]["torch_sdpa"] / row["whole_ms"]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one call of each case")
+    arguments = parser.parse_args()
+    rows = []
+    for case in CASES:
+        if arguments.only not in case.name:
+            continue
+        try:
+            rows.append(measure(case))
+            print_row(rows[-1])
+            if arguments.profile:
+                profile(case)
+        except Exception:  # one broken method must not hide the figures of the others
+            print(case.name, "FAILED")
+            traceback.print_exc()
+            rows.append({"name": case.name, "failed": traceback.format_exc()[-500:]})
+        torch.cuda.empty_cache()
+    document = {
+        "schema": "diffusion_runtime.sparse_backends_gpu/1",
+        "machine": {
+            "device": torch.cuda.get_device_name(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
+        "dtype": "bfloat16",
+        "head_dim": HEAD_DIM,
+        "rows": rows,
+    }
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def profile(case: Case) -> None:
+    layout, qkv = TokenLayout(case.grid), inputs(case.grid, case.heads)
+    state = AttentionState()
+    run(case, layout, qkv, state)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run(case, layout, qkv, state)
+        torch.cuda.synchronize()
+    for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)[:16]:
+        print(f"    {event.device_time_total:10.0f} us x{event.count:<4} {event.key[:100]}")
+
+
+def print_row(row: dict[str, Any]) -> None:
+    dense = ", ".join(f"{name} {value:.3f}" for name, value in row["dense_ms"].items())
+    print(
+        f"{row['name']:28} {row['implementation']:9} density {row['density']:.3f}  whole {row['whole_ms']:.3f} "
+        f"(plan {row['plan_ms']:.3f}, attend {row['attend_ms']:.3f} = {row['attend_tflops']:.0f} TF/s) ms, {dense} ms, "
+        f"{row['speedup_over_torch_sdpa']:.2f}x, plan {row['plan_peak_bytes'] / 1e6:.0f} MB, "
+        f"run {row['run_peak_bytes'] / 1e6:.0f} MB, sync {row['synchronises']}, error {row['error']:.1e}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Sparse attention: one planner a method says which key blocks each query block sees; one kernel computes them."""

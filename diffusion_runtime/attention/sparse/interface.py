@@ -1,0 +1,208 @@
+"""What the sparse backends share: a planner, the schedule under which they stay dense, and the one kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    Backend,
+    Capability,
+    HeadSizes,
+    NoOptions,
+    Question,
+)
+from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.platforms import platform_candidates
+from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.attention.sparse.tiles import text_lengths
+from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
+from diffusion_runtime.kernels.block_sparse.api import PooledBranch, block_sparse_attention
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+
+SPARSE_CAPABILITY = Capability(
+    dtypes=frozenset((*DTYPES, "float64")),
+    head_sizes=HeadSizes(maximum=256),
+    features=frozenset({"key_padding", "gqa", "scale", "lse"}),
+    categories=frozenset({"self"}),
+)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a planner sees. q: [B, seq, H, head_dim]; k: [B, seq, kv_heads, head_dim]; options: its backend's own."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    options: Any
+    layout: TokenLayout
+    layer: LayerInfo
+    step: StepInfo
+    state: AttentionState
+    scale: float | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.q.shape[3] ** -0.5 if self.scale is None else self.scale
+
+    def text_lengths(self) -> torch.Tensor | None:
+        return text_lengths(self.layout, self.q.device)
+
+
+class SparseBackend(Backend):
+    """A backend that plans which blocks to keep and hands the rest to the block-sparse kernel.
+
+    Every options_type has `min_tokens`: grids with fewer tokens run dense, and the report says so.
+    """
+
+    capability: ClassVar[Capability] = SPARSE_CAPABILITY
+
+    def probe(self, hardware: Hardware) -> Availability:
+        if hardware.platform == "cuda" and "triton" not in hardware.packages:
+            return Availability(None, "its CUDA kernel needs triton", "pip install 'diffusion-runtime[sparse]'")
+        return Availability(version=hardware.packages.get("triton", hardware.torch_version))
+
+    @abstractmethod
+    def dense_reason(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
+        """Why this layer at this step attends to everything; None when it is sparse."""
+
+    @abstractmethod
+    def select_blocks(self, request: PlanRequest) -> SparsePlan:
+        """The pattern of one call that is sparse."""
+
+    def plan(self, request: PlanRequest) -> SparsePlan:
+        """The pattern of one call, the full one where the schedule says dense. Raises ConfigError."""
+        check_grid(self.name, request.layout, request.q.shape[1], request.k.shape[1])
+        if self._dense_reason(request.options, request.layout, request.layer, request.step) is not None:
+            return dense_plan(self.name, request)
+        return self.select_blocks(request)
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
+        reason = self._dense_reason(call.options, layout, call.layer, call.step)
+        if reason is not None:
+            return self.run_dense(call, reason)
+        request = PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale)
+        plan = self.select_blocks(request)
+        if plan.is_dense:
+            return self.run_dense(call, "the pattern keeps every block")
+        return self.run_sparse(call, plan)
+
+    def run_sparse(self, call: AttentionCall, plan: SparsePlan, branch: PooledBranch | None = None) -> AttentionResult:
+        """The kernel on a plan."""
+        result = block_sparse_attention(
+            call.q, call.k, call.v, plan, scale=call.scale, return_lse=call.return_lse, branch=branch
+        )
+        return AttentionResult(result.out, result.lse, f"block-sparse {result.implementation}")
+
+    def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
+        """The platform's dense backend on everything, and why; said once a request."""
+        dense = dense_backend(call)
+        if call.state.is_first(f"{self.name}: {reason}"):
+            _logger.info("%s runs dense: %s", self.name, reason)
+        plain = dataclasses.replace(call, options=dense.options_type(), gate=None)
+        result = dense.run(plain)
+        return AttentionResult(result.out, result.lse, f"dense {dense.name} ({result.implementation}): {reason}")
+
+    def _dense_reason(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
+        if layout.num_grid_tokens < options.min_tokens:
+            return f"below min_tokens {options.min_tokens}"
+        return self.dense_reason(options, layout, layer, step)
+
+
+def dense_backend(call: AttentionCall) -> Backend:
+    """The first backend of the platform's own order that can answer this call with everything visible."""
+    hardware = detect_hardware(str(call.q.device))
+    needs = {"key_padding"} if call.layout is not None and call.layout.has_padding else set()
+    needs |= {"lse"} if call.return_lse else set()
+    needs |= {"scale"} if call.scale is not None else set()
+    question = Question(
+        role=call.layer.role,
+        category=role_category(call.layer.role),
+        head_dim=call.q.shape[3],
+        dtype=str(call.q.dtype).removeprefix("torch."),
+        hardware=hardware,
+        num_heads=call.q.shape[2],
+        num_kv_heads=call.k.shape[2],
+        needs=frozenset(needs),
+    )
+    for name in platform_candidates(hardware):
+        backend = find_backend(name)
+        usable = backend is not None and backend.options_type is NoOptions
+        if backend is None or not usable or backend.probe(hardware).version is None:
+            continue
+        if not backend.capability.refusals(question):
+            return backend
+    raise ConfigError(f"no dense backend for a layer that its schedule says is dense: {question}")
+
+
+def check_grid(name: str, layout: TokenLayout | None, num_q_tokens: int, num_k_tokens: int) -> TokenLayout:
+    """The layout of a self-attention over a grid. Raises ConfigError when there is none, or it does not fit."""
+    if layout is None or layout.num_grid_tokens == 0:
+        raise ConfigError(
+            f"{name} needs to know where tokens sit: pass layout=TokenLayout(grid=(frames, height, width)), counted in "
+            f"tokens after patchify, got {layout}"
+        )
+    if layout.num_tokens != num_k_tokens or num_q_tokens != num_k_tokens:
+        raise ConfigError(
+            f"{name}: the layout {layout.grid} with {layout.num_text_tokens} text tokens describes "
+            f"{layout.num_tokens} tokens, q has {num_q_tokens} and k has {num_k_tokens}; it serves self-attention, "
+            "where all three are equal"
+        )
+    return layout
+
+
+def dense_plan(method: str, request: PlanRequest) -> SparsePlan:
+    """One block that holds the whole grid and lists itself."""
+    layout, device = request.layout, request.q.device
+    grid = layout.num_grid_tokens
+    order = torch.arange(grid, device=device)
+    prefix = torch.arange(layout.num_prefix_tokens, device=device)
+    suffix = torch.arange(layout.num_suffix_tokens, device=device) + layout.num_prefix_tokens + grid
+    geometry = BlockGeometry(
+        order=torch.cat([order + layout.num_prefix_tokens, prefix, suffix])[None].to(torch.int32),
+        offsets=torch.tensor([[0, grid]], dtype=torch.int32, device=device),
+        max_block_size=grid,
+        uniform_block_size=grid,
+    )
+    return SparsePlan(
+        method=method,
+        batch=request.batch,
+        num_heads=request.num_heads,
+        num_kv_heads=request.num_kv_heads,
+        q=geometry,
+        kv=geometry,
+        group_of=torch.zeros(request.batch, request.num_heads, dtype=torch.int32, device=device),
+        kv_count=torch.ones(1, 1, dtype=torch.int32, device=device),
+        kv_index=torch.zeros(1, 1, 1, dtype=torch.int32, device=device),
+        num_grid_tokens=grid,
+        text_lengths=request.text_lengths(),
+        is_dense=True,
+    )

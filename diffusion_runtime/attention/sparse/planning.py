@@ -1,0 +1,49 @@
+"""The pattern that a sparse backend would compute, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.backends.registry import available_names, canonical_name, find_backend
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.options import check_options
+from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
+from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+
+
+def plan_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    backend: str,
+    options: Mapping[str, Any] | None = None,
+    layout: TokenLayout,
+    layer: LayerInfo = LayerInfo(),  # noqa: B008 (frozen)
+    step: StepInfo = StepInfo(),  # noqa: B008 (frozen)
+    state: AttentionState | None = None,
+    scale: float | None = None,
+) -> SparsePlan:
+    """Which (query, key) pairs `attention` with the same arguments would keep.
+
+    q: [batch, seq, heads, head_dim]; k: [batch, seq, kv_heads, head_dim]. state: what the backend keeps between the
+    steps of a request; the plan of a step depends on the steps before it for methods that warm-start. Where the
+    backend's schedule says dense, the plan keeps everything and `is_dense` is True.
+
+    Raises ConfigError for a backend that has no plan, options it does not have and a layout that does not fit.
+    """
+    name = canonical_name(backend)
+    found = find_backend(name)
+    if not isinstance(found, SparseBackend):
+        sparse = [other for other in available_names() if isinstance(find_backend(other), SparseBackend)]
+        raise ConfigError(f"plan_attention: {name} keeps every pair and has no plan; expected {', '.join(sparse)}")
+    checked = check_options(found.options_type, options or {}, f"options of {name}")
+    request = PlanRequest(
+        q, k, found.options_type(**checked), layout, layer, step, AttentionState() if state is None else state, scale
+    )
+    return found.plan(request)

@@ -1,0 +1,219 @@
+"""Sliding tile attention (Zhang et al., arXiv:2502.04507): every tile of queries sees a box of tiles around it.
+
+Windows are static: one for all heads, or one for each denoising step, layer and head from a strategy file, which a
+search over prompts can tune for a model. Any grid will do: the last tile of an axis holds what is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid
+from diffusion_runtime.attention.sparse.sliding_tile_options import NONE, SEARCHING, TUNING_CFG, SlidingTileOptions
+from diffusion_runtime.attention.sparse.sliding_tile_search import SearchRecorder, SearchSetup, read_search_logs
+from diffusion_runtime.attention.sparse.sliding_tile_strategy import (
+    MaskStrategy,
+    head_groups,
+    load_strategy,
+    write_strategy,
+)
+from diffusion_runtime.attention.sparse.sliding_tile_tuning import check_same_setup, tune
+from diffusion_runtime.attention.sparse.sliding_tile_windows import (
+    attended_tiles,
+    default_candidates,
+    window_selection,
+)
+from diffusion_runtime.attention.sparse.tiles import Extent, tile_counts, tile_geometry
+from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
+from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+
+
+@register_backend
+class SlidingTileBackend(SparseBackend):
+    """Attention within windows of tiles, and the search that finds good windows."""
+
+    name = "sliding_tile_attn"
+    aliases = ("sta",)
+    summary = "sliding tile attention: a static window of tiles, one a head when tuned"
+    options_type = SlidingTileOptions
+
+    def dense_reason(
+        self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo
+    ) -> str | None:
+        del layout, layer
+        if options.sta_mode == NONE:
+            return "sta_mode is none"
+        if options.sta_mode == SEARCHING:
+            return "a search measures windows and goes on with full attention"
+        if step.index < options.num_full_steps:
+            return f"the first {options.num_full_steps} steps are full (skip_time_steps)"
+        return None
+
+    def plan(self, request: PlanRequest) -> SparsePlan:
+        layout = check_grid(self.name, request.layout, request.q.shape[1], request.k.shape[1])
+        self._settle(request.options, layout, request.layer, request.step, request.state, request.num_heads)
+        return super().plan(request)
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
+        self._settle(call.options, layout, call.layer, call.step, call.state, call.q.shape[2])
+        if call.options.sta_mode == SEARCHING:
+            return self._search(call, layout)
+        return super().run(call)
+
+    def select_blocks(self, request: PlanRequest) -> SparsePlan:
+        options: SlidingTileOptions = request.options
+        num_tiles = tile_counts(request.layout.grid, options.tile_size)
+        strategy = _strategy_of(options, request.layout, request.layer, request.state)
+        if strategy is None:
+            assert options.window is not None, "check_mode asks for one of the two"
+            return _windowed_plan(request, (attended_tiles(num_tiles, options.window),))
+        groups = head_groups(strategy, num_tiles, request.q.device)
+        place = (request.step.index, request.layer.index)
+        return _windowed_plan(request, groups.attended[place], groups.group_of[place])
+
+    def _settle(
+        self,
+        options: SlidingTileOptions,
+        layout: TokenLayout,
+        layer: LayerInfo,
+        step: StepInfo,
+        state: AttentionState,
+        num_heads: int,
+    ) -> None:
+        """What the first call is told, whether its step is full or not. Raises ConfigError."""
+        options.check_mode()
+        strategy = _strategy_of(options, layout, layer, state)
+        if strategy is None:
+            return
+        strategy.check_fits(layer, step, num_heads)
+        if step.num_steps <= options.num_full_steps and state.is_first(f"{self.name}: all full: {options}"):
+            _logger.warning(
+                "%s: skip_time_steps %d keeps all %d steps full; set a smaller one",
+                self.name,
+                options.num_full_steps,
+                step.num_steps,
+            )
+
+    def _search(self, call: AttentionCall, layout: TokenLayout) -> AttentionResult:
+        """Full attention; every candidate window is run beside it and its distance recorded."""
+        reason = self.dense_reason(call.options, layout, call.layer, call.step)
+        assert reason is not None
+        result = self.run_dense(call, reason)
+        recorder = call.state.get_or_create(
+            f"{self.name} search {call.options}",
+            LayerInfo(role=call.layer.role),
+            StepInfo(branch=call.step.branch),
+            lambda: _new_recorder(call, layout),
+        )
+        request = PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale)
+        num_tiles = tile_counts(layout.grid, call.options.tile_size)
+        grid = slice(layout.num_prefix_tokens, layout.num_prefix_tokens + layout.num_grid_tokens)
+        losses = []
+        for window in recorder.setup.candidates:
+            plan = _windowed_plan(request, (attended_tiles(num_tiles, window),))
+            if plan.is_dense:
+                losses.append(torch.zeros(2, call.q.shape[2], device=call.q.device))
+                continue
+            candidate = block_sparse_attention(call.q, call.k, call.v, plan, scale=call.scale).out
+            difference = candidate[:, grid].float() - result.out[:, grid].float()
+            losses.append(torch.stack([difference.square().mean((0, 1, 3)), difference.abs().mean((0, 1, 3))]))
+        recorder.add(call.layer, call.step, torch.stack(losses, dim=1))
+        return result
+
+
+def _windowed_plan(
+    request: PlanRequest, attended: tuple[Extent, ...], group_of_head: torch.Tensor | None = None
+) -> SparsePlan:
+    """group_of_head: int32 [heads], which of the windows each head uses; None when there is one."""
+    device = request.q.device
+    num_tiles = tile_counts(request.layout.grid, request.options.tile_size)
+    geometry = tile_geometry(request.layout, request.options.tile_size, device)
+    selection = window_selection(num_tiles, attended, device)
+    shape = (request.batch, request.num_heads)
+    if group_of_head is None:
+        group_of = torch.zeros(shape, dtype=torch.int32, device=device)
+    else:
+        group_of = group_of_head.expand(shape).contiguous()
+    return SparsePlan(
+        method=SlidingTileBackend.name,
+        batch=request.batch,
+        num_heads=request.num_heads,
+        num_kv_heads=request.num_kv_heads,
+        q=geometry,
+        kv=geometry,
+        group_of=group_of,
+        kv_count=selection.kv_count,
+        kv_index=selection.kv_index,
+        num_grid_tokens=request.layout.num_grid_tokens,
+        text_lengths=request.text_lengths(),
+        is_dense=selection.is_full,
+    )
+
+
+def _strategy_of(
+    options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo, state: AttentionState
+) -> MaskStrategy | None:
+    """The strategy of this request, the same from its first call to its last; None where there is no file."""
+    path = options.mask_strategy_file_path
+    if not options.is_tuning and path is None:
+        return None
+    return state.get_or_create(
+        f"{SlidingTileBackend.name} strategy {options}",
+        LayerInfo(role=layer.role),
+        StepInfo(),
+        lambda: _tuned_strategy(options, layout, layer.role) if path is None else load_strategy(path),
+    )
+
+
+def _tuned_strategy(options: SlidingTileOptions, layout: TokenLayout, role: str) -> MaskStrategy:
+    """Tune from the logs, write the file, and read it as inference will. Raises ConfigError and OutputError."""
+    assert options.search_log_folder is not None, "check_mode asks for it"
+    logs = [log for log in read_search_logs(options.search_log_folder) if log.setup.role == role]
+    if not logs:
+        raise ConfigError(f"search_log_folder: {options.search_log_folder} holds no log of role {role!r}")
+    setup = check_same_setup(logs)
+    if (setup.grid, setup.tile_size) != (layout.grid, options.tile_size):
+        raise ConfigError(
+            f"search_log_folder: the logs are of a grid {setup.grid} in tiles {setup.tile_size}, this run has "
+            f"{layout.grid} in tiles {options.tile_size}; generate at the size that was searched, with its tile_size"
+        )
+    merge = options.sta_mode == TUNING_CFG
+    strategy = tune(logs, skip_time_steps=options.num_full_steps, merge_branches=merge)
+    write_strategy(strategy, options.tuned_file)
+    _logger.info("%s: wrote %s, %s", options.sta_mode, options.tuned_file, strategy.source)
+    return load_strategy(str(options.tuned_file))
+
+
+def _new_recorder(call: AttentionCall, layout: TokenLayout) -> SearchRecorder:
+    options: SlidingTileOptions = call.options
+    num_tiles = tile_counts(layout.grid, options.tile_size)
+    candidates = options.candidates or default_candidates(num_tiles)
+    if not candidates:
+        raise ConfigError(
+            f"sliding_tile_attn: every window holds the whole grid {layout.grid}, which is {num_tiles} tiles of "
+            f"{options.tile_size} tokens; there is nothing to search. Give a smaller tile_size, such as "
+            "tile_size=[2,4,4]"
+        )
+    setup = SearchSetup(
+        candidates=candidates,
+        grid=layout.grid,
+        tile_size=options.tile_size,
+        num_steps=call.step.num_steps,
+        num_layers=call.layer.num_layers,
+        num_heads=call.q.shape[2],
+        role=call.layer.role,
+    )
+    assert options.search_log_folder is not None, "check_mode asks for it"
+    return SearchRecorder(setup, call.step.branch, call.q.shape[0], Path(options.search_log_folder))

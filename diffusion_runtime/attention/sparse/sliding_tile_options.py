@@ -1,0 +1,125 @@
+"""The options of sliding tile attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_runtime.attention.sparse.sliding_tile_strategy import load_strategy
+from diffusion_runtime.attention.sparse.sliding_tile_windows import checked_extent
+from diffusion_runtime.attention.sparse.tiles import Extent
+from diffusion_runtime.errors import ConfigError, nearest
+
+INFERENCE, SEARCHING, TUNING, TUNING_CFG, NONE = MODES = (
+    "STA_inference",
+    "STA_searching",
+    "STA_tuning",
+    "STA_tuning_cfg",
+    "none",
+)
+DEFAULT_SKIP_TIME_STEPS = 15
+
+
+@dataclass(frozen=True)
+class SlidingTileOptions:
+    """Windows in tiles of tile_size tokens; sizes are (frames, height, width).
+
+    sta_mode: one of these, upper or lower case.
+        STA_inference: attend within the windows of `window` or of `mask_strategy_file_path`, exactly one of the two.
+        STA_searching: run full attention, and beside it every candidate window, and log to `search_log_folder` how far
+            each is from full. It costs as much as all of them together and ignores min_tokens. The last layer writes
+            the log at the last step, so a schedule must leave that call to this backend.
+        STA_tuning: choose the best windows from the logs of `search_log_folder`, write them to `tuned_file_path` at the
+            first call, and use them from there on. Reads the logs of the conditional branch; a batch that holds both
+            branches was logged as one and counts as well.
+        STA_tuning_cfg: the same from the logs of the conditional and the unconditional branch together.
+        none: full attention.
+    mask_strategy_file_path: `{"STEP_LAYER_HEAD": [frames, height, width], ...}`; heads that it leaves out are full.
+    skip_time_steps: how many of the first steps are full. None is 15 with a strategy file and while tuning, as the
+        paper has it, and 0 with a plain window, which would otherwise do nothing in a run of few steps.
+    window: one window for every step, layer and head.
+    min_tokens: grids with fewer tokens are full.
+    candidates: the windows that a search tries; None takes five shapes like the paper's. Leave the full window out:
+        tuning takes what is closest to full whatever it costs, so of windows that contain each other the largest wins.
+    search_log_folder: one file a request and guidance branch; searching adds to it, tuning reads all of it.
+    tuned_file_path: None is mask_strategy.json in search_log_folder; what is there is replaced.
+    """
+
+    mask_strategy_file_path: str | None = None
+    # Not a Literal: case does not matter, and `none` on a command line arrives as None.
+    sta_mode: str | None = INFERENCE
+    skip_time_steps: int | None = None
+    window: Extent | None = None
+    tile_size: Extent = (6, 8, 8)
+    min_tokens: int = 0
+    candidates: tuple[Extent, ...] | None = None
+    search_log_folder: str | None = None
+    tuned_file_path: str | None = None
+
+    def __post_init__(self) -> None:
+        # What several options say together is for check_mode: they are also checked one by one, as they are parsed.
+        mode = {known.lower(): known for known in MODES}.get(str(self.sta_mode).lower())
+        if mode is None:
+            raise ValueError(f"sta_mode: unknown value {self.sta_mode!r}.{nearest(str(self.sta_mode), MODES)}")
+        object.__setattr__(self, "sta_mode", mode)
+        object.__setattr__(self, "tile_size", checked_extent(self.tile_size, "tile_size"))
+        if self.window is not None:
+            object.__setattr__(self, "window", checked_extent(self.window, "window"))
+        if self.candidates is not None:
+            if not self.candidates:
+                raise ValueError("candidates: expected one window or more, got none")
+            extents = tuple(checked_extent(item, f"candidates[{i}]") for i, item in enumerate(self.candidates))
+            object.__setattr__(self, "candidates", extents)
+        for name, count in (("skip_time_steps", self.skip_time_steps), ("min_tokens", self.min_tokens)):
+            if count is not None and count < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {count}")
+        if self.search_log_folder is not None and Path(self.search_log_folder).is_file():
+            raise ValueError(f"search_log_folder: {self.search_log_folder} is a file, expected a folder")
+        if self.tuned_file_path is not None and Path(self.tuned_file_path).is_dir():
+            raise ValueError(f"tuned_file_path: {self.tuned_file_path} is a folder, expected a file")
+        if self.mask_strategy_file_path is not None:
+            load_strategy(self.mask_strategy_file_path)
+
+    @property
+    def is_tuning(self) -> bool:
+        return self.sta_mode in (TUNING, TUNING_CFG)
+
+    @property
+    def num_full_steps(self) -> int:
+        """`skip_time_steps` with its default settled."""
+        if self.skip_time_steps is not None:
+            return self.skip_time_steps
+        return DEFAULT_SKIP_TIME_STEPS if self.is_tuning or self.mask_strategy_file_path is not None else 0
+
+    @property
+    def tuned_file(self) -> Path:
+        if self.tuned_file_path is not None:
+            return Path(self.tuned_file_path)
+        assert self.search_log_folder is not None, "check_mode asks for it"
+        return Path(self.search_log_folder) / "mask_strategy.json"
+
+    def check_mode(self) -> None:
+        """Raises ConfigError when the mode lacks an option, or is given one that it would not read."""
+        if self.sta_mode == NONE:
+            return
+        chosen = [name for name in ("window", "mask_strategy_file_path") if getattr(self, name) is not None]
+        if self.sta_mode == INFERENCE:
+            if len(chosen) == 2:
+                raise ConfigError(
+                    "sliding_tile_attn: window and mask_strategy_file_path both say which tiles are attended to; give "
+                    "one of them"
+                )
+            if not chosen:
+                raise ConfigError(
+                    "sliding_tile_attn: needs to know its windows. Give window=[3,3,5], in tiles, for all steps, "
+                    "layers and heads, or mask_strategy_file_path=FILE.json with one for each"
+                )
+            return
+        if chosen:
+            instead = "candidates=[[3,3,5],...]" if self.sta_mode == SEARCHING else "tuned_file_path for its result"
+            raise ConfigError(
+                f"sliding_tile_attn: {chosen[0]} is for sta_mode={INFERENCE}; sta_mode={self.sta_mode} takes {instead}"
+            )
+        if self.search_log_folder is None:
+            does = "writes its logs to" if self.sta_mode == SEARCHING else "reads the logs of"
+            raise ConfigError(f"sliding_tile_attn: sta_mode={self.sta_mode} {does} a folder: give search_log_folder")

@@ -1,0 +1,144 @@
+"""What a search measures: how far attention within each candidate window is from full attention, head by head."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.sparse.sliding_tile_strategy import write_json
+from diffusion_runtime.attention.sparse.sliding_tile_windows import checked_extent
+from diffusion_runtime.attention.sparse.tiles import Extent
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, OutputError
+from diffusion_runtime.media.publish import temporary_file
+
+FORMAT = "sliding_tile_attn.search/1"
+_FILE_PATTERN = "sta_search-*.json"
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+
+
+@dataclass(frozen=True)
+class SearchSetup:
+    """What logs must share to be averaged. candidates: windows in tiles of tile_size tokens over `grid` tokens."""
+
+    candidates: tuple[Extent, ...]
+    grid: Extent
+    tile_size: Extent
+    num_steps: int
+    num_layers: int
+    num_heads: int
+    role: str = "self"
+
+
+@dataclass(frozen=True)
+class SearchLog:
+    """One request and guidance branch. num_samples: the batch that its means are over; source: for messages.
+
+    l2, l1: by (step, layer), float64 [candidates, heads]: the mean of (candidate - full) squared, and absolute, over
+    samples, grid tokens and channels of the attention's output.
+    """
+
+    setup: SearchSetup
+    branch: str
+    num_samples: int
+    l2: Mapping[tuple[int, int], torch.Tensor]
+    l1: Mapping[tuple[int, int], torch.Tensor]
+    source: str
+
+
+class SearchRecorder:
+    """Collects the log of one request and branch, on the device until it is written.
+
+    Raises OutputError at once when the folder cannot be written: a search is long.
+    """
+
+    def __init__(self, setup: SearchSetup, branch: str, num_samples: int, folder: Path) -> None:
+        self.setup = setup
+        self._branch = branch
+        self._num_samples = num_samples
+        # A random name: requests of other processes may write to the same folder.
+        self._path = folder / _FILE_PATTERN.replace("*", f"{branch}-{secrets.token_hex(6)}")
+        self._sums: dict[tuple[int, int], torch.Tensor] = {}
+        self._num_calls: dict[tuple[int, int], int] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with temporary_file(folder):
+                pass
+        except OSError as error:
+            raise OutputError(f"search_log_folder: cannot write to {folder}: {error}") from error
+
+    def add(self, layer: LayerInfo, step: StepInfo, losses: torch.Tensor) -> None:
+        """losses: [2, candidates, heads], L2 and L1 of one call. At the end of the request the log is written."""
+        key = (step.index, layer.index)
+        self._sums[key] = self._sums[key] + losses if key in self._sums else losses
+        self._num_calls[key] = self._num_calls.get(key, 0) + 1
+        # A sampler may ask twice for its last step: the same file is then written again, with both.
+        if step.index == step.num_steps - 1 and layer.index == layer.num_layers - 1:
+            self._write()
+
+    def _write(self) -> None:
+        losses = {}
+        for (step, layer), total in self._sums.items():
+            l2, l1 = (total.double().cpu() / self._num_calls[step, layer]).tolist()
+            losses[f"{step}_{layer}"] = {"l2": l2, "l1": l1}
+            if not bool(total.isfinite().all()):
+                raise DiffusionRuntimeError(
+                    f"STA_searching: attention of step {step}, layer {layer} is not finite, so windows cannot be "
+                    "compared; use dtype float32, or check the weights"
+                )
+        head = {"format": FORMAT, "branch": self._branch, "num_samples": self._num_samples}
+        write_json(self._path, {**head, **dataclasses.asdict(self.setup), "losses": losses})
+        _logger.info("STA_searching: wrote %s", self._path)
+
+
+def read_search_logs(folder: str | Path) -> list[SearchLog]:
+    """Every log in a folder, by name. Raises ConfigError when there is none, or one cannot be understood."""
+    paths = sorted(Path(folder).glob(_FILE_PATTERN))
+    if not paths:
+        raise ConfigError(
+            f"search_log_folder: {folder} holds no {_FILE_PATTERN}; write some with sta_mode=STA_searching and the "
+            "same search_log_folder"
+        )
+    return [_read_log(path) for path in paths]
+
+
+def _read_log(path: Path) -> SearchLog:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
+        return _parse_log(content, str(path))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"search_log_folder: {path} is not a search log that can be read: {error!r}") from error
+
+
+def _parse_log(content: Any, source: str) -> SearchLog:
+    """Raises ValueError, KeyError or TypeError for anything that a search does not write."""
+    setup = SearchSetup(
+        candidates=tuple(checked_extent(item, "candidates") for item in content["candidates"]),
+        grid=checked_extent(content["grid"], "grid"),
+        tile_size=checked_extent(content["tile_size"], "tile_size"),
+        num_steps=int(content["num_steps"]),
+        num_layers=int(content["num_layers"]),
+        num_heads=int(content["num_heads"]),
+        role=str(content["role"]),
+    )
+    l2: dict[tuple[int, int], torch.Tensor] = {}
+    l1: dict[tuple[int, int], torch.Tensor] = {}
+    for key, losses in content["losses"].items():
+        step, layer = map(int, key.split("_"))
+        for measured, name in ((l2, "l2"), (l1, "l1")):
+            values = torch.tensor(losses[name], dtype=torch.float64)
+            if values.shape != (len(setup.candidates), setup.num_heads) or not bool(values.isfinite().all()):
+                raise ValueError(f"losses {key} {name}: expected candidates x heads numbers")
+            measured[step, layer] = values
+    return SearchLog(setup, str(content["branch"]), int(content["num_samples"]), l2, l1, source)

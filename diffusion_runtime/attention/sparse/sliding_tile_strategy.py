@@ -1,0 +1,147 @@
+"""Mask strategy files: which window each denoising step, layer and head uses.
+
+One flat JSON object, `{"STEP_LAYER_HEAD": [frames, height, width], ...}`, indexes from 0, windows in tiles: the format
+that the authors of sliding tile attention publish tuned windows in.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles, checked_extent
+from diffusion_runtime.attention.sparse.tiles import Extent
+from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.media.publish import temporary_file
+
+_KEY = re.compile(r"(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})")
+
+
+@dataclass(frozen=True, eq=False)
+class MaskStrategy:
+    """Windows in tiles by (step, layer, head). A head without one attends to everything.
+
+    num_steps, num_layers, num_heads: what it was made for: one more than the largest index of each kind.
+    source: where it came from, for messages.
+    """
+
+    windows: Mapping[tuple[int, int, int], Extent]
+    num_steps: int
+    num_layers: int
+    num_heads: int
+    source: str
+
+    def check_fits(self, layer: LayerInfo, step: StepInfo, num_heads: int) -> None:
+        """Raises ConfigError unless the run has the steps, layers and heads that the windows were tuned for."""
+        if self.num_steps != step.num_steps:
+            raise ConfigError(
+                f"mask_strategy_file_path: {self.source} is for {self.num_steps} steps and this run has "
+                f"{step.num_steps}; generate with num_inference_steps {self.num_steps}, or tune a strategy for "
+                f"{step.num_steps} (outside a pipeline: pass step=StepInfo(index, num_steps))"
+            )
+        for what, here, there in (
+            ("layers", self.num_layers, layer.num_layers),
+            ("heads", self.num_heads, num_heads),
+        ):
+            if here != there:
+                raise ConfigError(
+                    f"mask_strategy_file_path: {self.source} is for {here} {what} (its largest index and one more) and "
+                    f"this model has {there}: it belongs to another model; use a strategy that was tuned for this one"
+                )
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Which heads share a window, on one grid.
+
+    attended: for each (step, layer) its distinct windows, as `attended_tiles` says them; group_of: int32 [steps,
+    layers, heads], which of them a head uses.
+    """
+
+    attended: Mapping[tuple[int, int], tuple[Extent, ...]]
+    group_of: torch.Tensor
+
+
+@functools.lru_cache(maxsize=16)
+def head_groups(strategy: MaskStrategy, num_tiles: Extent, device: torch.device) -> HeadGroups:
+    """The whole table at once, so that the steps of a request copy nothing to the device."""
+    attended: dict[tuple[int, int], tuple[Extent, ...]] = {}
+    group_of = torch.zeros(strategy.num_steps, strategy.num_layers, strategy.num_heads, dtype=torch.int32)
+    for step in range(strategy.num_steps):
+        for layer in range(strategy.num_layers):
+            windows = [strategy.windows.get((step, layer, head)) for head in range(strategy.num_heads)]
+            of_heads = [num_tiles if window is None else attended_tiles(num_tiles, window) for window in windows]
+            distinct = sorted(set(of_heads))
+            attended[step, layer] = tuple(distinct)
+            group_of[step, layer] = torch.tensor([distinct.index(window) for window in of_heads], dtype=torch.int32)
+    return HeadGroups(attended, group_of.to(device))
+
+
+def load_strategy(path: str) -> MaskStrategy:
+    """The strategy of a file, read again only when the file has changed.
+
+    Raises ConfigError for a file that cannot be read, is not JSON, or holds keys or values of another kind.
+    """
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"mask_strategy_file_path: cannot read {path}: {error}") from error
+    return _load(path, state.st_mtime_ns, state.st_size, state.st_ino)
+
+
+@functools.lru_cache(maxsize=8)
+def _load(path: str, mtime_ns: int, num_bytes: int, inode: int) -> MaskStrategy:
+    """mtime_ns, num_bytes, inode: what tells one state of the file from the next."""
+    del mtime_ns, num_bytes, inode
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"mask_strategy_file_path: cannot read {path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"mask_strategy_file_path: {path} is not valid JSON: {error}") from error
+    return parse_strategy(content, path)
+
+
+def parse_strategy(content: Any, source: str) -> MaskStrategy:
+    """The strategy of a decoded JSON object. Raises ConfigError that names `source` and the key."""
+    where = f"mask_strategy_file_path: {source}"
+    if not isinstance(content, dict) or not content:
+        found = "an empty object" if content == {} else type(content).__name__
+        raise ConfigError(f'{where} holds {found}, expected {{"STEP_LAYER_HEAD": [frames, height, width], ...}}')
+    windows = {}
+    for key, value in content.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise ConfigError(f"{where}: key {key!r}: expected STEP_LAYER_HEAD, three numbers from 0, such as 15_0_3")
+        try:
+            windows[int(match[1]), int(match[2]), int(match[3])] = checked_extent(value, f"key {key!r}")
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}, a window in tiles") from error
+    num_steps, num_layers, num_heads = (1 + max(key[axis] for key in windows) for axis in range(3))
+    return MaskStrategy(windows, num_steps, num_layers, num_heads, source)
+
+
+def write_strategy(strategy: MaskStrategy, path: str | Path) -> None:
+    """Write the file that `load_strategy` reads; it appears complete or not at all. Raises OutputError."""
+    content = {f"{step}_{layer}_{head}": list(window) for (step, layer, head), window in strategy.windows.items()}
+    write_json(Path(path), content)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """One JSON file, which appears complete or not at all; makes its folder. Raises OutputError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_file(path.parent) as unfinished:
+            unfinished.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+            os.replace(unfinished, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error

@@ -1,0 +1,149 @@
+"""sparse_video_gen_2_attn: queries and keys in clusters of like tokens, and the pairs of clusters with most mass.
+
+"Sparse VideoGen2: Accelerate Video Generation with Sparse Attention via Semantic-Aware Permutation", arXiv:2505.18875.
+Training-free. What differs from the paper's code: guidance branches and batch items share nothing, the share of mass
+is computed in float32, and a top-p of 1 is exactly dense.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid
+from diffusion_runtime.attention.sparse.sparse_video_gen_2_clustering import TokenClusters, cluster_tokens
+from diffusion_runtime.attention.sparse.sparse_video_gen_2_selection import keep_most_mass
+from diffusion_runtime.attention.sparse.tiles import sequence_order
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+
+
+@dataclass(frozen=True)
+class SparseVideoGen2Options:
+    """svg2_num_q_centroids, svg2_num_k_centroids: clusters a head; no more than there are tokens.
+    svg2_top_p_kmeans: share of the estimated mass that each cluster of queries keeps; 1 keeps everything.
+    svg2_min_kc_ratio: share of the key clusters that is kept whatever their mass.
+    svg2_kmeans_iter_init, svg2_kmeans_iter_step: iterations at a layer's first clustering, and at the later ones.
+    svg2_zero_step_kmeans_init: cluster in the dense first steps too, so that the first sparse one starts warm.
+    svg2_first_layers_fp, svg2_first_times_fp: share of the layers, and of the steps, that come first and stay dense.
+    min_tokens: grids with fewer tokens run dense. svg2_seed: of the tokens that the first clustering starts from.
+    """
+
+    svg2_num_q_centroids: int = 300
+    svg2_num_k_centroids: int = 1000
+    svg2_top_p_kmeans: float = 0.9
+    svg2_min_kc_ratio: float = 0.1
+    svg2_kmeans_iter_init: int = 50
+    svg2_kmeans_iter_step: int = 2
+    svg2_zero_step_kmeans_init: bool = False
+    svg2_first_layers_fp: float = 0.03
+    svg2_first_times_fp: float = 0.2
+    min_tokens: int = 0
+    svg2_seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("svg2_num_q_centroids", "svg2_num_k_centroids"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        for name in ("svg2_kmeans_iter_init", "svg2_kmeans_iter_step", "min_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        for name in ("svg2_top_p_kmeans", "svg2_min_kc_ratio", "svg2_first_layers_fp", "svg2_first_times_fp"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}: expected a share from 0 to 1, got {getattr(self, name)}")
+
+
+@register_backend
+class SparseVideoGen2Backend(SparseBackend):
+    """Block-sparse attention between clusters, which k-means finds anew at every step from those of the step before."""
+
+    name = "sparse_video_gen_2_attn"
+    summary = "attention between clusters of like tokens that hold most of the mass (Sparse VideoGen 2)"
+    options_type: ClassVar[type] = SparseVideoGen2Options
+
+    def dense_reason(
+        self, options: SparseVideoGen2Options, layout: TokenLayout, layer: LayerInfo, step: StepInfo
+    ) -> str | None:
+        del layout
+        reason = _always_dense(options, layer)
+        if reason is None and step.index < _num_dense_steps(options, step):
+            reason = f"one of the first {_num_dense_steps(options, step)} steps (svg2_first_times_fp)"
+        return reason
+
+    def plan(self, request: PlanRequest) -> SparsePlan:
+        check_grid(self.name, request.layout, request.q.shape[1], request.k.shape[1])
+        _warm_up(request)
+        return super().plan(request)
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
+        _warm_up(PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale))
+        return super().run(call)
+
+    @torch.no_grad()
+    def select_blocks(self, request: PlanRequest) -> SparsePlan:
+        options: SparseVideoGen2Options = request.options
+        q, k = cluster_tokens(request)
+        num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
+        num_k_clusters, head_dim = k.centroids.shape[1:]
+        # Heads that share a key head are rows of one product.
+        scores = request.softmax_scale * torch.bmm(
+            q.centroids.float().view(request.batch * num_kv_heads, -1, head_dim), k.centroids.float().transpose(1, 2)
+        )
+        kv_count, kv_index = keep_most_mass(
+            scores.view(request.batch * num_heads, -1, num_k_clusters),
+            k.counts.repeat_interleave(num_heads // num_kv_heads, dim=0),
+            options.svg2_top_p_kmeans,
+            int(options.svg2_min_kc_ratio * num_k_clusters),
+        )
+        rows = torch.arange(request.batch * num_heads, dtype=torch.int32, device=request.q.device)
+        return SparsePlan(
+            method=self.name,
+            batch=request.batch,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q=_geometry(request.layout, q),
+            kv=_geometry(request.layout, k),
+            group_of=rows.view(request.batch, num_heads),
+            kv_count=kv_count,
+            kv_index=kv_index,
+            num_grid_tokens=request.layout.num_grid_tokens,
+            text_lengths=request.text_lengths(),
+        )
+
+
+def _always_dense(options: SparseVideoGen2Options, layer: LayerInfo) -> str | None:
+    """Why a layer is dense at every step; None when it is not."""
+    if options.svg2_top_p_kmeans >= 1.0 or options.svg2_min_kc_ratio >= 1.0:
+        return "svg2_top_p_kmeans or svg2_min_kc_ratio of 1 keeps everything"
+    num_dense = math.floor(options.svg2_first_layers_fp * layer.num_layers)
+    return f"one of the first {num_dense} layers (svg2_first_layers_fp)" if layer.index < num_dense else None
+
+
+def _num_dense_steps(options: SparseVideoGen2Options, step: StepInfo) -> int:
+    return math.floor(options.svg2_first_times_fp * step.num_steps)
+
+
+def _warm_up(request: PlanRequest) -> None:
+    """Cluster in a dense first step, when the options ask for it and the layer is sparse later."""
+    options: SparseVideoGen2Options = request.options
+    wanted = options.svg2_zero_step_kmeans_init and request.layout.num_grid_tokens >= options.min_tokens
+    if not wanted or _always_dense(options, request.layer) is not None:
+        return
+    if request.step.index < _num_dense_steps(options, request.step):
+        cluster_tokens(request)
+
+
+def _geometry(layout: TokenLayout, clusters: TokenClusters) -> BlockGeometry:
+    return BlockGeometry(
+        order=sequence_order(layout.num_prefix_tokens, layout.num_suffix_tokens, clusters.order),
+        offsets=torch.nn.functional.pad(clusters.counts.cumsum(dim=1, dtype=torch.int32), (1, 0)),
+        max_block_size=layout.num_grid_tokens,
+    )

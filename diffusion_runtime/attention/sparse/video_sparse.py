@@ -1,0 +1,169 @@
+"""Video Sparse Attention (Zhang et al., arXiv:2505.13389).
+
+The grid is cut into tiles. Attention among the tiles' means says which key tiles each query tile keeps (the fine
+branch attends to their tokens exactly), and is added to the result itself, weighted by a gate that the model learned.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.schedule import IndexRanges
+from diffusion_runtime.attention.sparse.interface import SPARSE_CAPABILITY, PlanRequest, SparseBackend, check_grid
+from diffusion_runtime.attention.sparse.tiles import tile_counts, tile_geometry
+from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles, num_kept_tiles
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch
+from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+
+TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+
+
+@dataclass(frozen=True)
+class VideoSparseOptions:
+    """sparsity: the share of key tiles that a query tile drops, in [0, 1]; at least one is kept. VSA_sparsity: another
+    spelling of it. tile_size: tokens of a tile (frames, height, width), one of TILE_SIZES.
+    dense_first_steps: steps that drop nothing. dense_layers: layers that drop nothing, as indexes or as ranges such as
+    `0-1,-1`; none by default. min_tokens: grids with fewer tokens drop nothing.
+    """
+
+    sparsity: float = 0.0
+    VSA_sparsity: float | None = None
+    tile_size: tuple[int, int, int] = (4, 4, 4)
+    dense_first_steps: int = 0
+    dense_layers: int | str | tuple[int | str, ...] = ()
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.VSA_sparsity is not None:
+            if self.sparsity not in (0.0, self.VSA_sparsity):
+                raise ValueError(
+                    f"sparsity {self.sparsity} and VSA_sparsity {self.VSA_sparsity} are two spellings of one option; "
+                    "give one"
+                )
+            object.__setattr__(self, "sparsity", self.VSA_sparsity)
+        if not 0.0 <= self.sparsity <= 1.0:
+            raise ValueError(f"sparsity must lie in [0, 1], got {self.sparsity}")
+        if self.tile_size not in TILE_SIZES:
+            allowed = ", ".join(str(list(size)) for size in TILE_SIZES)
+            raise ValueError(f"tile_size must be one of {allowed}, got {list(self.tile_size)}")
+        for name, value in (("dense_first_steps", self.dense_first_steps), ("min_tokens", self.min_tokens)):
+            if value < 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+        _ = self._dense_ranges
+
+    @cached_property
+    def _dense_ranges(self) -> IndexRanges | None:
+        """None for no layer: no ranges at all would mean every one."""
+        return None if self.dense_layers == () else IndexRanges.parse(self.dense_layers, "dense_layers")
+
+    def is_dense_layer(self, layer: LayerInfo) -> bool:
+        ranges = self._dense_ranges
+        return ranges is not None and ranges.contains(layer.index, layer.num_layers)
+
+
+@register_backend
+class VideoSparseBackend(SparseBackend):
+    """out = fine + gate * coarse.
+
+    Dense, by schedule or by size, means a sparsity of 0: the fine branch attends to everything. The gated coarse branch
+    is a part of the model that learned it and stays, so that a model trained under rising sparsity sees what it saw at
+    the start of it. For plain attention instead, let a schedule rule choose a dense backend, which takes no gate.
+
+    The log-sum-exp is that of the fine branch: with a gate the result is no softmax.
+    """
+
+    name = "video_sparse_attn"
+    aliases = ("vsa",)
+    summary = "Video Sparse Attention: the best tiles of a coarse attention, plus that attention times a learned gate"
+    capability = replace(SPARSE_CAPABILITY, features=SPARSE_CAPABILITY.features | {"gate"})
+    options_type = VideoSparseOptions
+
+    def dense_reason(
+        self, options: VideoSparseOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo
+    ) -> str | None:
+        if step.index < options.dense_first_steps:
+            return f"steps before dense_first_steps {options.dense_first_steps}"
+        if options.is_dense_layer(layer):
+            return f"layers {options.dense_layers}"
+        num_tiles = math.prod(tile_counts(layout.grid, options.tile_size))
+        if num_kept_tiles(options.sparsity, num_tiles) == num_tiles:
+            return "the sparsity drops no tile"
+        return None
+
+    def select_blocks(self, request: PlanRequest) -> SparsePlan:
+        return self._select(request, None)[0]
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
+        if call.gate is not None and call.gate.shape != call.q.shape:
+            raise ConfigError(
+                f"{self.name}: expected a gate like q {tuple(call.q.shape)}, got {tuple(call.gate.shape)}"
+            )
+        request = PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale)
+        reason = self._dense_reason(call.options, layout, call.layer, call.step)
+        if reason is not None:
+            result = self.run_dense(call, reason)
+            return result if call.gate is None else self._add_coarse(result, call, call.gate, request)
+        if call.gate is None and call.state.is_first(f"{self.name}: no gate"):
+            _logger.warning(
+                "%s: this checkpoint brings no trained gate, so it was not trained for a sparsity of %g and the result "
+                "loses detail; lower the sparsity, or use a checkpoint trained with Video Sparse Attention",
+                self.name,
+                call.options.sparsity,
+            )
+        plan, pooled = self._select(request, None if call.gate is None else call.v)
+        branch = None if pooled is None or call.gate is None else PooledBranch(pooled, call.gate)
+        return self.run_sparse(call, plan, branch)
+
+    def _add_coarse(
+        self, result: AttentionResult, call: AttentionCall, gate: torch.Tensor, request: PlanRequest
+    ) -> AttentionResult:
+        """A dense result with the gated branch on top."""
+        geometry = tile_geometry(request.layout, request.options.tile_size, call.q.device)
+        coarse = attend_tiles(call.q, call.k, call.v, geometry, scale=request.softmax_scale, num_kept=None)
+        assert coarse.pooled is not None
+        every = torch.arange(geometry.num_blocks, dtype=torch.int32, device=call.q.device)
+        plan = _plan(self.name, request, every.expand(1, geometry.num_blocks, -1), is_dense=True)
+        out = add_branch(result.out, plan, PooledBranch(coarse.pooled, gate))
+        return AttentionResult(out, result.lse, f"{result.implementation}, with the gated branch")
+
+    def _select(self, request: PlanRequest, v: torch.Tensor | None) -> tuple[SparsePlan, torch.Tensor | None]:
+        """The plan, and with values what the coarse branch gives each tile."""
+        geometry = tile_geometry(request.layout, request.options.tile_size, request.q.device)
+        num_kept = num_kept_tiles(request.options.sparsity, geometry.num_blocks)
+        coarse = attend_tiles(request.q, request.k, v, geometry, scale=request.softmax_scale, num_kept=num_kept)
+        assert coarse.kept is not None
+        return _plan(self.name, request, coarse.kept.flatten(0, 1), is_dense=False), coarse.pooled
+
+
+def _plan(method: str, request: PlanRequest, kept: torch.Tensor, *, is_dense: bool) -> SparsePlan:
+    """kept: int32 [1 or B * H, tiles, kept tiles]."""
+    geometry = tile_geometry(request.layout, request.options.tile_size, request.q.device)
+    num_rows, num_tiles, num_kept = kept.shape
+    rows = torch.arange(request.batch * request.num_heads, dtype=torch.int32, device=kept.device)
+    return SparsePlan(
+        method=method,
+        batch=request.batch,
+        num_heads=request.num_heads,
+        num_kv_heads=request.num_kv_heads,
+        q=geometry,
+        kv=geometry,
+        group_of=(rows % num_rows).view(request.batch, request.num_heads),
+        kv_count=torch.full((num_rows, num_tiles), num_kept, dtype=torch.int32, device=kept.device),
+        kv_index=kept,
+        num_grid_tokens=request.layout.num_grid_tokens,
+        text_lengths=request.text_lengths(),
+        is_dense=is_dense,
+    )

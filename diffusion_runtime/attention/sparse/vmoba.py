@@ -1,0 +1,189 @@
+"""V-MoBA: mixture of block attention for video (Wu et al., arXiv:2506.23858).
+
+Keys are cut into chunks, in time, in space or in both from layer to layer. Every query selects chunks by their mean key
+and attends exactly to the tokens of its own chunk and of those.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
+from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
+from diffusion_runtime.attention.sparse.vmoba_selection import select_chunks
+from diffusion_runtime.kernels.block_means.api import block_means
+from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+
+ChunkKind = Literal["temporal", "spatial", "st"]
+
+# Options that may be 0.
+_COUNTS = ("first_full_step", "first_full_layer", "temporal_layer", "spatial_layer", "st_layer", "min_tokens")
+
+
+@dataclass(frozen=True)
+class VMobaOptions:
+    """Chunk sizes are in tokens after patchify, and defaults those for Wan 2.1 at 480p.
+
+    temporal_chunk_size: latent frames, not necessarily whole ones; spatial_chunk_size: (height, width), over all
+    frames; st_chunk_size: (frames, height, width). Where a grid is no whole number of chunks, the last is shorter.
+    temporal_topk, spatial_topk, st_topk: chunks a query keeps, its own among them (mode `topk`).
+    moba_select_mode: `threshold` keeps chunks until they hold the share moba_threshold of the gates; `topk` a number.
+    moba_threshold_type: what is compared, in both modes: the chunks of one query (`query_head`), all pairs of a head
+    (`head_global`), all pairs (`overall`), or all queries of a chunk (`block`, with a threshold alone).
+    first_full_step, first_full_layer: steps and layers before them attend to everything.
+    temporal_layer, spatial_layer, st_layer: how many layers in a row have each kind of chunk, from first_full_layer on
+    and over again. min_tokens: grids with fewer tokens run dense.
+    """
+
+    temporal_chunk_size: int | float = 2
+    temporal_topk: int = 3
+    spatial_chunk_size: tuple[int, int] = (3, 4)
+    spatial_topk: int = 20
+    st_chunk_size: tuple[int, int, int] = (4, 6, 4)
+    st_topk: int = 15
+    moba_select_mode: Literal["threshold", "topk"] = "threshold"
+    moba_threshold: float = 0.25
+    moba_threshold_type: Literal["query_head", "head_global", "overall", "block"] = "query_head"
+    first_full_step: int = 12
+    first_full_layer: int = 0
+    temporal_layer: int = 1
+    spatial_layer: int = 1
+    st_layer: int = 1
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.temporal_chunk_size > 0 and math.isfinite(self.temporal_chunk_size)):
+            raise ValueError(f"temporal_chunk_size must be a number of frames above 0, got {self.temporal_chunk_size}")
+        for name, sizes in (
+            ("spatial_chunk_size", self.spatial_chunk_size),
+            ("st_chunk_size", self.st_chunk_size),
+        ):
+            if min(sizes) < 1:
+                raise ValueError(f"{name} must be 1 or more along every axis, got {list(sizes)}")
+        for kind, top in self.top.items():
+            if top < 1:
+                raise ValueError(f"{kind}_topk must be 1 or more, as it counts a query's own chunk, got {top}")
+        for name in _COUNTS:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.temporal_layer + self.spatial_layer + self.st_layer == 0:
+            raise ValueError("one of temporal_layer, spatial_layer and st_layer must be 1 or more, all are 0")
+        if not (self.moba_threshold >= 0 and math.isfinite(self.moba_threshold)):
+            raise ValueError(f"moba_threshold must be 0 or more (1 keeps everything), got {self.moba_threshold}")
+        if (self.moba_select_mode, self.moba_threshold_type) == ("topk", "block"):
+            raise ValueError(
+                "moba_select_mode topk has no moba_threshold_type block: a number of chunks belongs to queries; choose "
+                "query_head, head_global or overall"
+            )
+
+    @property
+    def top(self) -> dict[ChunkKind, int]:
+        return {"temporal": self.temporal_topk, "spatial": self.spatial_topk, "st": self.st_topk}
+
+
+@register_backend
+class VMobaBackend(SparseBackend):
+    """Chunks that any query of a block selected are listed for the block; a bit for each query says which it sees."""
+
+    name = "vmoba_attn"
+    aliases = ("vmoba",)
+    summary = "V-MoBA: every query selects chunks of keys, cut in time and space by turns"
+    options_type = VMobaOptions
+
+    def dense_reason(self, options: VMobaOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
+        if step.index < options.first_full_step:
+            return f"steps before first_full_step {options.first_full_step}"
+        if layer.index < options.first_full_layer:
+            return f"layers before first_full_layer {options.first_full_layer}"
+        kind = chunk_kind(options, layer)
+        num_chunks = chunk_count(layout.grid, chunk_shape(options, layout, kind))
+        if num_chunks == 1:
+            return "the grid is one chunk"
+        if options.moba_select_mode == "topk" and options.top[kind] >= num_chunks:
+            return f"{kind}_topk keeps every chunk"
+        if options.moba_select_mode == "threshold" and options.moba_threshold >= 1:
+            return "moba_threshold keeps every chunk"
+        return None
+
+    def select_blocks(self, request: PlanRequest) -> SparsePlan:
+        options: VMobaOptions = request.options
+        kind = chunk_kind(options, request.layer)
+        shape = chunk_shape(options, request.layout, kind)
+        chunks = chunks_of(request.layout, shape, request.q.device)
+        means = block_means(request.k, chunks.kv)
+        in_order = chunks.q.order[0, : request.layout.num_grid_tokens].long()
+        batch, num_heads, num_chunks = request.batch, request.num_heads, chunks.num_chunks
+        num_blocks, device = chunks.q.num_blocks, request.q.device
+        num_words = -(-num_chunks // 32)
+        row_mask = torch.empty(batch, num_heads, in_order.shape[0], num_words, dtype=torch.int32, device=device)
+        kv_count = torch.empty(batch, num_heads, num_blocks, dtype=torch.int32, device=device)
+        kv_index = torch.empty(batch, num_heads, num_blocks, num_chunks, dtype=torch.int32, device=device)
+        for sample in range(batch):
+            selected = select_chunks(
+                request.q[sample, in_order].transpose(0, 1),
+                means[sample].repeat_interleave(num_heads // request.num_kv_heads, dim=0),
+                chunks.chunk_of_row,
+                group=options.moba_threshold_type,
+                top=options.top[kind] if options.moba_select_mode == "topk" else None,
+                threshold=options.moba_threshold,
+            )
+            for head in range(num_heads):
+                row_mask[sample, head] = packed_bits(selected[head])
+                listed = selected[head][chunks.rows_of_block].any(dim=1)
+                kv_count[sample, head] = listed.sum(dim=-1, dtype=torch.int32)
+                kv_index[sample, head] = indexes_first(listed)
+        return SparsePlan(
+            method=self.name,
+            batch=batch,
+            num_heads=num_heads,
+            num_kv_heads=request.num_kv_heads,
+            q=chunks.q,
+            kv=chunks.kv,
+            group_of=torch.arange(batch * num_heads, dtype=torch.int32, device=device).view(batch, num_heads),
+            kv_count=kv_count.flatten(0, 1),
+            kv_index=kv_index.flatten(0, 1),
+            num_grid_tokens=request.layout.num_grid_tokens,
+            text_lengths=request.text_lengths(),
+            row_mask=row_mask,
+        )
+
+
+def chunk_kind(options: VMobaOptions, layer: LayerInfo) -> ChunkKind:
+    """How a layer cuts the grid: by turns, counted from first_full_layer."""
+    turns = options.temporal_layer + options.spatial_layer + options.st_layer
+    turn = (layer.index - options.first_full_layer) % turns
+    if turn < options.temporal_layer:
+        return "temporal"
+    return "spatial" if turn < options.temporal_layer + options.spatial_layer else "st"
+
+
+def chunk_shape(options: VMobaOptions, layout: TokenLayout, kind: ChunkKind) -> ChunkShape:
+    """Of one kind's chunks. A temporal chunk holds consecutive tokens, not always whole frames; at least one token."""
+    frames, height, width = layout.grid
+    if kind == "temporal":
+        return max(1, int(options.temporal_chunk_size * height * width))
+    return (frames, *options.spatial_chunk_size) if kind == "spatial" else options.st_chunk_size
+
+
+def packed_bits(selected: torch.Tensor) -> torch.Tensor:
+    """bool [rows, n] as int32 [rows, words]: bit b of word w is entry 32 w + b. Bit 31 makes a number negative."""
+    rows, count = selected.shape
+    num_words = -(-count // 32)
+    padded = torch.nn.functional.pad(selected, (0, 32 * num_words - count))
+    bits = 1 << torch.arange(8, device=selected.device)
+    octets = (padded.view(rows, -1, 8) * bits.to(torch.uint8)).sum(dim=-1, dtype=torch.uint8)
+    # Every platform that torch runs on stores the lowest byte first.
+    return octets.view(torch.int32)
+
+
+def indexes_first(listed: torch.Tensor) -> torch.Tensor:
+    """bool [..., n] as int32 [..., n]: the indexes of what is true, ascending; after them, indexes that say nothing."""
+    every = torch.arange(listed.shape[-1], dtype=torch.int32, device=listed.device)
+    return torch.where(listed, every, listed.shape[-1]).sort(dim=-1).values.clamp(max=listed.shape[-1] - 1)

@@ -1,0 +1,76 @@
+"""How a layer of V-MoBA cuts the grid: chunks of keys, and the same order cut finer into blocks of queries.
+
+arXiv:2506.23858, section 3: layers take turns with chunks in time, in space and in both.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.sparse.tiles import Extent, order_geometry, tile_counts, tile_geometry
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+
+# So many consecutive tokens in raster order, or a tile (frames, height, width); the last chunk holds what is left.
+ChunkShape = int | Extent
+
+# Queries of a block share the list of the chunks that any of them selected, so a block is a kernel's tile of rows.
+NUM_QUERIES_IN_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """S grid tokens in the order of the chunks.
+
+    kv: the chunks; q: the same order in blocks of at most NUM_QUERIES_IN_BLOCK tokens, each inside one chunk.
+    chunk_of_row: int64 [S], the chunk of each position of the order.
+    rows_of_block: int64 [q blocks, largest block], the positions of each q block; a short one repeats its last.
+    """
+
+    kv: BlockGeometry
+    q: BlockGeometry
+    chunk_of_row: torch.Tensor
+    rows_of_block: torch.Tensor
+
+    @property
+    def num_chunks(self) -> int:
+        return self.kv.num_blocks
+
+
+def chunk_count(grid: Extent, shape: ChunkShape) -> int:
+    """How many chunks a grid has."""
+    return -(-math.prod(grid) // shape) if isinstance(shape, int) else math.prod(tile_counts(grid, shape))
+
+
+def chunks_of(layout: TokenLayout, shape: ChunkShape, device: torch.device) -> Chunks:
+    """The chunks of a layout's grid; kept for the layouts seen last."""
+    return _chunks_of(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens, shape, device)
+
+
+@functools.lru_cache(maxsize=32)
+def _chunks_of(grid: Extent, num_prefix: int, num_suffix: int, shape: ChunkShape, device: torch.device) -> Chunks:
+    layout = TokenLayout(grid, num_prefix, num_suffix)
+    if isinstance(shape, int):
+        total = layout.num_grid_tokens
+        sizes_of_runs = torch.tensor([min(shape, total - start) for start in range(0, total, shape)])
+        kv = order_geometry(layout, torch.arange(total), sizes_of_runs)
+    else:
+        kv = tile_geometry(layout, shape, "cpu")
+    sizes = []
+    for size in kv.sizes[0].tolist():
+        whole, rest = divmod(size, NUM_QUERIES_IN_BLOCK)
+        sizes += [NUM_QUERIES_IN_BLOCK] * whole + [rest] * (rest > 0)
+    grid_order = kv.order[0, : layout.num_grid_tokens].long() - layout.num_prefix_tokens
+    q = order_geometry(layout, grid_order, torch.tensor(sizes))
+    starts, stops = q.offsets[0, :-1].long(), q.offsets[0, 1:].long()
+    rows = starts[:, None] + torch.arange(q.max_block_size)
+    return Chunks(
+        kv=kv.to(device),
+        q=q.to(device),
+        chunk_of_row=torch.repeat_interleave(kv.sizes[0].long()).to(device),
+        rows_of_block=rows.minimum(stops[:, None] - 1).to(device),
+    )

@@ -1,0 +1,1 @@
+"""Operations that have several implementations: semantics in `api`, the specification in `reference`."""

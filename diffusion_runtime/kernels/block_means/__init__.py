@@ -1,0 +1,1 @@
+"""The mean of every block of tokens."""

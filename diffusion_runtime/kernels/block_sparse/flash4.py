@@ -1,0 +1,90 @@
+"""Block-sparse attention by FlashAttention-4's CuTe kernel, where every block is a multiple of 128 tokens.
+
+Needs the package flash-attn-4 (Dao et al., arXiv:2407.08608 and its successors) and an sm_90 GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.block_sparse.triton import reorder_tokens
+
+_TILE = 128
+
+
+@functools.cache
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
+    """Why this plan cannot be computed here on tensors like q; None when it can."""
+    if not q.is_cuda:
+        return f"needs a CUDA GPU, the tensors are on {q.device}"
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return "serves sm_90 alone"
+    if not _is_installed():
+        return "flash-attn-4 is not installed: pip install 'diffusion-runtime[flash]'"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'diffusion-runtime[sparse]'"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, not {q.dtype}"
+    if q.shape[-1] not in (64, 128):
+        return f"takes head sizes 64 and 128 here, not {q.shape[-1]}"
+    if plan.num_text_tokens or plan.row_mask is not None:
+        return "knows neither text beside the grid nor row masks"
+    if plan.q.num_groups > 1 or plan.kv.num_groups > 1:
+        return "needs blocks that all heads share"
+    sizes = (plan.q.uniform_block_size, plan.kv.uniform_block_size)
+    if any(size is None or size % _TILE for size in sizes):
+        return f"needs blocks of equal size, a multiple of {_TILE} tokens"
+    return None
+
+
+def block_sparse_flash4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SparsePlan, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]. Returns out like q and lse [B, H, seq], float32."""
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    q_size = plan.q.uniform_block_size
+    assert q_size is not None, "refusal asks for it"
+    counts, index = tile_selection(plan)
+    blocks = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(counts),
+        mask_block_idx=torch.zeros_like(index[..., :1]),
+        full_block_cnt=counts,
+        full_block_idx=index,
+        block_size=(q_size, _TILE),
+    )
+    out, lse = flash_attn_func(
+        reorder_tokens(q, plan.q.order[0]),
+        reorder_tokens(k, plan.kv.order[0]),
+        reorder_tokens(v, plan.kv.order[0]),
+        softmax_scale=scale,
+        block_sparse_tensors=blocks,
+        return_lse=True,
+        pack_gqa=False,
+    )
+    positions = plan.q.positions()[0]
+    return reorder_tokens(out, positions), lse[:, :, positions.long()]
+
+
+def tile_selection(plan: SparsePlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plan in tiles of 128 keys: counts int32 [B, H, q blocks], index int32 [B, H, q blocks, tiles]."""
+    factor = (plan.kv.uniform_block_size or 0) // _TILE
+    within = torch.arange(factor, dtype=torch.int32, device=plan.device)
+    tiles = (plan.kv_index[..., None] * factor + within).flatten(-2)
+    # What follows the count is unspecified in a plan; here it must at least be a tile that exists.
+    tiles = tiles.clamp(0, plan.kv.num_blocks * factor - 1)
+    counts = plan.kv_count * factor
+    group = plan.group_of.long()
+    return counts[group].contiguous(), tiles[group].contiguous()

@@ -1,0 +1,395 @@
+"""The Triton kernels of block-sparse attention. Shapes: B batch, H heads, N tokens, D head_dim, W its power of two.
+
+q, k and v are first packed: rows in the order of the plan, one head after the other, [B * H * N + tail, W]. A block is
+then a run of rows that one bulk copy fetches, and a block that is shorter than a copy is masked, never padded.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LENGTH_BITS = tl.constexpr(8)
+LENGTH_MASK = tl.constexpr(255)
+CHUNK = tl.constexpr(16)
+
+
+@triton.jit
+def pack_rows(
+    source,
+    order,
+    text_lengths,
+    packed,
+    num_rows,
+    num_grid,
+    num_heads,
+    order_stride,
+    stride_b,
+    stride_n,
+    stride_h,
+    out_b,
+    out_h,
+    out_n,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+):
+    """packed[b, h, position] = source[b, order[position], h], zero for padded text and past the end.
+
+    Grid: (rows / BLOCK, B * H). order_stride is 0 when all heads share the order.
+    """
+    positions = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    b = head // num_heads
+    h = head % num_heads
+    inside = positions < num_rows
+    tokens = tl.load(order + head.to(tl.int64) * order_stride + positions, mask=inside, other=0).to(tl.int64)
+    readable = inside
+    if HAS_LENGTHS:
+        readable = inside & (positions < num_grid + tl.load(text_lengths + b))
+    columns = tl.arange(0, W)
+    rows = source + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    values = tl.load(
+        rows + tokens[:, None] * stride_n + columns[None, :],
+        mask=readable[:, None] & (columns[None, :] < D),
+        other=0.0,
+    )
+    target = packed + b.to(tl.int64) * out_b + h.to(tl.int64) * out_h + positions.to(tl.int64)[:, None] * out_n
+    tl.store(target + columns[None, :], values, mask=inside[:, None])
+
+
+@triton.jit
+def list_short_pieces(
+    kv_count,
+    kv_index,
+    kv_offsets,
+    group_of,
+    pieces,
+    num_full,
+    num_partial,
+    num_q_blocks,
+    num_kv_blocks,
+    index_capacity,
+    capacity,
+    num_heads,
+    repeats,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+):
+    """Pieces of the listed blocks where no block is longer than a piece. One program a (selection, q block).
+
+    A piece is a run of PIECE rows, written as start << 8 | length. Pieces stand at the front of a row; what is left of
+    a block stands at the row's end, in chunks of at most CHUNK rows, so that the rests of several blocks share a step.
+    """
+    q_block = tl.program_id(0)
+    row = tl.program_id(1)
+    selection = row
+    geometry = 0
+    if PER_HEAD:
+        selection = tl.load(group_of + row)
+        geometry = row // num_heads * (num_heads // repeats) + row % num_heads // repeats
+    source = selection.to(tl.int64) * num_q_blocks + q_block
+    target = row.to(tl.int64) * num_q_blocks + q_block
+    count = tl.load(kv_count + source)
+    offsets = kv_offsets + geometry * (num_kv_blocks + 1)
+    full = 0
+    partial = 0
+    for first in range(0, count, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        listed = places < count
+        blocks = tl.load(kv_index + source * index_capacity + places, mask=listed, other=0)
+        start = tl.load(offsets + blocks, mask=listed, other=0)
+        length = tl.load(offsets + blocks + 1, mask=listed, other=0) - start
+        whole = (listed & (length == PIECE)).to(tl.int32)
+        front = full + tl.cumsum(whole, 0) - 1
+        tl.store(pieces + target * capacity + front, (start << LENGTH_BITS) | PIECE, mask=whole == 1)
+        rest = tl.where(length == PIECE, 0, length)
+        chunks = (rest + CHUNK - 1) // CHUNK
+        back = capacity - partial - tl.cumsum(chunks, 0)
+        for chunk in tl.static_range(PIECE // CHUNK):
+            code = ((start + chunk * CHUNK) << LENGTH_BITS) | tl.minimum(rest - chunk * CHUNK, CHUNK)
+            tl.store(pieces + target * capacity + back + chunk, code, mask=chunk < chunks)
+        full += tl.sum(whole, 0)
+        partial += tl.sum(chunks, 0)
+    tl.store(num_full + target, full)
+    tl.store(num_partial + target, partial)
+
+
+@triton.jit
+def list_merged_pieces(
+    kv_count,
+    kv_index,
+    kv_offsets,
+    group_of,
+    pieces,
+    piece_blocks,
+    num_full,
+    num_partial,
+    num_q_blocks,
+    num_kv_blocks,
+    index_capacity,
+    capacity,
+    num_heads,
+    repeats,
+    PIECE: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """As list_short_pieces for blocks of any length; with MERGE, listed blocks that lie side by side make one run.
+
+    Without MERGE, piece_blocks says which block each piece belongs to; all of them stand at the end of the row, as
+    pieces of at most PIECE rows.
+    """
+    q_block = tl.program_id(0)
+    row = tl.program_id(1)
+    selection = row
+    geometry = 0
+    if PER_HEAD:
+        selection = tl.load(group_of + row)
+        geometry = row // num_heads * (num_heads // repeats) + row % num_heads // repeats
+    source = selection.to(tl.int64) * num_q_blocks + q_block
+    target = (row.to(tl.int64) * num_q_blocks + q_block) * capacity
+    count = tl.load(kv_count + source)
+    offsets = kv_offsets + geometry * (num_kv_blocks + 1)
+    full = 0
+    partial = 0
+    run_start = 0
+    run_stop = 0
+    for place in range(0, count + 1):
+        # One turn more than there are blocks writes the last run.
+        is_block = place < count
+        block = tl.load(kv_index + source * index_capacity + place, mask=is_block, other=0)
+        start = tl.load(offsets + block, mask=is_block, other=-1)
+        stop = tl.load(offsets + block + 1, mask=is_block, other=-1)
+        if MERGE:
+            joins = is_block & ((start == run_stop) | (start == stop))
+            if not joins:
+                while run_stop - run_start >= PIECE:
+                    tl.store(pieces + target + full, (run_start << LENGTH_BITS) | PIECE)
+                    full += 1
+                    run_start += PIECE
+                while run_start < run_stop:
+                    partial += 1
+                    length = tl.minimum(CHUNK, run_stop - run_start)
+                    tl.store(pieces + target + capacity - partial, (run_start << LENGTH_BITS) | length)
+                    run_start += CHUNK
+                run_start = start
+            run_stop = tl.where(start == stop, run_stop, stop)
+        else:
+            while start < stop:
+                length = tl.minimum(PIECE, stop - start)
+                partial += 1
+                tl.store(pieces + target + capacity - partial, (start << LENGTH_BITS) | length)
+                tl.store(piece_blocks + target + capacity - partial, block)
+                start += PIECE
+    tl.store(num_full + tl.program_id(1).to(tl.int64) * num_q_blocks + q_block, full)
+    tl.store(num_partial + tl.program_id(1).to(tl.int64) * num_q_blocks + q_block, partial)
+
+
+@triton.jit
+def _load_rows(rows, first, W: tl.constexpr, COUNT: tl.constexpr, BULK: tl.constexpr):
+    """COUNT rows from `first`: by one bulk copy from a descriptor, or through pointers."""
+    if BULK:
+        values = rows.load([first, 0])
+    else:
+        index = first + tl.arange(0, COUNT)
+        values = tl.load(rows + index.to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :])
+    return values
+
+
+@triton.jit
+def _add_piece(
+    q,
+    k,
+    v,
+    acc,
+    row_max,
+    row_sum,
+    visible,
+    qk_scale,
+    MASKED: tl.constexpr,
+    EMPTY_ROWS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One step of the online softmax, base 2. visible: which scores count; EMPTY_ROWS: a row may see none of them."""
+    if EXACT:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(k))
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
+    if EMPTY_ROWS:
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        shift = new_max
+    weights = tl.exp2(scores * qk_scale - shift[:, None])
+    correction = tl.exp2(row_max - shift)
+    row_sum = row_sum * correction + tl.sum(weights, 1)
+    acc = acc * correction[:, None]
+    if EXACT:
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def attend(
+    q_rows,
+    k_rows,
+    v_rows,
+    k_packed,
+    v_packed,
+    out,
+    lse,
+    q_order,
+    q_offsets,
+    tile_blocks,
+    tile_starts,
+    pieces,
+    piece_blocks,
+    num_full,
+    num_partial,
+    group_of,
+    text_lengths,
+    row_mask,
+    pooled,
+    gate,
+    qk_scale,
+    num_tiles,
+    num_rows,
+    num_grid,
+    num_heads,
+    repeats,
+    num_q_blocks,
+    capacity,
+    mask_words,
+    order_stride,
+    offsets_stride,
+    tile_stride,
+    out_b,
+    out_n,
+    out_h,
+    gate_b,
+    gate_n,
+    gate_h,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILES_PER_BLOCK: tl.constexpr,
+    PIECES_PER_HEAD: tl.constexpr,
+    HAS_TEXT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_ROW_MASK: tl.constexpr,
+    HAS_BRANCH: tl.constexpr,
+    BULK: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One tile of at most ROWS queries of one block and head against the pieces that its block lists, then the text.
+
+    Grid: (num_tiles + text tiles, B * H). Tiles past the grid's are those of text queries, which see everything.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    b = head // num_heads
+    h = head % num_heads
+    num_text = num_rows - num_grid
+    valid_text = num_text
+    if HAS_LENGTHS:
+        valid_text = tl.load(text_lengths + b)
+    q_order += head.to(tl.int64) * order_stride
+    q_offsets += head.to(tl.int64) * offsets_stride
+    is_text = tile >= num_tiles
+    block = 0
+    start = num_grid + (tile - num_tiles) * ROWS
+    stop = num_grid + valid_text
+    if not is_text:
+        if TILES_PER_BLOCK > 0:
+            block = tile // TILES_PER_BLOCK
+            start = tl.load(q_offsets + block) + tile % TILES_PER_BLOCK * ROWS
+        else:
+            block = tl.load(tile_blocks + head.to(tl.int64) * tile_stride + tile)
+            start = tl.load(tile_starts + head.to(tl.int64) * tile_stride + tile)
+        stop = tl.load(q_offsets + block + 1)
+    if start < stop:
+        row = head
+        if not PIECES_PER_HEAD:
+            row = tl.load(group_of + head)
+        listed = row.to(tl.int64) * num_q_blocks + block
+        q_first = head * num_rows + start
+        kv_first = (b * (num_heads // repeats) + h // repeats) * num_rows
+        q = _load_rows(q_rows, q_first, W, ROWS, BULK)
+        acc = tl.zeros([ROWS, W], dtype=tl.float32)
+        row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([ROWS], dtype=tl.float32)
+        columns = tl.arange(0, PIECE)
+        full = 0
+        partial = 0
+        text_from = 0
+        if not is_text:
+            full = tl.load(num_full + listed)
+            partial = tl.load(num_partial + listed)
+            text_from = num_grid
+        my_pieces = pieces + listed * capacity
+        for place in tl.range(0, full, num_stages=STAGES):
+            first = kv_first + (tl.load(my_pieces + place) >> LENGTH_BITS)
+            k = _load_rows(k_rows, first, W, PIECE, BULK)
+            v = _load_rows(v_rows, first, W, PIECE, BULK)
+            acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, None, qk_scale, False, False, EXACT)
+        if HAS_ROW_MASK:
+            for place in tl.range(capacity - partial, capacity, num_stages=STAGES):
+                code = tl.load(my_pieces + place)
+                first = kv_first + (code >> LENGTH_BITS)
+                kv_block = tl.load(piece_blocks + listed * capacity + place)
+                rows = tl.minimum(start + tl.arange(0, ROWS), num_grid - 1)
+                words = tl.load(row_mask + (head.to(tl.int64) * num_grid + rows) * mask_words + kv_block // 32)
+                seen = ((words >> (kv_block % 32)) & 1) == 1
+                visible = (columns < (code & LENGTH_MASK))[None, :] & seen[:, None]
+                k = _load_rows(k_rows, first, W, PIECE, BULK)
+                v = _load_rows(v_rows, first, W, PIECE, BULK)
+                acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, visible, qk_scale, True, True, EXACT)
+        else:
+            for place in tl.range(0, partial, PIECE // CHUNK, num_stages=STAGES):
+                chunk = place + columns // CHUNK
+                code = tl.load(my_pieces + capacity - 1 - chunk, mask=chunk < partial, other=0)
+                visible = (columns % CHUNK < (code & LENGTH_MASK))[None, :]
+                rows = (kv_first + (code >> LENGTH_BITS) + columns % CHUNK).to(tl.int64)[:, None] * W
+                k = tl.load(k_packed + rows + tl.arange(0, W)[None, :])
+                v = tl.load(v_packed + rows + tl.arange(0, W)[None, :])
+                acc, row_max, row_sum = _add_piece(
+                    q, k, v, acc, row_max, row_sum, visible, qk_scale, True, False, EXACT
+                )
+        if HAS_TEXT:
+            for position in tl.range(text_from, num_grid + valid_text, PIECE, num_stages=STAGES):
+                visible = (position + columns < num_grid + valid_text)[None, :]
+                k = _load_rows(k_rows, kv_first + position, W, PIECE, BULK)
+                v = _load_rows(v_rows, kv_first + position, W, PIECE, BULK)
+                acc, row_max, row_sum = _add_piece(
+                    q, k, v, acc, row_max, row_sum, visible, qk_scale, True, HAS_ROW_MASK, EXACT
+                )
+        sees = row_sum > 0
+        acc = acc / tl.where(sees, row_sum, 1.0)[:, None]
+        natural = tl.where(sees, (row_max + tl.log2(tl.where(sees, row_sum, 1.0))) * 0.6931471805599453, float("-inf"))
+        positions = start + tl.arange(0, ROWS)
+        inside = positions < stop
+        tokens = tl.load(q_order + positions, mask=inside, other=0).to(tl.int64)
+        dims = tl.arange(0, W)
+        keep = inside[:, None] & (dims[None, :] < D)
+        if HAS_BRANCH:
+            if not is_text:
+                added = tl.load(
+                    pooled + (head.to(tl.int64) * num_q_blocks + block) * D + dims, mask=dims < D, other=0.0
+                )
+                gate_rows = gate + b.to(tl.int64) * gate_b + h.to(tl.int64) * gate_h
+                gates = tl.load(gate_rows + tokens[:, None] * gate_n + dims[None, :], mask=keep, other=0.0)
+                acc += gates.to(tl.float32) * added.to(tl.float32)[None, :]
+        target = out + b.to(tl.int64) * out_b + h.to(tl.int64) * out_h + tokens[:, None] * out_n + dims[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=keep)
+        tl.store(lse + head.to(tl.int64) * num_rows + tokens, natural, mask=inside)

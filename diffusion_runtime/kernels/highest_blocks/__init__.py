@@ -1,0 +1,1 @@
+"""The highest of each row of scores, by index."""

@@ -1,0 +1,61 @@
+"""Draw what sparse attention costs on the embedded model, from benchmarks/results/sparse_quality.json.
+
+python scripts/plot_sparse_quality.py    # needs: pip install 'diffusion-runtime[plot]'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[1]
+NAMES = {
+    "sliding_tile_attn": ("STA", "o"),
+    "video_sparse_attn": ("VSA, without a trained gate", "s"),
+    "vmoba_attn": ("V-MoBA", "^"),
+    "sparse_video_gen_2_attn": ("SVG2", "D"),
+}
+PANELS = (
+    ("prompt accuracy, one object", lambda row: row["accuracy"]["one_object"]["joint"]["rate"]),
+    ("prompt accuracy, two objects", lambda row: row["accuracy"]["two_objects"]["joint"]["rate"]),
+    ("latents: relative L2 distance", lambda row: row.get("latent_relative_l2", 0.0)),
+    ("frames: PSNR, dB", lambda row: row.get("psnr_db")),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", type=Path, default=ROOT / "benchmarks/results/sparse_quality.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/images/sparse_quality.png")
+    arguments = parser.parse_args()
+    document = json.loads(arguments.input.read_text())
+    rows: list[dict[str, Any]] = document["rows"]
+    dense = next(row for row in rows if row["backend"] == "torch_sdpa")
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharex=True, layout="constrained")
+    for axis, (title, value) in zip(axes.flat, PANELS, strict=True):
+        for backend, (label, marker) in NAMES.items():
+            mine = sorted((row for row in rows if row["backend"] == backend), key=lambda row: row["density"])
+            axis.plot([row["density"] for row in mine], [value(row) for row in mine], marker=marker, label=label)
+        if value(dense) is not None:
+            axis.axhline(value(dense), color="grey", linewidth=1, linestyle="--", label="dense")
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("share of (query, key) pairs kept in self-attention")
+    axes[0, 0].legend()
+    count = document["num_prompts"]
+    figure.suptitle(f"The embedded model under sparse attention, {count} prompts of each kind a point")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(arguments.output, dpi=110)
+    print(arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Options and strategy files of sliding tile attention: what is read, when a step is full, and every bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sparse_oracle import random_qkv
+
+from diffusion_runtime.attention import (
+    AttentionConfig,
+    AttentionSpec,
+    AttentionState,
+    LayerInfo,
+    StepInfo,
+    TokenLayout,
+    attention,
+    plan_attention,
+)
+from diffusion_runtime.attention.sparse.sliding_tile_options import SlidingTileOptions
+from diffusion_runtime.attention.sparse.sliding_tile_strategy import load_strategy, parse_strategy, write_strategy
+from diffusion_runtime.errors import ConfigError, OutputError
+
+NAME = "sliding_tile_attn"
+LAYOUT = TokenLayout((4, 4, 6))
+TILES = {"tile_size": (2, 2, 2)}
+
+
+def run(options: dict[str, Any], *, step: StepInfo = StepInfo(), layer: LayerInfo = LayerInfo(), **more: Any) -> Any:  # noqa: B008
+    q, k, v = random_qkv(LAYOUT)
+    return attention(q, k, v, backend=NAME, options=TILES | options, layout=LAYOUT, step=step, layer=layer, **more)
+
+
+def plan(options: dict[str, Any], index: int = 0, num_steps: int = 1, layer: LayerInfo = LayerInfo()) -> Any:  # noqa: B008
+    q, k, _ = random_qkv(LAYOUT)
+    step = StepInfo(index, num_steps)
+    return plan_attention(q, k, backend=NAME, options=TILES | options, layout=LAYOUT, step=step, layer=layer)
+
+
+def write(path: Path, steps: int = 1, layers: int = 1, heads: int = 2, window: Any = (1, 1, 1)) -> str:
+    keys = (f"{s}_{layer}_{h}" for s in range(steps) for layer in range(layers) for h in range(heads))
+    path.write_text(json.dumps({key: list(window) for key in keys}))
+    return str(path)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_strategy_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    content = {"0_0_0": [5, 3, 3], "0_1_2": [1, 6, 10], "3_0_1": [3, 3, 5]}
+    strategy = parse_strategy(content, "here")
+    assert (strategy.num_steps, strategy.num_layers, strategy.num_heads) == (4, 2, 3)
+    path = tmp_path / "new" / "strategy.json"
+    write_strategy(strategy, path)
+    assert json.loads(path.read_text()) == content
+    assert load_strategy(str(path)).windows == strategy.windows
+    assert [item.name for item in path.parent.iterdir()] == ["strategy.json"]
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.json")
+    first = load_strategy(path)
+    assert load_strategy(path) is first
+    write_strategy(parse_strategy({"0_0_0": [3, 3, 3]}, "here"), path)
+    assert load_strategy(path).windows == {(0, 0, 0): (3, 3, 3)}
+    os.utime(path, ns=(1, 1))
+    assert load_strategy(path).windows == {(0, 0, 0): (3, 3, 3)}
+
+
+def test_a_strategy_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write"):
+        write_strategy(parse_strategy({"0_0_0": [3, 3, 3]}, "here"), tmp_path / "file" / "s.json")
+
+
+BAD_FILES = {
+    "not JSON": ('{"0_0_0": [1,', "not valid JSON"),
+    "nested without end": ("[" * 100_000, "not valid JSON"),
+    "not text": (b"\xff\xfe\x00", "cannot read"),
+    "a list": ("[[1, 1, 1]]", "holds list, expected"),
+    "nothing": ("{}", "an empty object"),
+    "a key of two": ('{"0_0": [1, 1, 1]}', "key '0_0': expected STEP_LAYER_HEAD"),
+    "a negative key": ('{"-1_0_0": [1, 1, 1]}', "expected STEP_LAYER_HEAD"),
+    "a key twice": ('{"0_0_0": [1, 1, 1], "0_0_00": [1, 1, 3]}', "expected STEP_LAYER_HEAD"),
+    "a huge key": ('{"99999999999_0_0": [1, 1, 1]}', "expected STEP_LAYER_HEAD"),
+    "two numbers": ('{"0_0_0": [1, 1]}', "key '0_0_0': expected three whole numbers"),
+    "a zero": ('{"0_0_0": [1, 0, 1]}', "expected three whole numbers of 1 or more"),
+    "a fraction": ('{"0_0_0": [1, 1.5, 1]}', "expected three whole numbers"),
+    "a truth": ('{"0_0_0": [1, true, 1]}', "expected three whole numbers"),
+    "no value": ('{"0_0_0": null}', "expected three whole numbers"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_fails_when_the_option_is_set(name: str, tmp_path: Path) -> None:
+    content, message = BAD_FILES[name]
+    path = tmp_path / "bad.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=message) as caught:
+        AttentionSpec(NAME, {"mask_strategy_file_path": str(path)})
+    assert "mask_strategy_file_path" in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["missing.json", "", "a\0b"])
+def test_a_missing_file_fails_when_the_option_is_set(name: str) -> None:
+    with pytest.raises(ConfigError, match="mask_strategy_file_path: cannot read"):
+        AttentionSpec(NAME, {"mask_strategy_file_path": name})
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mask_strategy_file_path: cannot read"):
+        AttentionSpec(NAME, {"mask_strategy_file_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize("skip", [0, 15])
+def test_a_file_for_other_steps_layers_or_heads_fails_at_the_first_call(skip: int, tmp_path: Path) -> None:
+    options = {"mask_strategy_file_path": write(tmp_path / "s.json", 3, 4, 2), "skip_time_steps": skip}
+    fits, first = LayerInfo(0, 4), StepInfo(0, 3)
+    with pytest.raises(ConfigError, match="is for 3 steps and this run has 5; generate with num_inference_steps 3"):
+        run(options, layer=fits, step=StepInfo(0, 5))
+    with pytest.raises(ConfigError, match=r"is for 4 layers .* this model has 6: it belongs to another model"):
+        run(options, layer=LayerInfo(0, 6), step=first)
+    with pytest.raises(ConfigError, match=r"is for 4 layers .* this model has 2"):
+        run(options, layer=LayerInfo(0, 2), step=first)
+    q, k, v = random_qkv(LAYOUT, num_heads=3)
+    with pytest.raises(ConfigError, match=r"is for 2 heads .* this model has 3"):
+        attention(q, k, v, backend=NAME, options=TILES | options, layout=LAYOUT, step=first, layer=fits)
+    with pytest.raises(ConfigError, match="is for 3 steps"):
+        plan(options, 0, 5, fits)
+    run(options, layer=fits, step=first)
+
+
+def test_a_request_keeps_the_strategy_it_began_with(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    options = {"mask_strategy_file_path": write(path, 2), "skip_time_steps": 0}
+    state = AttentionState()
+    before = run(options, step=StepInfo(0, 2), state=state)
+    write(path, 2, window=(3, 3, 3))
+    assert torch.equal(run(options, step=StepInfo(1, 2), state=state), before)
+    assert not torch.equal(run(options, step=StepInfo(1, 2)), before)
+
+
+# --- when a step is full ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_keeps_fifteen_steps_full_and_a_window_none(tmp_path: Path) -> None:
+    options = {"mask_strategy_file_path": write(tmp_path / "s.json", 20)}
+    assert [plan(options, index, 20).is_dense for index in range(20)] == [True] * 15 + [False] * 5
+    assert [plan(options | {"skip_time_steps": 2}, index, 20).is_dense for index in range(4)] == [True] * 2 + [
+        False
+    ] * 2
+    assert not plan({"window": (1, 1, 1)}).is_dense
+    assert plan({"window": (1, 1, 1), "skip_time_steps": 2}, 1, 3).is_dense
+    assert not plan({"window": (1, 1, 1), "skip_time_steps": 2}, 2, 3).is_dense
+
+
+def test_steps_and_layers_have_windows_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps({"0_0_0": [1, 1, 1], "0_1_1": [1, 3, 3], "1_0_0": [3, 1, 3], "1_0_1": [1, 1, 1]}))
+    options = {"mask_strategy_file_path": str(path), "skip_time_steps": 0}
+    counts = {}
+    for step in range(2):
+        for layer in range(2):
+            made = plan(options, step, 2, LayerInfo(layer, 2))
+            counts[step, layer] = [int(made.kv_count[group, 0]) for group in made.group_of[0].tolist()]
+    # 2 x 2 x 3 tiles; a head without a window sees all twelve.
+    assert counts == {(0, 0): [1, 12], (0, 1): [12, 6], (1, 0): [6, 1], (1, 1): [12, 12]}
+    assert plan(options, 1, 2, LayerInfo(1, 2)).is_dense
+
+
+def test_full_steps_are_computed_by_the_dense_backend_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = random_qkv(LAYOUT)
+    state = AttentionState()
+    options = {"window": (1, 1, 1), "skip_time_steps": 2}
+    with caplog.at_level(logging.INFO, logger="diffusion_runtime.attention"):
+        for index in range(3):
+            out = run(options, step=StepInfo(index, 3), state=state)
+            assert torch.equal(out, attention(q, k, v, layout=LAYOUT)) == (index < 2)
+    said = [line for line in caplog.messages if "runs dense" in line]
+    assert said == ["sliding_tile_attn runs dense: the first 2 steps are full (skip_time_steps)"]
+
+
+def test_a_skip_of_every_step_is_warned_of_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    options = {"mask_strategy_file_path": write(tmp_path / "s.json", 4)}
+    state = AttentionState()
+    for index in range(4):
+        run(options, step=StepInfo(index, 4), state=state)
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "sliding_tile_attn: skip_time_steps 15 keeps all 4 steps full; set a smaller one"
+    ]
+
+
+def test_no_mode_and_small_grids_are_dense() -> None:
+    assert plan({"sta_mode": "none"}).is_dense
+    assert plan({"sta_mode": None}).is_dense
+    assert plan({"window": (1, 1, 1), "min_tokens": 97}).is_dense
+    assert not plan({"window": (1, 1, 1), "min_tokens": 96}).is_dense
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_options_from_a_command_line() -> None:
+    config = AttentionConfig.parse(
+        {"default.backend": "sta", "default.extra": {"sta_mode": "sta_SEARCHING", "candidates": [[1, 3, 3], [3, 1, 1]]}}
+    )
+    assert config.default is not None
+    options = SlidingTileOptions(**config.default.options)
+    assert options.sta_mode == "STA_searching"
+    assert options.candidates == ((1, 3, 3), (3, 1, 1))
+    parsed = AttentionConfig.parse("backend=sta")
+    assert parsed.default is not None
+    assert parsed.default.name == NAME
+    # On a command line the word none is no text.
+    overlay = AttentionConfig.parse("sta_mode=none,window=[1,2,3]").default
+    assert overlay is not None
+    assert SlidingTileOptions(**overlay.options).sta_mode == "none"
+
+
+def test_every_mode_is_known_in_either_case() -> None:
+    for mode in ("STA_inference", "STA_searching", "STA_tuning", "STA_tuning_cfg", "none"):
+        assert SlidingTileOptions(sta_mode=mode.lower()).sta_mode == mode
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"window": (1, 1)}, r"window: expected"),
+    ({"window": (0, 1, 1)}, r"window: expected three whole numbers of 1 or more"),
+    ({"window": "1,1,1"}, r"window: expected"),
+    ({"window": 3}, r"window: expected"),
+    ({"tile_size": (6, 8, 0)}, r"tile_size: expected three whole numbers"),
+    ({"tile_size": None}, r"tile_size: expected"),
+    ({"skip_time_steps": -1}, r"skip_time_steps: expected 0 or more, got -1"),
+    ({"min_tokens": -1}, r"min_tokens: expected 0 or more"),
+    ({"candidates": ()}, r"candidates: expected one window or more"),
+    ({"candidates": [[1, 1, 0]]}, r"candidates\[0\]: expected three whole numbers"),
+    ({"candidates": [1, 1, 1]}, r"candidates: expected"),
+    ({"sta_mode": "STA_inferrence"}, r"sta_mode: unknown value 'STA_inferrence'. Did you mean 'STA_inference'"),
+    ({"STA_mode": "STA_inference"}, r"unknown option 'STA_mode'. Did you mean 'sta_mode'"),
+    ({"search_log_folder": __file__}, r"search_log_folder: .* is a file, expected a folder"),
+    ({"tuned_file_path": str(Path(__file__).parent)}, r"tuned_file_path: .* is a folder, expected a file"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
+def test_a_bad_option_fails_when_it_is_set(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AttentionSpec(NAME, options)
+
+
+BAD_TOGETHER: list[tuple[dict[str, Any], str]] = [
+    ({}, r"needs to know its windows. Give window=\[3,3,5\].* or mask_strategy_file_path=FILE.json"),
+    ({"window": (1, 1, 1), "mask_strategy_file_path": "FILE"}, "give one of them"),
+    ({"sta_mode": "STA_searching"}, "STA_searching writes its logs to a folder: give search_log_folder"),
+    ({"sta_mode": "STA_tuning"}, "STA_tuning reads the logs of a folder: give search_log_folder"),
+    ({"sta_mode": "STA_searching", "window": (1, 1, 1)}, "window is for sta_mode=STA_inference; .* takes candidates="),
+    (
+        {"sta_mode": "STA_tuning_cfg", "mask_strategy_file_path": "FILE", "search_log_folder": "logs"},
+        "mask_strategy_file_path is for sta_mode=STA_inference; .*STA_tuning_cfg takes tuned_file_path",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_TOGETHER, ids=[str(options) for options, _ in BAD_TOGETHER])
+@pytest.mark.parametrize("ask", [run, plan])
+def test_options_that_do_not_go_together_fail_at_the_first_call(
+    options: dict[str, Any], message: str, ask: Any, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "s.json")
+    given = {key: path if value == "FILE" else value for key, value in options.items()}
+    # A grid below min_tokens would be full, and hide the mistake until a longer video.
+    with pytest.raises(ConfigError, match=message):
+        ask(given | {"min_tokens": 10_000})
+
+
+def test_a_call_without_a_grid_is_refused() -> None:
+    q, k, v = random_qkv(LAYOUT)
+    options = {"window": (1, 1, 1)}
+    with pytest.raises(ConfigError, match="needs to know where tokens sit"):
+        attention(q, k, v, backend=NAME, options=options)
+    with pytest.raises(ConfigError, match="it serves self-attention"):
+        attention(q[:, :5], k, v, backend=NAME, options=options, layout=LAYOUT)

@@ -1,0 +1,101 @@
+"""Compare the Triton kernel with the reference; run under the interpreter as a script, or imported on a GPU.
+
+TRITON_INTERPRET=1 python tests/kernels/block_sparse_cases.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from sparse_oracle import random_qkv  # noqa: E402
+from sparse_plans import cluster_plan, row_mask_plan, tile_plan  # noqa: E402
+
+from diffusion_runtime.attention import SparsePlan, TokenLayout  # noqa: E402
+from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch  # noqa: E402
+from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference  # noqa: E402
+from diffusion_runtime.kernels.block_sparse.triton import TileShape, block_sparse_triton  # noqa: E402
+
+GRID = (3, 5, 6)
+LAYOUTS = {
+    "grid": TokenLayout(GRID),
+    "suffix": TokenLayout(GRID, num_suffix_tokens=21, valid_lengths=(0, 18)),
+    "prefix": TokenLayout(GRID, num_prefix_tokens=6, valid_lengths=(4, 6)),
+}
+
+
+def plan_of(kind: str, layout: TokenLayout) -> SparsePlan:
+    if kind == "tiles":
+        return tile_plan(layout, (2, 4, 4), batch=2, heads=2, kv_heads=1)
+    if kind == "small tiles":
+        return tile_plan(layout, (2, 3, 4), batch=2, heads=2, kv_heads=1, smallest=0)
+    return (
+        cluster_plan(layout, batch=2, heads=2, kv_heads=1)
+        if kind == "clusters"
+        else row_mask_plan(layout, (2, 3, 4), batch=2, heads=2, kv_heads=1)
+    )
+
+
+def errors(
+    kind: str,
+    layout: TokenLayout,
+    head_dim: int,
+    dtype: torch.dtype,
+    shape: TileShape | None,
+    scale: float,
+    device: str,
+) -> dict[str, float]:
+    """Largest differences of out, lse and out with a branch, over the reference's own from float64; must be small."""
+    plan = plan_of(kind, layout).to(device)
+    q, k, v = (
+        x.to(device) for x in random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    )
+    generator = torch.Generator().manual_seed(5)
+    branch = PooledBranch(
+        torch.randn(2, 2, plan.q.num_blocks, head_dim, generator=generator).to(device),
+        torch.randn(q.shape, generator=generator).to(device, dtype),
+    )
+    exact, exact_lse = block_sparse_reference(q.double(), k.double(), v.double(), plan, scale=scale)
+    rounded, _ = block_sparse_reference(q, k, v, plan, scale=scale)
+    out, lse = block_sparse_triton(q, k, v, plan, scale=scale, shape=shape)
+    gated, _ = block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, shape=shape)
+    exact_gated = add_branch(exact, plan, branch)
+    rounding = torch.finfo(dtype).eps
+    own = (rounded.double() - exact).norm() / exact.norm()
+    empty = exact_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), empty), "rows that see nothing"
+    assert not out.transpose(1, 2)[empty].any(), "rows that see nothing are 0"
+    result = {
+        "own": float(own),
+        "out": float((out.double() - exact).norm() / exact.norm()),
+        "lse": float((lse.double() - exact_lse).masked_fill(empty, 0).abs().max()),
+        "gated": float((gated.double() - exact_gated).norm() / exact_gated.norm()),
+    }
+    # The kernel rounds its softmax weights too, and sums in another order.
+    bound = max(3 * float(own), 4 * rounding)
+    assert result["out"] <= bound, (kind, result, bound)
+    assert result["gated"] <= bound, (kind, result, bound)
+    assert result["lse"] <= 1e-4 + 8 * rounding, (kind, result)
+    return result
+
+
+def main() -> None:
+    """Every kind of plan and layout in float32; head sizes and float16 on one; bulk copies and pointers."""
+    small = (TileShape(32, 16, 4, 2, False), TileShape(16, 32, 4, 2, True))
+    for place, layout in LAYOUTS.items():
+        for kind in ("tiles", "small tiles", "clusters", "row mask"):
+            for shape in small:
+                print(place, kind, shape, errors(kind, layout, 16, torch.float32, shape, 0.25, "cpu"), flush=True)
+    for head_dim in (64, 72, 80, 96):
+        print(head_dim, errors("tiles", LAYOUTS["grid"], head_dim, torch.float16, small[0], 0.1, "cpu"), flush=True)
+    for scale in (-0.3, 0.0):
+        print(scale, errors("tiles", LAYOUTS["grid"], 16, torch.float32, small[0], scale, "cpu"), flush=True)
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The block-sparse reference and plan against masked attention in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from sparse_oracle import masked_attention, random_qkv
+from sparse_plans import cluster_plan, row_mask_plan, tile_plan
+
+from diffusion_runtime.attention import SparsePlan, TokenLayout
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch, block_sparse_attention
+
+GRID = (5, 6, 7)
+LAYOUTS = {
+    "grid": TokenLayout(GRID),
+    "suffix": TokenLayout(GRID, num_suffix_tokens=9, valid_lengths=(0, 7)),
+    "prefix": TokenLayout(GRID, num_prefix_tokens=6, valid_lengths=(4, 6)),
+    "both sides": TokenLayout(GRID, num_prefix_tokens=3, num_suffix_tokens=2),
+}
+
+
+def plans(layout: TokenLayout) -> dict[str, SparsePlan]:
+    return {
+        "tiles": tile_plan(layout, (4, 4, 4), batch=2),
+        "small tiles": tile_plan(layout, (2, 3, 4), batch=2, smallest=0),
+        "clusters": cluster_plan(layout, batch=2),
+        "row mask": row_mask_plan(layout, (2, 3, 4), batch=2),
+    }
+
+
+CASES = [(place, kind) for place in LAYOUTS for kind in ("tiles", "small tiles", "clusters", "row mask")]
+
+
+@pytest.mark.parametrize(("place", "kind"), CASES)
+def test_reference_is_masked_attention(place: str, kind: str) -> None:
+    layout = LAYOUTS[place]
+    plan = plans(layout)[kind]
+    q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2)
+    result = block_sparse_attention(q, k, v, plan, scale=0.3, return_lse=True, implementation="reference")
+    out, lse = masked_attention(q, k, v, plan.to_dense_mask(), scale=0.3)
+    assert result.lse is not None
+    torch.testing.assert_close(result.out.double(), out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("place", "kind"), CASES)
+def test_density_counts_the_mask(place: str, kind: str) -> None:
+    layout = LAYOUTS[place]
+    plan = plans(layout)[kind]
+    valid = [layout.num_grid_tokens + plan.valid_text(sample) for sample in range(2)]
+    expected = float(plan.to_dense_mask().sum()) / (4 * sum(count * count for count in valid))
+    assert plan.density == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["tiles", "clusters", "row mask"])
+def test_heads_of_a_plan_compute_what_the_whole_plan_computes(kind: str) -> None:
+    layout = LAYOUTS["suffix"]
+    plan = plans(layout)[kind]
+    q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2)
+    whole = block_sparse_attention(q, k, v, plan).out
+    half = block_sparse_attention(q[:, :, 2:], k[:, :, 1:], v[:, :, 1:], plan.heads(2, 4)).out
+    torch.testing.assert_close(half, whole[:, :, 2:], rtol=0, atol=1e-6)
+    assert torch.equal(plan.heads(2, 4).to_dense_mask(), plan.to_dense_mask()[:, 2:])
+
+
+@pytest.mark.parametrize("kind", ["tiles", "clusters", "row mask"])
+@pytest.mark.parametrize("poison", [1e4, float("nan")])
+def test_what_nobody_sees_changes_nothing(kind: str, poison: float) -> None:
+    layout = LAYOUTS["suffix"]
+    plan = plans(layout)[kind]
+    q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=4, seed=1)
+    plan = dataclasses.replace(plan, num_kv_heads=4, kv=plan.q) if kind != "clusters" else plan
+    if kind == "clusters":
+        k, v = k[:, :, ::2], v[:, :, ::2]
+    clean = block_sparse_attention(q, k, v, plan).out
+    query = 17
+    mask = plan.to_dense_mask()
+    repeats = plan.num_heads // plan.num_kv_heads
+    k, v = k.clone(), v.clone()
+    for sample in range(2):
+        for head in range(plan.num_kv_heads):
+            seen = mask[sample, head * repeats : (head + 1) * repeats, query].any(dim=0)
+            k[sample, ~seen, head] = poison
+            v[sample, ~seen, head] = poison
+    poisoned = block_sparse_attention(q, k, v, plan).out
+    # Query heads that share a key head see what either of them sees, so their own rows may differ by nothing else.
+    if repeats == 1:
+        torch.testing.assert_close(poisoned[:, query], clean[:, query], rtol=0, atol=0)
+    assert not poisoned[0, layout.num_grid_tokens :].any(), "rows of padded text are 0"
+
+
+def test_branch_adds_the_gated_mean_of_the_block_to_grid_queries() -> None:
+    layout = LAYOUTS["prefix"]
+    plan = tile_plan(layout, (4, 4, 4), batch=2)
+    q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2)
+    pooled, gate = torch.randn(2, 4, plan.q.num_blocks, 16), torch.randn(q.shape)
+    plain = block_sparse_attention(q, k, v, plan).out
+    out = block_sparse_attention(q, k, v, plan, branch=PooledBranch(pooled, gate)).out
+    block = plan.q.block_of_token()[0]
+    for token in (0, 3, 6, 50, 215):
+        added = 0 if token < 6 else gate[:, token] * pooled[:, :, block[token]]
+        torch.testing.assert_close(out[:, token], plain[:, token] + added)
+    assert torch.equal(add_branch(plain, plan, PooledBranch(pooled, gate)), out)
+
+
+def test_values_of_one_give_one() -> None:
+    layout = LAYOUTS["grid"]
+    q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2)
+    out = block_sparse_attention(q, k, torch.ones_like(v), tile_plan(layout, (4, 4, 4), batch=2)).out
+    torch.testing.assert_close(out, torch.ones_like(out))
+
+
+def test_halves_merge_to_the_whole_by_their_log_sum_exp() -> None:
+    layout = LAYOUTS["grid"]
+    plan = tile_plan(layout, (2, 3, 4), batch=2, smallest=2)
+    q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2)
+    whole = block_sparse_attention(q, k, v, plan, return_lse=True)
+    first = dataclasses.replace(plan, kv_count=torch.ones_like(plan.kv_count))
+    rest = dataclasses.replace(plan, kv_count=plan.kv_count - 1, kv_index=plan.kv_index[..., 1:].contiguous())
+    parts = [block_sparse_attention(q, k, v, part, return_lse=True) for part in (first, rest)]
+    lse = torch.stack([part.lse for part in parts if part.lse is not None])
+    weights = lse.softmax(dim=0).transpose(2, 3)[..., None]
+    merged = weights[0] * parts[0].out + weights[1] * parts[1].out
+    torch.testing.assert_close(merged, whole.out)
+    torch.testing.assert_close(lse.logsumexp(dim=0), whole.lse)
+
+
+def test_tensors_that_do_not_fit_and_implementations_that_cannot_run_are_refused() -> None:
+    layout = LAYOUTS["grid"]
+    plan = tile_plan(layout, (4, 4, 4))
+    q, k, v = random_qkv(layout, num_heads=4, num_kv_heads=2)
+    with pytest.raises(ConfigError, match=r"is for q \(1, 210, 4\).*got q \(1, 209, 4, 16\)"):
+        block_sparse_attention(q[:, 1:], k, v, plan)
+    with pytest.raises(ConfigError, match="expected auto, reference, triton, flash4, got 'cuda'"):
+        block_sparse_attention(q, k, v, plan, implementation="cuda")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="'flash4' cannot run here: needs a CUDA GPU"):
+            block_sparse_attention(q, k, v, plan, implementation="flash4")

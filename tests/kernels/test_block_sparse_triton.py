@@ -1,0 +1,76 @@
+"""The Triton kernel: under the interpreter on a CPU (in a process of its own), compiled on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.block_sparse_cases import LAYOUTS, errors, plan_of
+from sparse_oracle import random_qkv
+
+from diffusion_runtime.kernels.block_sparse import flash4
+from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
+from diffusion_runtime.kernels.block_sparse.triton import TileShape, refusal
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+def test_kernel_under_the_interpreter() -> None:
+    script = Path(__file__).with_name("block_sparse_cases.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("ok\n")
+
+
+def test_refusals_say_what_is_missing() -> None:
+    plan = plan_of("tiles", LAYOUTS["grid"])
+    q, _, _ = random_qkv(LAYOUTS["grid"], batch=2, num_heads=2)
+    if torch.cuda.is_available():
+        assert refusal(q.cuda().double(), plan) == "takes bfloat16, float16 and float32, not torch.float64"
+        assert "equal size" in str(flash4.refusal(q.cuda().bfloat16().repeat(1, 1, 1, 8), plan))
+    else:
+        assert refusal(q, plan) == "needs a CUDA GPU, the tensors are on cpu"
+        assert flash4.refusal(q, plan) == "needs a CUDA GPU, the tensors are on cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tiles", "small tiles", "clusters", "row mask"])
+@pytest.mark.parametrize("place", list(LAYOUTS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernel_on_a_gpu(place: str, kind: str, dtype: torch.dtype) -> None:
+    errors(kind, LAYOUTS[place], 64, dtype, None, 0.2, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [16, 72, 80, 96, 128, 256])
+def test_head_sizes_on_a_gpu(head_dim: int) -> None:
+    errors("clusters", LAYOUTS["suffix"], head_dim, torch.bfloat16, None, head_dim**-0.5, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize(("rows", "piece", "warps"), [(64, 64, 4), (128, 64, 8), (128, 128, 8)])
+def test_tile_shapes_on_a_gpu(rows: int, piece: int, warps: int, bulk: bool) -> None:
+    errors("clusters", LAYOUTS["suffix"], 128, torch.bfloat16, TileShape(rows, piece, warps, 2, bulk), 0.09, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tiles", "clusters", "row mask"])
+def test_kernel_waits_for_nothing(kind: str) -> None:
+    """No host synchronisation, and the same bits twice."""
+    layout = LAYOUTS["suffix"]
+    plan = plan_of(kind, layout).to("cuda")
+    q, k, v = (x.cuda().bfloat16() for x in random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=64))
+    first = block_sparse_attention(q, k, v, plan).out
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        second = block_sparse_attention(q, k, v, plan).out
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, second)
