@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import platform
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,11 +29,14 @@ ATTENTION_PACKAGES = (
     "flash-attn-3",
     "flash-attn-4",
     "flashinfer-python",
+    "flashinfer-jit-cache",
     "sageattention",
     "sageattn3",
     "xformers",
     "amd-aiter",
 )
+# The compilers that backends without compiled kernels call.
+PROGRAMS = ("g++", "clang++", "nvcc")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Hardware:
     capability: (major, minor) compute capability on CUDA, else None.
     cudnn: (major, minor) of the cuDNN that torch uses, None without one.
     packages: installed distributions that attention backends look for, name to version.
+    programs: which of PROGRAMS can be started.
+    is_here: this process runs on it, so its packages can be imported; a Hardware made by hand is some other machine.
     """
 
     platform: str = "cpu"
@@ -50,6 +57,8 @@ class Hardware:
     cudnn: tuple[int, int] | None = None
     torch_version: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
+    programs: frozenset[str] = frozenset()
+    is_here: bool = field(default=False, compare=False)
 
     def describe(self) -> str:
         """One phrase for log lines: `cuda sm_90, torch 2.13.0`."""
@@ -68,6 +77,15 @@ def installed_packages() -> dict[str, str]:
     return found
 
 
+def found_programs() -> frozenset[str]:
+    """Those of PROGRAMS that are on PATH, and nvcc where the CUDA toolkit puts it."""
+    found = {name for name in PROGRAMS if shutil.which(name)}
+    toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    if any(root and shutil.which("nvcc", path=os.path.join(root, "bin")) for root in toolkits):
+        found.add("nvcc")
+    return frozenset(found)
+
+
 @functools.lru_cache(maxsize=16)
 def detect_hardware(device: str = "auto") -> Hardware:
     """The hardware behind a device string (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...); asked once a process.
@@ -78,16 +96,20 @@ def detect_hardware(device: str = "auto") -> Hardware:
 
     torch_device = resolve_device(device)
     version = torch.__version__.partition("+")[0]
-    packages = installed_packages()
-    if torch_device.type != "cuda":
-        name = (platform.processor() or platform.machine()) if torch_device.type == "cpu" else torch_device.type
-        return Hardware(torch_device.type, name, torch_version=version, packages=packages)
-    name = torch.cuda.get_device_name(torch_device)
-    if torch.version.hip is not None:
-        return Hardware("rocm", name, torch_version=version, packages=packages)
-    cudnn_number: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    cudnn = None if cudnn_number is None else (cudnn_number // 10000, cudnn_number // 100 % 100)
-    return Hardware("cuda", name, torch.cuda.get_device_capability(torch_device), cudnn, version, packages)
+    capability = cudnn = None
+    if torch_device.type == "cuda":
+        device_platform = "cuda" if torch.version.hip is None else "rocm"
+        name = torch.cuda.get_device_name(torch_device)
+        if device_platform == "cuda":
+            capability = torch.cuda.get_device_capability(torch_device)
+            cudnn_number: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+            cudnn = None if cudnn_number is None else (cudnn_number // 10000, cudnn_number // 100 % 100)
+    else:
+        device_platform = torch_device.type
+        name = (platform.processor() or platform.machine()) if device_platform == "cpu" else device_platform
+    return Hardware(
+        device_platform, name, capability, cudnn, version, installed_packages(), found_programs(), is_here=True
+    )
 
 
 def resolve_device(device: str = "auto") -> torch.device:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.select import Decision
@@ -192,7 +193,7 @@ def _prepare(config: RuntimeConfig) -> _Prepared:
         family=family.name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        rules=_request_rules(folder, family, read_scheduler_config(folder)),
+        rules=_request_rules(folder, family, read_scheduler_config(folder), tuple(transformer.attention_layers())),
         attention=_planned_attention(transformer),
         libraries=(
             LibraryAttention("text_encoder", "transformers", "its own choice"),
@@ -202,7 +203,9 @@ def _prepare(config: RuntimeConfig) -> _Prepared:
     return _Prepared(description, family, transformer, device, dtype)
 
 
-def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig) -> RequestRules:
+def _request_rules(
+    folder: Path, family: ModelFamily, scheduler: SchedulerConfig, attention_layers: tuple[AttentionLayer, ...]
+) -> RequestRules:
     """generation.json over the scheduler's own settings over the family's defaults."""
     settings = generation_settings(folder)
     defaults = dict(family.defaults)
@@ -214,6 +217,7 @@ def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig
         presets=settings.presets,
         geometry=family.geometry(folder),
         scheduler=scheduler,
+        attention_layers=attention_layers,
     )
 
 

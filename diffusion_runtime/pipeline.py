@@ -13,6 +13,7 @@ import torch
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.report import AttentionRecorder
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.denoising.guidance import with_guidance
@@ -54,18 +55,20 @@ OnProgress: TypeAlias = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with."""
+    """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
+    and its attention layers, with or without weights around them, whose options may ask for a number of steps."""
 
     defaults: Mapping[str, Any]
     presets: Mapping[str, Mapping[str, Any]]
     geometry: LatentGeometry
     scheduler: SchedulerConfig
+    attention_layers: tuple[AttentionLayer, ...]
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
 
-        Raises RequestError for an unknown preset, sizes that do not divide, or a value that nothing gives;
-        ModelLoadError when neither the request nor the model names a sampler there is.
+        Raises RequestError for an unknown preset, sizes that do not divide, or a value that nothing gives; ConfigError
+        for attention options made for other steps; ModelLoadError when nobody names a sampler there is.
         """
         if preset is not None:
             if preset not in self.presets:
@@ -76,6 +79,8 @@ class RequestRules:
             raise self.scheduler.unknown_class_error()
         settings = _Settings.of([request])
         self.geometry.check(settings.height, settings.width, settings.num_frames)
+        for layer in self.attention_layers:
+            layer.check_request(settings.num_inference_steps)
         return request
 
 
@@ -123,8 +128,8 @@ class Pipeline:
 
         on_progress: called before and after every step; what it raises ends the generation.
 
-        Raises RequestError for a request that cannot be made or does not belong with the others, DeviceMemoryError
-        when memory runs out, and DiffusionRuntimeError when the numbers overflow.
+        Raises what `resolve` raises and RequestError for requests that do not belong together, before any work;
+        DeviceMemoryError when memory runs out, and DiffusionRuntimeError when the numbers overflow.
         """
         batch = [self.resolve(request) for request in requests]
         settings = _Settings.of(batch)

@@ -17,7 +17,7 @@ from PIL import Image
 PROMPTS = (
     ("a red circle moving left", 0),
     ("a yellow star moving up on a checkered background", 0),
-    ("a blue square moving right and a green circle standing still on stripes", 0),
+    ("a blue square moving right and a green circle standing still on stripes", 1),
     ("a purple triangle moving down and an orange ring moving up on a gradient background", 0),
 )
 SIZE = 176

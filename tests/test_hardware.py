@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from diffusion_runtime.errors import ConfigError, nearest
-from diffusion_runtime.hardware import Hardware, detect_hardware, installed_packages, resolve_device, resolve_dtype
+from diffusion_runtime.hardware import (
+    Hardware,
+    detect_hardware,
+    found_programs,
+    installed_packages,
+    resolve_device,
+    resolve_dtype,
+)
 
 
 def test_the_cpu_is_described_by_its_versions() -> None:
@@ -57,3 +64,24 @@ def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: 
 def test_nearest_names() -> None:
     assert nearest("torch_spda", ["torch_sdpa", "fa"]) == " Did you mean 'torch_sdpa'?"
     assert nearest("zzz", ["b", "a"]) == " Known: a, b."
+
+
+def test_programs_are_those_that_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, name in (("path", "g++"), ("toolkit/bin", "nvcc")):
+        program = tmp_path / folder / name
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setenv("CUDA_PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert found_programs() == {"g++", "nvcc"}
+    (tmp_path / "path" / "g++").chmod(0o644)
+    assert found_programs() == {"nvcc"}
+
+
+def test_only_the_machine_of_this_process_is_here() -> None:
+    detected = detect_hardware("cpu")
+    assert detected.is_here
+    assert detected.programs == found_programs()
+    assert not Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.11.0").is_here

@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_runtime import AttentionConfig, GenerationRequest, Pipeline, force_attention_backend, load_pipeline
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.errors import DeviceMemoryError, DiffusionRuntimeError, ModelLoadError, RequestError
+from diffusion_runtime.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    DiffusionRuntimeError,
+    ModelLoadError,
+    RequestError,
+)
 from diffusion_runtime.pipeline import Progress
 
 NUM_LAYERS = 2
@@ -171,6 +177,23 @@ def test_sizes_that_do_not_divide_are_refused_before_any_work(
     with pytest.raises(RequestError, match=told):
         pipeline(request(**values), on_progress=seen.append)
     assert seen == []
+
+
+def test_attention_options_for_other_steps_are_refused_before_any_work(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "three_steps.json"
+    windows = {f"{s}_{layer}_{h}": [1, 1, 1] for s in range(3) for layer in range(NUM_LAYERS) for h in range(4)}
+    path.write_text(json.dumps(windows))
+    choice = {"backend": "sliding_tile_attn", "extra": {"mask_strategy_file_path": str(path)}}
+    tuned = load_pipeline(str(tiny_wan_folder), device="cpu", attention=choice)
+    plain = load_pipeline(str(tiny_wan_folder), device="cpu")
+    seen: list[Progress] = []
+    with pytest.raises(ConfigError, match="is for 3 steps and this run has 4"):
+        tuned.generate([request(num_inference_steps=4)] * 2, on_progress=seen.append)
+    with force_attention_backend(choice, role="self"), pytest.raises(ConfigError, match="is for 3 steps"):
+        plain(request(num_inference_steps=4), on_progress=seen.append)
+    assert seen == []
+    assert {row.backend for row in tuned(request()).attention_report.rows} == {"sliding_tile_attn", "torch_sdpa"}
+    plain(request(num_inference_steps=4))
 
 
 def test_another_scheduler_class_needs_a_sampler_in_the_request(tiny_wan_copy: Callable[[], Path]) -> None:

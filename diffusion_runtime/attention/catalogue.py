@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from diffusion_runtime.attention.backends.interface import Capability
+from diffusion_runtime.attention.backends.interface import Availability, Backend, Capability, HeadSizes, Question
+from diffusion_runtime.attention.backends.names import KNOWN_NAMES, PEER_SPELLINGS
+from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
+from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.attention.options import option_names
+from diffusion_runtime.attention.select import Decision, Levels, select
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """One backend as seen from one machine. version: None when it is not usable here; reason and fix then say why."""
+    """One backend as seen from one machine. version: None when it is not usable here; reason and fix then say why.
+
+    aliases: every other spelling that means it, those of peers included; capability: what this machine leaves of it;
+    options: the keys it takes.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -20,24 +30,131 @@ class BackendInfo:
     version: str | None
     reason: str
     fix: str
+    options: tuple[str, ...] = ()
 
     @property
     def usable(self) -> bool:
         return self.version is not None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; sets as sorted lists."""
+        can = self.capability
+        return {
+            "name": self.name,
+            "aliases": list(self.aliases),
+            "summary": self.summary,
+            "usable": self.usable,
+            "version": self.version,
+            "reason": self.reason,
+            "fix": self.fix,
+            "options": list(self.options),
+            "capability": {
+                "platforms": sorted(can.platforms),
+                "minimum_capability": None if can.minimum_capability is None else list(can.minimum_capability),
+                "maximum_capability": None if can.maximum_capability is None else list(can.maximum_capability),
+                "dtypes": sorted(can.dtypes),
+                "head_sizes": {
+                    "minimum": can.head_sizes.minimum,
+                    "maximum": can.head_sizes.maximum,
+                    "multiple": can.head_sizes.multiple,
+                    "only": list(can.head_sizes.only),
+                },
+                "features": sorted(can.features),
+                "categories": sorted(can.categories),
+            },
+        }
 
-def list_backends(device: str | Hardware = "auto") -> list[BackendInfo]:
-    """Every backend this version has, with whether it runs on `device`."""
+
+def list_backends(device: str | Hardware = "auto", *, importing: bool = True) -> list[BackendInfo]:
+    """Every backend this version has, with whether it runs on `device`. One that cannot even be asked says so.
+
+    importing: also import the packages of those that this machine can run, which tells the broken ones.
+    """
     hardware = device if isinstance(device, Hardware) else detect_hardware(device)
-    listed = []
-    for name in available_names():
+    return [_describe(name, hardware, importing and hardware.is_here) for name in available_names()]
+
+
+def missing_names() -> tuple[str, ...]:
+    """Names that a choice may hold although this version has no such backend."""
+    return tuple(name for name in KNOWN_NAMES if name not in available_names())
+
+
+def platform_default(hardware: Hardware) -> Decision:
+    """What a usual layer (self-attention, heads of 128, the platform's usual dtype) gets when nobody chooses.
+
+    Raises BackendUnavailableError when nothing runs there.
+    """
+    dtype = "float32" if hardware.platform == "cpu" else "bfloat16"
+    return select(Question("self", "self", 128, dtype, hardware, num_heads=24, num_kv_heads=24), Levels())
+
+
+def capability_on(backend: Backend, hardware: Hardware) -> Capability:
+    """What a machine leaves of a backend's capability."""
+    can = backend.capability
+    return can.on(hardware) if isinstance(can, NarrowedCapability) else can
+
+
+def usual_head_sizes(sizes: HeadSizes) -> list[int]:
+    """64 and 128 where they are taken, else the smallest that is."""
+    usual = [size for size in (64, 128) if size in sizes]
+    return usual or [next(size for size in range(1, 4097) if size in sizes)]
+
+
+def raised_line(error: BaseException) -> str:
+    """`OSError: libbroken.so: cannot open shared object file`."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def _describe(name: str, hardware: Hardware, importing: bool) -> BackendInfo:
+    try:
         backend = find_backend(name)
-        assert backend is not None
-        found = backend.probe(hardware)
-        version, reason = found.version, found.reason
-        if hardware.platform not in backend.capability.platforms:
-            version, reason = None, f"does not run on {hardware.platform}"
-        listed.append(
-            BackendInfo(name, backend.aliases, backend.summary, backend.capability, version, reason, found.fix)
-        )
-    return listed
+        assert backend is not None, f"{name} is listed and not there"
+    except Exception as error:  # a backend's file stands or falls with the packages it imports
+        reason = f"its module cannot be imported: {raised_line(error)}"
+        return BackendInfo(name, _spellings(name, ()), "", Capability(), None, reason, "")
+    can = backend.capability
+    try:
+        found = _availability(backend, hardware, importing)
+        if found.version is not None:
+            can = capability_on(backend, hardware)
+    except Exception as error:  # a package that is installed and broken may raise anything
+        found = Availability(None, f"it cannot be asked: {raised_line(error)}")
+    return BackendInfo(
+        name=name,
+        aliases=_spellings(name, backend.aliases),
+        summary=backend.summary,
+        capability=can,
+        version=found.version,
+        reason=found.reason,
+        fix=found.fix,
+        options=option_names(backend.options_type),
+    )
+
+
+def _availability(backend: Backend, hardware: Hardware, importing: bool) -> Availability:
+    """What the chip says, the packages and, with `importing`, their import; the chip first: no command changes it."""
+    refused = _hardware_refusals(backend, hardware)
+    if refused:
+        return Availability(None, "; ".join(refused))
+    found = backend.probe(hardware)
+    if found.version is not None and importing and isinstance(backend, ImportingBackend):
+        broken = backend.import_error(hardware)
+        if broken is not None:
+            reason, _, fix = broken.partition("; fix: ")
+            return Availability(None, reason, fix)
+    return found
+
+
+def _spellings(name: str, aliases: tuple[str, ...]) -> tuple[str, ...]:
+    # Spellings with a leading underscore are another program's inner names: accepted, not advertised.
+    peers = [spelling for spelling, meant in PEER_SPELLINGS.items() if meant == name and not spelling.startswith("_")]
+    return tuple(dict.fromkeys([*aliases, *peers]))
+
+
+def _hardware_refusals(backend: Backend, hardware: Hardware) -> list[str]:
+    """Why this device cannot run the backend, whatever is asked of it: its refusal of a call it otherwise takes."""
+    can = capability_on(backend, hardware)
+    category, head_dim = min(can.categories), usual_head_sizes(can.head_sizes)[0]
+    dtype = "bfloat16" if "bfloat16" in can.dtypes else min(can.dtypes)
+    return backend.capability.refusals(Question(category, category, head_dim, dtype, hardware, 8, 8))

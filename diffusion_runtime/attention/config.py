@@ -12,7 +12,7 @@ from typing import Any, Self
 import yaml
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
-from diffusion_runtime.attention.options import check_options, option_names, parse_pairs
+from diffusion_runtime.attention.options import check_options, option_names, parse_pairs, unknown_option
 from diffusion_runtime.attention.roles import known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.errors import ConfigError, nearest
@@ -30,8 +30,9 @@ class AttentionSpec:
 
     name: a backend, several in order of preference (`fa,torch_sdpa`), or `auto` for no choice. Any spelling that the
         registry knows; kept in its canonical form.
-    options: explicitly set options, checked against what the named backends declare. With `auto` they configure the
-        backend that a lower level chooses and are checked there.
+    options: explicitly set options, each checked against what the named backends declare. With `auto` they configure
+        the backend that a lower level chooses and are checked there. What they say together is checked where the set
+        is complete, when a layer settles its choice: another level may complete it.
 
     Raises ConfigError for an unknown name, an unknown option or a wrong type.
     """
@@ -68,14 +69,16 @@ class AttentionSpec:
     def _checked_options(self) -> dict[str, Any]:
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options of {self.name}: expected a mapping, got {self.options!r}")
-        backends = [find_backend(name) for name in self.candidates]
-        present = [backend for backend in backends if backend is not None]
-        if len(present) < max(1, len(backends)):
-            return dict(self.options)
-        checked = {}
-        for key, value in self.options.items():
-            owner = next((b for b in present if key in option_names(b.options_type)), present[0])
-            checked.update(check_options(owner.options_type, {key: value}, f"options of {owner.name}"))
+        present = [backend for backend in map(find_backend, self.candidates) if backend is not None]
+        checked, left = dict(self.options), dict(self.options)
+        for backend in present:
+            known = option_names(backend.options_type)
+            mine = {key: left.pop(key) for key in self.options if key in left and key in known}
+            checked.update(check_options(backend.options_type, mine, f"options of {backend.name}"))
+        # What is left may belong to a backend that this version does not have.
+        if left and present and len(present) == len(self.candidates):
+            known = tuple(key for backend in present for key in option_names(backend.options_type))
+            raise unknown_option(f"options of {self.name}", next(iter(left)), known)
         return checked
 
     def __hash__(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -17,11 +18,11 @@ from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.options import check_options
-from diffusion_runtime.attention.policy import AttentionPolicy, dtype_name
+from diffusion_runtime.attention.options import build_options
+from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules, dtype_name
 from diffusion_runtime.attention.select import Decision, ForcedChoice, current_force, select
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.hardware import detect_hardware, resolve_device
 from diffusion_runtime.parallel.interface import Exchange, SingleProcess
 
 
@@ -39,7 +40,7 @@ class _Moment:
     """All that a decision depends on at a call; equal moments share one decision."""
 
     forced: tuple[ForcedChoice, ...]
-    rules: tuple[tuple[int, ...], tuple[int, ...]]
+    rules: HeldRules
     dtype: torch.dtype
     device: torch.device
     needs: frozenset[str]
@@ -52,7 +53,8 @@ class AttentionLayer(nn.Module, ABC):
     attention). layer: which layer this is, its role included. policy: the choices it is built with; None takes the
     environment's and the platform's. scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
 
-    Raises BackendUnavailableError and ConfigError at construction when a choice for the role cannot run.
+    Raises BackendUnavailableError and ConfigError at construction when a choice for the role cannot run, with its
+    options and with any schedule rule that can hold.
     """
 
     def __init__(
@@ -86,6 +88,14 @@ class AttentionLayer(nn.Module, ABC):
         self.decisions: tuple[tuple[str, Decision], ...] = tuple(self.policy.possible_decisions(question, self.layer))
         for _, decision in self.decisions:
             self.policy.announce(decision, self.layer.role)
+        self._check_moments(self.policy.held_rules(self.layer), (), num_steps=None)
+
+    def check_request(self, num_steps: int) -> None:
+        """Ask the backends of a request of `num_steps` whether their options can serve this layer; it costs little.
+
+        Raises ConfigError when one cannot, and BackendUnavailableError when a choice that is forced now cannot run.
+        """
+        self._check_moments(self.policy.held_rules(self.layer, num_steps), current_force(), num_steps)
 
     def forward(
         self,
@@ -172,7 +182,18 @@ class AttentionLayer(nn.Module, ABC):
         if with_gate:
             needs.add("gate")
         rules = self.policy.rules_now(self.layer, context.step)
-        moment = _Moment(current_force(), rules, x.dtype, x.device, frozenset(needs))
+        return self._resolved_at(_Moment(current_force(), rules, x.dtype, x.device, frozenset(needs)))
+
+    def _check_moments(
+        self, held: Iterable[HeldRules], forced: tuple[ForcedChoice, ...], num_steps: int | None
+    ) -> None:
+        device = resolve_device(self.policy.device)
+        for rules in held:
+            moment = _Moment(forced, rules, self.policy.dtype, device, self._constant_needs())
+            resolved = self._resolved_at(moment)
+            resolved.backend.check(resolved.options, self.layer, self.num_heads, num_steps)
+
+    def _resolved_at(self, moment: _Moment) -> _Resolved:
         resolved = self._resolved.get(moment)
         if resolved is None:
             resolved = self._resolved[moment] = self._resolve(moment)
@@ -217,11 +238,14 @@ class USPAttention(AttentionLayer):
 
 
 def resolve_decision(decision: Decision) -> _Resolved:
-    """The backend of a decision, with its options as the type it declares."""
+    """The backend of a decision, with its options as the type it declares.
+
+    Raises ConfigError for options that contradict each other: here the set is complete.
+    """
     backend = find_backend(decision.backend)
     assert backend is not None, decision
-    checked = check_options(backend.options_type, decision.options, f"options of {backend.name}")
-    return _Resolved(decision, backend, backend.options_type(**checked))
+    options = build_options(backend.options_type, decision.options, f"options of {backend.name}")
+    return _Resolved(decision, backend, options)
 
 
 def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout | None, causal: bool) -> None:

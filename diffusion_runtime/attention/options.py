@@ -20,7 +20,8 @@ def parse_scalar(text: str) -> Any:
         return _WORDS[text.lower()]
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
+        # Not JSON, a number with thousands of digits, or brackets in brackets without end.
         return text
 
 
@@ -64,26 +65,58 @@ def option_names(options_type: type) -> tuple[str, ...]:
 
 
 def check_options(options_type: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`options` in the types that the dataclass `options_type` declares.
+    """`options` in the types that the dataclass `options_type` declares, each checked as far as it speaks for itself.
+
+    They may be a part of what a backend is given in the end, so what several say together is for `build_options`: an
+    option that is refused alone and accepted with the others passes.
 
     Raises ConfigError that names `where`, the key and the nearest valid key, or the type that was expected.
     """
+    checked = _coerce_options(options_type, options, where)
+    error = _refusal(options_type, checked)
+    if error is not None and any(_refusal(options_type, {key: value}) for key, value in checked.items()):
+        raise ConfigError(f"{where}: {error}") from error
+    return checked
+
+
+def build_options(options_type: type, options: Mapping[str, Any], where: str) -> Any:
+    """The complete set that a backend is given, as an instance of `options_type`.
+
+    Raises ConfigError like check_options, and for values that contradict each other.
+    """
+    checked = _coerce_options(options_type, options, where)
+    try:
+        return options_type(**checked)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def unknown_option(where: str, key: Any, known: tuple[str, ...]) -> ConfigError:
+    """The error of a key that none of `known` is."""
+    hint = nearest(str(key), known) if known else " It has no options."
+    return ConfigError(f"{where}: unknown option {key!r}.{hint}")
+
+
+def _refusal(options_type: type, options: Mapping[str, Any]) -> ValueError | None:
+    """What the options' own rules say against `options`, with defaults for the rest."""
+    try:
+        options_type(**options)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _coerce_options(options_type: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
     hints = get_type_hints(options_type)
     checked = {}
     for key, value in options.items():
         if key not in hints:
-            known = option_names(options_type)
-            hint = nearest(key, known) if known else " It has no options."
-            raise ConfigError(f"{where}: unknown option {key!r}.{hint}")
+            raise unknown_option(where, key, option_names(options_type))
         try:
             checked[key] = _coerce(value, hints[key])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             expected = _type_name(hints[key])
             raise ConfigError(f"{where}.{key}: expected {expected}, got {value!r}") from error
-    try:
-        options_type(**checked)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
     return checked
 
 

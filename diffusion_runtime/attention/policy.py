@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from diffusion_runtime.attention.backends.interface import Question
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.attention.select import (
     ENVIRONMENT_VARIABLE,
     Decision,
@@ -25,6 +26,9 @@ from diffusion_runtime.attention.select import (
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
 _logger = logging.getLogger("diffusion_runtime.attention")
+
+# Indexes of the schedule rules of cli and of config that hold at some moment.
+HeldRules = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,10 @@ class AttentionPolicy:
     def _said(self) -> set[str]:
         return set()
 
+    @cached_property
+    def _held(self) -> dict[tuple[HeldRules, int | None], tuple[HeldRules, ...]]:
+        return {}
+
     def question(self, layer: LayerInfo, *, head_dim: int, num_heads: int, num_kv_heads: int) -> Question:
         """What is known of a layer before it is called."""
         return Question(
@@ -63,8 +71,8 @@ class AttentionPolicy:
     def hardware(self) -> Hardware:
         return detect_hardware(self.device)
 
-    def rules_now(self, layer: LayerInfo, step: StepInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Indexes of the schedule rules of cli and config that hold for this layer at this step."""
+    def rules_now(self, layer: LayerInfo, step: StepInfo) -> HeldRules:
+        """The schedule rules that hold for this layer at this step."""
         if not self.cli.schedule and not self.config.schedule:
             return (), ()
         held = [
@@ -73,9 +81,26 @@ class AttentionPolicy:
         ]
         return held[0], held[1]
 
+    def held_rules(self, layer: LayerInfo, num_steps: int | None = None) -> tuple[HeldRules, ...]:
+        """What `rules_now` can say for this layer: at the steps of a request, or of any request for None.
+
+        Options may be spread over rules and levels, so a rule is judged with those that hold beside it.
+        """
+        in_layer = [
+            tuple(index for index, rule in enumerate(level.schedule) if rule.window.holds_in_layer(layer))
+            for level in (self.cli, self.config)
+        ]
+        key = ((in_layer[0], in_layer[1]), num_steps)
+        if key not in self._held:
+            levels = zip((self.cli, self.config), in_layer, strict=True)
+            windows = [level.schedule[index].window.steps for level, held in levels for index in held]
+            steps = telling_steps(windows, num_steps)
+            self._held[key] = tuple(dict.fromkeys(self.rules_now(layer, step) for step in steps))
+        return self._held[key]
+
     def levels(
         self,
-        rules: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+        rules: HeldRules = ((), ()),
         forced_now: tuple[ForcedChoice, ...] = (),
     ) -> Levels:
         """Everything selection reads. forced_now: choices forced at the call; they come first."""
@@ -101,6 +126,28 @@ class AttentionPolicy:
         if line not in self._said:
             self._said.add(line)
             _logger.info(line)
+
+
+def telling_steps(windows: Sequence[IndexRanges], num_steps: int | None) -> Iterator[StepInfo]:
+    """Steps at which every combination of `windows` that can hold together does hold.
+
+    num_steps: of the request; None: of any, for which a few step counts stand: which ranges overlap changes only where
+    the count passes a number that is counted from the start, one that is counted from the end, or a sum of the two.
+    """
+    bounds = {bound for window in windows for pair in window.ranges for bound in pair}
+    counts = [num_steps] if num_steps is not None else _telling_counts(bounds)
+    for count in counts:
+        edges = {bound + count if bound < 0 else bound for bound in bounds}
+        # Between two edges nothing changes, so the edges and their neighbours say it all.
+        steps = {0} | {edge + shift for edge in edges for shift in (-1, 0, 1)}
+        yield from (StepInfo(index=step, num_steps=count) for step in sorted(steps) if 0 <= step < count)
+
+
+def _telling_counts(bounds: Collection[int]) -> list[int]:
+    from_start = {0} | {bound for bound in bounds if bound >= 0}
+    from_end = {0} | {-bound for bound in bounds if bound < 0}
+    sums = {first + last for first in from_start for last in from_end}
+    return sorted({total + shift for total in sums for shift in range(-2, 4) if total + shift >= 1})
 
 
 def dtype_name(dtype: torch.dtype) -> str:

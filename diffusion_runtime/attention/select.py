@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from diffusion_runtime.attention.backends.interface import FEATURES, Backend, Question
+from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.options import check_options, option_names
@@ -191,7 +192,11 @@ def _try_choice(
 
 
 def refusals(name: str, question: Question) -> list[str]:
-    """Every reason why the backend `name` cannot serve `question`; empty when it can."""
+    """Every reason why the backend `name` cannot serve `question`; empty when it can.
+
+    Where nothing else speaks against it and the question is about the machine of this process, its package is imported,
+    once a process: one that is installed and broken is refused like any other.
+    """
     backend = find_backend(name)
     if backend is None:
         return [f"this version does not have it; it has {', '.join(available_names())}"]
@@ -199,7 +204,11 @@ def refusals(name: str, question: Question) -> list[str]:
     reasons = []
     if availability.version is None:
         reasons.append(availability.reason + (f"; fix: {availability.fix}" if availability.fix else ""))
-    return reasons + backend.capability.refusals(question)
+    reasons += backend.capability.refusals(question)
+    if not reasons and question.hardware.is_here and isinstance(backend, ImportingBackend):
+        broken = backend.import_error(question.hardware)
+        reasons += [] if broken is None else [broken]
+    return reasons
 
 
 def _unavailable(question: Question, source: str, key: str, refused: list[tuple[str, str]]) -> BackendUnavailableError:

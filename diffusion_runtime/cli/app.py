@@ -11,6 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.backends import EPILOG as BACKENDS_EPILOG
+from diffusion_runtime.cli.backends import backends
+from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
+from diffusion_runtime.cli.doctor import doctor
 from diffusion_runtime.cli.dotted_flags import rewrite_dotted_flags
 from diffusion_runtime.cli.failures import Failure
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
@@ -88,6 +92,8 @@ def verbs(
 
 
 app.command("generate", epilog=GENERATE_EPILOG)(generate)
+app.command("backends", epilog=BACKENDS_EPILOG)(backends)
+app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
 
 
 @app.command("info", epilog="[bold]Example[/]\n\ndiffusion-runtime info outputs/a-red-circle-moving-left-seed0.mp4")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diffusion_runtime.attention import AttentionConfig, AttentionSpec, LayerInfo, StepInfo, register_role
+from diffusion_runtime.attention.options import build_options, check_options, parse_scalar
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.errors import ConfigError
 
@@ -134,6 +136,55 @@ def test_a_role_may_contain_dots(blocky: str) -> None:
 def test_mistakes_name_the_key_and_the_nearest(form: Any, expected: str, blocky: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){expected}"):
         AttentionConfig.parse(form)
+
+
+def test_options_for_several_backends_in_order(blocky: str) -> None:
+    spec = AttentionSpec(f"{blocky},video_sparse_attn", {"topk": 2.0, "sparsity": 0.25, "dense_first_steps": "3"})
+    assert dict(spec.options) == {"topk": 2, "sparsity": 0.25, "dense_first_steps": 3}
+    assert spec.options_for(blocky) == {"topk": 2, "sparsity": 0.25}
+    assert spec.options_for("video_sparse_attn") == {"sparsity": 0.25, "dense_first_steps": 3}
+    for options, expected in (
+        ({"topk": "many"}, r"blocky\.topk: expected int"),
+        ({"dense_first_steps": -1}, "options of video_sparse_attn: dense_first_steps must be 0 or more, got -1"),
+        ({"dense_lyers": "0"}, "options of blocky,video_sparse_attn: unknown option 'dense_lyers'.*'dense_layers'"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            AttentionSpec(f"{blocky},video_sparse_attn", options)
+
+
+def test_a_backend_that_is_not_there_hides_no_mistake_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusion_runtime.attention.backends.registry.KNOWN_NAMES", ("later_attn",))
+    with pytest.raises(ConfigError, match=r"video_sparse_attn: sparsity must lie in \[0, 1\], got 1.5"):
+        AttentionSpec("later_attn,video_sparse_attn", {"sparsity": 1.5})
+    # Nobody knows what a backend of a later version takes.
+    assert dict(AttentionSpec("later_attn,video_sparse_attn", {"sparsity": 0.5, "speed": 3}).options) == {
+        "sparsity": 0.5,
+        "speed": 3,
+    }
+
+
+def test_an_option_that_needs_another_passes_beside_it() -> None:
+    @dataclass(frozen=True)
+    class Options:
+        mode: str = "plain"
+        size: int = 0
+
+        def __post_init__(self) -> None:
+            if self.mode == "sized" and self.size < 1:
+                raise ValueError(f"mode sized needs a size of 1 or more, got {self.size}")
+
+    assert check_options(Options, {"mode": "sized", "size": "2"}, "options") == {"mode": "sized", "size": 2}
+    assert build_options(Options, {"mode": "sized", "size": "2"}, "options") == Options("sized", 2)
+    for check in (check_options, build_options):
+        with pytest.raises(ConfigError, match="options: mode sized needs a size of 1 or more, got 0"):
+            check(Options, {"mode": "sized"}, "options")
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "[" * 100_000, "1e999999", "{"])
+def test_values_that_no_number_holds_are_an_error_and_no_crash(text: str, blocky: str) -> None:
+    value = parse_scalar(text)
+    with pytest.raises(ConfigError, match="topk: expected int"):
+        AttentionSpec(blocky, {"topk": value})
 
 
 def test_a_yaml_file_that_is_not_a_mapping(tmp_path: Path) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from diffusion_runtime.attention import (
+    AttentionCall,
     AttentionConfig,
     AttentionContext,
     AttentionPolicy,
+    AttentionResult,
+    Availability,
+    Backend,
+    Capability,
     LayerInfo,
     LocalAttention,
     StepInfo,
@@ -21,8 +29,11 @@ from diffusion_runtime.attention import (
     USPAttention,
     attention,
     force_attention_backend,
+    register_backend,
+    unregister_backend,
 )
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
+from diffusion_runtime.hardware import Hardware
 
 LAYERS = [LocalAttention, UlyssesAttention, USPAttention]
 
@@ -73,6 +84,114 @@ def test_a_choice_for_a_late_step_fails_at_construction_too(absent: str) -> None
     LocalAttention(4, 16, layer=LayerInfo(4, 6), policy=policy(late))
     with pytest.raises(BackendUnavailableError, match="steps 40, layers 5"):
         LocalAttention(4, 16, layer=LayerInfo(5, 6), policy=policy(late))
+
+
+# --- what backends say about their options ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AskedOptions:
+    topk: int = 3
+
+
+class AskedBackend(Backend):
+    """Writes down what it is asked, and serves topk of 3 alone, in requests of 8 steps alone."""
+
+    name = "asked"
+    summary = "a backend of the tests"
+    options_type = AskedOptions
+    capability = Capability(categories=frozenset({"self"}))
+    asked: ClassVar[list[tuple[int, int, int, int | None]]] = []
+
+    def probe(self, hardware: Hardware) -> Availability:
+        return Availability(version="1.0")
+
+    def check(self, options: AskedOptions, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
+        self.asked.append((options.topk, layer.index, num_heads, num_steps))
+        if options.topk != 3 or num_steps not in (None, 8):
+            raise ConfigError(f"topk {options.topk} in {num_steps} steps of layer {layer.index} of {layer.num_layers}")
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        raise AssertionError("a backend that is only asked ran")
+
+
+@pytest.fixture
+def asked() -> Iterator[list[tuple[int, int, int, int | None]]]:
+    register_backend(AskedBackend)
+    AskedBackend.asked.clear()
+    yield AskedBackend.asked
+    unregister_backend("asked")
+
+
+def test_a_backend_is_asked_about_its_options_at_construction_and_for_every_request(
+    asked: list[tuple[int, int, int, int | None]],
+) -> None:
+    layer = LocalAttention(4, 16, 4, layer=LayerInfo(2, 6), policy=policy("asked"))
+    assert asked == [(3, 2, 4, None)]
+    layer.check_request(8)
+    with pytest.raises(ConfigError, match="topk 3 in 7 steps of layer 2 of 6"):
+        layer.check_request(7)
+    assert asked[1:] == [(3, 2, 4, 8), (3, 2, 4, 7)]
+    with pytest.raises(ConfigError, match="topk 4 in None steps"):
+        LocalAttention(4, 16, policy=policy({"default": "asked", "schedule": [{"steps": "5", "extra": {"topk": 4}}]}))
+
+
+def test_a_backend_is_asked_only_about_what_can_hold(asked: list[tuple[int, int, int, int | None]]) -> None:
+    """The default never comes into play, nor the second rule in short requests."""
+    config = {
+        "default": {"backend": "asked", "extra": {"topk": 9}},
+        "schedule": [{"steps": "0-6", "backend": "torch_sdpa"}, {"steps": "7--1", "extra": {"topk": 3}}],
+    }
+    layer = LocalAttention(4, 16, policy=policy(config))
+    assert set(asked) == {(3, 0, 4, None)}
+    asked.clear()
+    layer.check_request(7)
+    assert asked == []
+    layer.check_request(8)
+    assert asked == [(3, 0, 4, 8)]
+    cross = LocalAttention(4, 16, layer=LayerInfo(role="cross"), policy=policy("asked"))
+    cross.check_request(7)
+
+
+def test_a_choice_that_is_forced_around_a_request_is_asked_too(asked: list[tuple[int, int, int, int | None]]) -> None:
+    layer = LocalAttention(4, 16, policy=policy("torch_sdpa"))
+    layer.check_request(7)
+    with force_attention_backend("asked"), pytest.raises(ConfigError, match="topk 3 in 7 steps"):
+        layer.check_request(7)
+    with force_attention_backend("fa"), pytest.raises(BackendUnavailableError, match="not on cpu"):
+        layer.check_request(7)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_rules_that_can_hold_are_those_that_some_step_has(seed: int) -> None:
+    """Against every step of every request of up to 40 steps, which is more than twice what the rules count to."""
+    chance = random.Random(seed)
+
+    def rule() -> dict[str, Any]:
+        first, last = sorted((chance.randint(0, 9), chance.randint(0, 9)))
+        last_from_end, first_from_end = sorted((chance.randint(1, 9), chance.randint(1, 9)))
+        steps = chance.choice([f"{first}-{last}", f"-{first_from_end}--{last_from_end}", f"{first}--{last_from_end}"])
+        return {"steps": steps, "layers": chance.choice(["0-1", "1", "all"]), "extra": {}, "backend": "torch_sdpa"}
+
+    levels = [{"schedule": [rule() for _ in range(count)]} for count in (2, 3)]
+    for level in levels:
+        for item in level["schedule"]:
+            if item["layers"] == "all":
+                del item["layers"]
+    choices = policy(*levels)
+    for index in range(3):
+        layer = LayerInfo(index, 3)
+        held = {
+            count: {choices.rules_now(layer, StepInfo(step, count)) for step in range(count)} for count in range(1, 41)
+        }
+        assert set(choices.held_rules(layer)) == set().union(*held.values())
+        for count in (1, 2, 7, 20, 40):
+            assert set(choices.held_rules(layer, count)) == held[count]
+
+
+def test_rules_that_count_far_cost_nothing() -> None:
+    rules = [{"steps": f"{10**9 * i}--{10**8 * i}", "backend": "torch_sdpa"} for i in range(1, 5)]
+    assert len(policy({"schedule": rules}).held_rules(LayerInfo())) >= 5
 
 
 def run_steps(layer: LocalAttention, context: AttentionContext, num_steps: int) -> list[tuple[str, str, str]]:

@@ -21,6 +21,10 @@ from diffusion_runtime.attention import (
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import Hardware
 
+DENSE = (
+    *("aiter", "cudnn_attn", "fa", "fa2", "fa3", "fa4", "flashinfer_attn", "flex_attn"),
+    *("sage_attn", "sage_attn_3", "xformers"),
+)
 SPARSE = ("sliding_tile_attn", "sparse_video_gen_2_attn", "video_sparse_attn", "vmoba_attn")
 PLUGIN = """
 from diffusion_runtime.attention import AttentionResult, Availability, Backend, Capability
@@ -64,7 +68,7 @@ def test_a_published_backend_is_found_and_a_broken_one_is_only_reported(tmp_path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    own = ["torch_sdpa", "reference", *sorted(SPARSE)]
+    own = ["torch_sdpa", "reference", *DENSE, *sorted(SPARSE)]
     assert done.stdout.splitlines() == ["plugin_attn 4", str([*own, "plugin_attn"])]
     assert "broken_package:Broken" in done.stderr
     assert "libbroken.so" in done.stderr

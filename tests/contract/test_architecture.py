@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 # Top row first. A module may import rows below its own and its own folder, nothing else.
 ROWS = [
     {"cli", "diffusers_bridge"},
-    {"loading", "quality"},
+    {"loading", "quality", "diagnosis"},
     {"pipeline"},
     {"models", "text_encoders", "denoising", "memory"},
     {"layers"},

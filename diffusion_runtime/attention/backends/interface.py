@@ -169,6 +169,15 @@ class Backend(ABC):
     def probe(self, hardware: Hardware) -> Availability:
         """Whether its packages are there, read off `hardware` without importing anything heavy."""
 
+    # Not abstract: most backends serve whatever their capability says.
+    def check(self, options: Any, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:  # noqa: B027
+        """Whether a complete set of options can serve a layer, asked before any weight is read.
+
+        options: an instance of options_type. num_heads: all query heads of the layer, however many processes share
+        them. num_steps: of the request that is about to start; None while no request is known. Raises ConfigError when
+        these options cannot serve this layer. Layers ask; a call of `attention` does not.
+        """
+
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:
         """Compute one call. Selection has already checked `capability`, so every call is one it promised."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.platforms import platform_candidates
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.sparse.tiles import text_lengths
+from diffusion_runtime.attention.select import refusals
+from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
@@ -93,6 +95,12 @@ class SparseBackend(Backend):
     def dense_reason(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
         """Why this layer at this step attends to everything; None when it is sparse."""
 
+    def why_dense(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
+        """Why a call attends to everything, by size or by schedule; None when it is sparse."""
+        if layout.num_grid_tokens < options.min_tokens:
+            return f"below min_tokens {options.min_tokens}"
+        return self.dense_reason(options, layout, layer, step)
+
     @abstractmethod
     def select_blocks(self, request: PlanRequest) -> SparsePlan:
         """The pattern of one call that is sparse."""
@@ -100,13 +108,13 @@ class SparseBackend(Backend):
     def plan(self, request: PlanRequest) -> SparsePlan:
         """The pattern of one call, the full one where the schedule says dense. Raises ConfigError."""
         check_grid(self.name, request.layout, request.q.shape[1], request.k.shape[1])
-        if self._dense_reason(request.options, request.layout, request.layer, request.step) is not None:
+        if self.why_dense(request.options, request.layout, request.layer, request.step) is not None:
             return dense_plan(self.name, request)
         return self.select_blocks(request)
 
     def run(self, call: AttentionCall) -> AttentionResult:
         layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
-        reason = self._dense_reason(call.options, layout, call.layer, call.step)
+        reason = self.why_dense(call.options, layout, call.layer, call.step)
         if reason is not None:
             return self.run_dense(call, reason)
         request = PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale)
@@ -131,11 +139,6 @@ class SparseBackend(Backend):
         result = dense.run(plain)
         return AttentionResult(result.out, result.lse, f"dense {dense.name} ({result.implementation}): {reason}")
 
-    def _dense_reason(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
-        if layout.num_grid_tokens < options.min_tokens:
-            return f"below min_tokens {options.min_tokens}"
-        return self.dense_reason(options, layout, layer, step)
-
 
 def dense_backend(call: AttentionCall) -> Backend:
     """The first backend of the platform's own order that can answer this call with everything visible."""
@@ -155,10 +158,7 @@ def dense_backend(call: AttentionCall) -> Backend:
     )
     for name in platform_candidates(hardware):
         backend = find_backend(name)
-        usable = backend is not None and backend.options_type is NoOptions
-        if backend is None or not usable or backend.probe(hardware).version is None:
-            continue
-        if not backend.capability.refusals(question):
+        if backend is not None and backend.options_type is NoOptions and not refusals(name, question):
             return backend
     raise ConfigError(f"no dense backend for a layer that its schedule says is dense: {question}")
 
@@ -182,16 +182,7 @@ def check_grid(name: str, layout: TokenLayout | None, num_q_tokens: int, num_k_t
 def dense_plan(method: str, request: PlanRequest) -> SparsePlan:
     """One block that holds the whole grid and lists itself."""
     layout, device = request.layout, request.q.device
-    grid = layout.num_grid_tokens
-    order = torch.arange(grid, device=device)
-    prefix = torch.arange(layout.num_prefix_tokens, device=device)
-    suffix = torch.arange(layout.num_suffix_tokens, device=device) + layout.num_prefix_tokens + grid
-    geometry = BlockGeometry(
-        order=torch.cat([order + layout.num_prefix_tokens, prefix, suffix])[None].to(torch.int32),
-        offsets=torch.tensor([[0, grid]], dtype=torch.int32, device=device),
-        max_block_size=grid,
-        uniform_block_size=grid,
-    )
+    geometry = _whole_grid(layout.num_grid_tokens, layout.num_prefix_tokens, layout.num_suffix_tokens, device)
     return SparsePlan(
         method=method,
         batch=request.batch,
@@ -202,7 +193,20 @@ def dense_plan(method: str, request: PlanRequest) -> SparsePlan:
         group_of=torch.zeros(request.batch, request.num_heads, dtype=torch.int32, device=device),
         kv_count=torch.ones(1, 1, dtype=torch.int32, device=device),
         kv_index=torch.zeros(1, 1, 1, dtype=torch.int32, device=device),
-        num_grid_tokens=grid,
+        num_grid_tokens=layout.num_grid_tokens,
         text_lengths=request.text_lengths(),
         is_dense=True,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _whole_grid(num_grid: int, num_prefix: int, num_suffix: int, device: torch.device) -> BlockGeometry:
+    """The grid in raster order as one block. num_grid: 1 or more, as check_grid saw to."""
+    grid_order = torch.arange(num_grid, device=device)
+    return BlockGeometry(
+        order=sequence_order(num_prefix, num_suffix, grid_order)[None].to(torch.int32),
+        # [0, num_grid] without a copy from the CPU, which would wait for the device.
+        offsets=torch.arange(0, num_grid + 1, num_grid, dtype=torch.int32, device=device)[None],
+        max_block_size=num_grid,
+        uniform_block_size=num_grid,
     )

@@ -10,7 +10,7 @@ import torch
 from diffusion_runtime.attention.backends.registry import available_names, canonical_name, find_backend
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.options import check_options
+from diffusion_runtime.attention.options import build_options
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
@@ -42,8 +42,6 @@ def plan_attention(
     if not isinstance(found, SparseBackend):
         sparse = [other for other in available_names() if isinstance(find_backend(other), SparseBackend)]
         raise ConfigError(f"plan_attention: {name} keeps every pair and has no plan; expected {', '.join(sparse)}")
-    checked = check_options(found.options_type, options or {}, f"options of {name}")
-    request = PlanRequest(
-        q, k, found.options_type(**checked), layout, layer, step, AttentionState() if state is None else state, scale
-    )
-    return found.plan(request)
+    checked = build_options(found.options_type, options or {}, f"options of {name}")
+    state = AttentionState() if state is None else state
+    return found.plan(PlanRequest(q, k, checked, layout, layer, step, state, scale))

@@ -17,7 +17,12 @@ from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid
 from diffusion_runtime.attention.sparse.sliding_tile_options import NONE, SEARCHING, TUNING_CFG, SlidingTileOptions
-from diffusion_runtime.attention.sparse.sliding_tile_search import SearchRecorder, SearchSetup, read_search_logs
+from diffusion_runtime.attention.sparse.sliding_tile_search import (
+    SearchRecorder,
+    SearchSetup,
+    find_search_logs,
+    read_search_logs,
+)
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import (
     MaskStrategy,
     head_groups,
@@ -60,6 +65,15 @@ class SlidingTileBackend(SparseBackend):
             return f"the first {options.num_full_steps} steps are full (skip_time_steps)"
         return None
 
+    def check(self, options: SlidingTileOptions, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
+        """See Backend.check. A strategy that is still to be tuned is checked at the first call."""
+        options.check_mode()
+        if options.mask_strategy_file_path is not None:
+            load_strategy(options.mask_strategy_file_path).check_fits(layer, num_heads, num_steps)
+        if options.is_tuning and num_steps is not None:
+            assert options.search_log_folder is not None, "check_mode asks for it"
+            find_search_logs(options.search_log_folder)
+
     def plan(self, request: PlanRequest) -> SparsePlan:
         layout = check_grid(self.name, request.layout, request.q.shape[1], request.k.shape[1])
         self._settle(request.options, layout, request.layer, request.step, request.state, request.num_heads)
@@ -97,7 +111,7 @@ class SlidingTileBackend(SparseBackend):
         strategy = _strategy_of(options, layout, layer, state)
         if strategy is None:
             return
-        strategy.check_fits(layer, step, num_heads)
+        strategy.check_fits(layer, num_heads, step.num_steps)
         if step.num_steps <= options.num_full_steps and state.is_first(f"{self.name}: all full: {options}"):
             _logger.warning(
                 "%s: skip_time_steps %d keeps all %d steps full; set a smaller one",

@@ -100,15 +100,20 @@ class SearchRecorder:
         _logger.info("STA_searching: wrote %s", self._path)
 
 
-def read_search_logs(folder: str | Path) -> list[SearchLog]:
-    """Every log in a folder, by name. Raises ConfigError when there is none, or one cannot be understood."""
+def find_search_logs(folder: str | Path) -> list[Path]:
+    """Every log in a folder, by name. Raises ConfigError when there is none."""
     paths = sorted(Path(folder).glob(_FILE_PATTERN))
     if not paths:
         raise ConfigError(
             f"search_log_folder: {folder} holds no {_FILE_PATTERN}; write some with sta_mode=STA_searching and the "
             "same search_log_folder"
         )
-    return [_read_log(path) for path in paths]
+    return paths
+
+
+def read_search_logs(folder: str | Path) -> list[SearchLog]:
+    """Every log in a folder, by name. Raises ConfigError when there is none, or one cannot be understood."""
+    return [_read_log(path) for path in find_search_logs(folder)]
 
 
 def _read_log(path: Path) -> SearchLog:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles, checked_extent
 from diffusion_runtime.attention.sparse.tiles import Extent
 from diffusion_runtime.errors import ConfigError, OutputError
@@ -40,13 +40,16 @@ class MaskStrategy:
     num_heads: int
     source: str
 
-    def check_fits(self, layer: LayerInfo, step: StepInfo, num_heads: int) -> None:
-        """Raises ConfigError unless the run has the steps, layers and heads that the windows were tuned for."""
-        if self.num_steps != step.num_steps:
+    def check_fits(self, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
+        """Raises ConfigError unless the run has the steps, layers and heads that the windows were tuned for.
+
+        num_steps: None while they are not known.
+        """
+        if num_steps is not None and self.num_steps != num_steps:
             raise ConfigError(
                 f"mask_strategy_file_path: {self.source} is for {self.num_steps} steps and this run has "
-                f"{step.num_steps}; generate with num_inference_steps {self.num_steps}, or tune a strategy for "
-                f"{step.num_steps} (outside a pipeline: pass step=StepInfo(index, num_steps))"
+                f"{num_steps}; generate with num_inference_steps {self.num_steps}, or tune a strategy for "
+                f"{num_steps} (outside a pipeline: pass step=StepInfo(index, num_steps))"
             )
         for what, here, there in (
             ("layers", self.num_layers, layer.num_layers),

@@ -54,7 +54,8 @@ class VideoSparseOptions:
                 )
             object.__setattr__(self, "sparsity", self.VSA_sparsity)
         if not 0.0 <= self.sparsity <= 1.0:
-            raise ValueError(f"sparsity must lie in [0, 1], got {self.sparsity}")
+            spelling = "sparsity" if self.VSA_sparsity is None else "VSA_sparsity"
+            raise ValueError(f"{spelling} must lie in [0, 1], got {self.sparsity}")
         if self.tile_size not in TILE_SIZES:
             allowed = ", ".join(str(list(size)) for size in TILE_SIZES)
             raise ValueError(f"tile_size must be one of {allowed}, got {list(self.tile_size)}")
@@ -112,7 +113,7 @@ class VideoSparseBackend(SparseBackend):
                 f"{self.name}: expected a gate like q {tuple(call.q.shape)}, got {tuple(call.gate.shape)}"
             )
         request = PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale)
-        reason = self._dense_reason(call.options, layout, call.layer, call.step)
+        reason = self.why_dense(call.options, layout, call.layer, call.step)
         if reason is not None:
             result = self.run_dense(call, reason)
             return result if call.gate is None else self._add_coarse(result, call, call.gate, request)

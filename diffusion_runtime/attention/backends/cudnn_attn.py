@@ -1,0 +1,107 @@
+"""cuDNN's attention, as torch ships it.
+
+Under torch.compile the head size must be static: with a symbolic one (models that build it from a tensor's shape, such
+as LTX-2) torch cannot prove that cuDNN takes it and refuses the call. Mark that dimension static, or compile the
+regions around the attention.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    Backend,
+    Capability,
+    HeadSizes,
+)
+from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
+from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
+from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.hardware import Hardware
+
+_BLACKWELL = (10, 0)
+
+
+def _capability(maximum_head_size: int) -> Capability:
+    return Capability(
+        platforms=frozenset({"cuda"}),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_sizes=HeadSizes(minimum=8, maximum=maximum_head_size, multiple=8),
+        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse"}),
+        minimum_capability=(8, 0),
+        maximum_capability=(12, 1),
+    )
+
+
+_UP_TO_128, _UP_TO_256 = _capability(128), _capability(256)
+
+
+def _on(hardware: Hardware) -> Capability:
+    large = hardware.capability == (9, 0) and hardware.cudnn is not None and hardware.cudnn >= (9, 10)
+    return _UP_TO_256 if large else _UP_TO_128
+
+
+@register_backend
+class CudnnBackend(Backend):
+    """torch's scaled_dot_product_attention with cuDNN pinned: it runs or raises, it never takes another kernel."""
+
+    name = "cudnn_attn"
+    summary = "cuDNN's attention through torch"
+    capability = NarrowedCapability(
+        platforms=_UP_TO_256.platforms,
+        dtypes=_UP_TO_256.dtypes,
+        head_sizes=_UP_TO_256.head_sizes,
+        features=_UP_TO_256.features,
+        minimum_capability=_UP_TO_256.minimum_capability,
+        maximum_capability=_UP_TO_256.maximum_capability,
+        on=_on,
+    )
+
+    def probe(self, hardware: Hardware) -> Availability:
+        needed = (9, 5) if hardware.capability is not None and hardware.capability >= _BLACKWELL else (9, 0)
+        fix = "pip install -U torch, with the CUDA build that matches the driver"
+        if hardware.cudnn is None:
+            return Availability(None, "torch has no cuDNN here", fix)
+        version = f"{hardware.cudnn[0]}.{hardware.cudnn[1]}"
+        if hardware.cudnn < needed:
+            return Availability(None, f"needs cuDNN {needed[0]}.{needed[1]} on this chip, torch has {version}", fix)
+        return Availability(version)
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        return attend_by_ranges(call, _attend)
+
+
+def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> AttentionResult:
+    if k.shape[1] == 1:
+        return _attend_to_one_key(call, q, k, v)
+    q_bhsd, k_bhsd, v_bhsd = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    repeats = q.shape[2] // k.shape[2]
+    if call.return_lse:
+        # The public function drops the log-sum-exp; the operator below it takes equal head counts.
+        if repeats > 1:
+            k_bhsd, v_bhsd = k_bhsd.repeat_interleave(repeats, 1), v_bhsd.repeat_interleave(repeats, 1)
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q_bhsd, k_bhsd, v_bhsd, None, True, 0.0, causal, scale=call.scale
+        )[:2]
+        return AttentionResult(out.transpose(1, 2), lse.reshape(q_bhsd.shape[:3]).float(), "cudnn")
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(
+            q_bhsd, k_bhsd, v_bhsd, is_causal=causal, scale=call.scale, enable_gqa=repeats > 1
+        )
+    return AttentionResult(out.transpose(1, 2), None, "cudnn")
+
+
+def _attend_to_one_key(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionResult:
+    """cuDNN refuses a single key, such as an empty prompt's; its weight is 1 whatever the scores are."""
+    repeats = q.shape[2] // k.shape[2]
+    out = v.repeat_interleave(repeats, 2).expand_as(q).contiguous()
+    if not call.return_lse:
+        return AttentionResult(out, None, "one key")
+    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
+    scores = (q.float() * k.float().repeat_interleave(repeats, 2)).sum(-1)
+    return AttentionResult(out, (scale * scores).transpose(1, 2).contiguous(), "one key")

@@ -1,0 +1,106 @@
+"""FlashAttention-4: package flash-attn-4, pure Python, compiled by CuTe at the first call; sm_90 and sm_100/103."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, FLASH_FEATURES, FlashAttention
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Capability, HeadSizes
+from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
+from diffusion_runtime.attention.backends.packed_keys import PackedCall
+from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.hardware import Hardware
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+_compiled: set[tuple[object, ...]] = set()
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    return flash_attn_func, flash_attn_varlen_func
+
+
+def _announce_compilation(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, causal: bool, form: str) -> None:
+    """Say that a first call is about to compile: it takes seconds, which look like a hang."""
+    heads_per_key = q.shape[-2] // k.shape[-2]
+    key = (q.device, q.dtype, q.shape[-1], heads_per_key, causal, call.return_lse, form)
+    if key not in _compiled:
+        _compiled.add(key)
+        _logger.info(
+            "flash-attn-4 compiles its %s kernel for head_dim %d, %s: some seconds, once", form, q.shape[-1], q.dtype
+        )
+
+
+def _capability(head_sizes: HeadSizes) -> Capability:
+    return Capability(
+        platforms=frozenset({"cuda"}),
+        dtypes=FLASH_DTYPES,
+        head_sizes=head_sizes,
+        features=FLASH_FEATURES,
+        minimum_capability=(9, 0),
+        maximum_capability=(10, 3),
+    )
+
+
+_UP_TO_256 = _capability(HeadSizes(minimum=8, maximum=256, multiple=8))
+_UP_TO_128_AND_256 = _capability(HeadSizes(only=(*range(8, 129, 8), 256)))
+
+
+def _on(hardware: Hardware) -> Capability:
+    blackwell = hardware.capability is not None and hardware.capability >= (10, 0)
+    return _UP_TO_128_AND_256 if blackwell else _UP_TO_256
+
+
+@register_backend
+class FlashAttention4(FlashAttention):
+    """flash_attn.cute.flash_attn_func. Its sm_120 kernels are experimental upstream and are not taken."""
+
+    name = "fa4"
+    summary = "FlashAttention-4 (CuTe)"
+    distribution = "flash-attn-4"
+    module = "flash_attn.cute"
+    install = "pip install 'diffusion-runtime[flash]'"
+    capability = NarrowedCapability(
+        platforms=_UP_TO_256.platforms,
+        dtypes=_UP_TO_256.dtypes,
+        head_sizes=_UP_TO_256.head_sizes,
+        features=_UP_TO_256.features,
+        minimum_capability=_UP_TO_256.minimum_capability,
+        maximum_capability=_UP_TO_256.maximum_capability,
+        on=_on,
+    )
+
+    def attend(
+        self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+    ) -> AttentionResult:
+        _announce_compilation(call, q, k, causal, "dense")
+        result = _kernels()[0](q, k, v, softmax_scale=call.scale, causal=causal, return_lse=call.return_lse)
+        return _result(call, result, "flash-attn-4")
+
+    def attend_packed(self, call: AttentionCall, packed: PackedCall) -> AttentionResult:
+        _announce_compilation(call, packed.q, packed.k, False, "varlen")
+        result = _kernels()[1](
+            packed.q,
+            packed.k,
+            packed.v,
+            cu_seqlens_q=packed.q_offsets,
+            cu_seqlens_k=packed.k_offsets,
+            max_seqlen_q=packed.seq_q,
+            max_seqlen_k=packed.max_length,
+            softmax_scale=call.scale,
+            return_lse=call.return_lse,
+        )
+        return _result(call, result, "flash-attn-4 varlen")
+
+
+def _result(call: AttentionCall, result: Any, implementation: str) -> AttentionResult:
+    """Versions differ in whether a call that asks for no log-sum-exp returns out or (out, None)."""
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    return AttentionResult(out, lse if call.return_lse else None, implementation)

@@ -1,0 +1,130 @@
+"""FlexAttention (Dong et al., arXiv:2412.05496): torch's compiled attention, on a CPU too.
+
+It is always compiled: without that torch materialises the scores. The first call of a form compiles, some seconds on a
+GPU and up to a minute on a CPU, and torch keeps the result on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    Backend,
+    Capability,
+    HeadSizes,
+)
+from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
+from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
+from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.hardware import DTYPES, Hardware
+
+# Forms that are compiled before torch gives up and runs the unfused code: far more than any model has.
+_RECOMPILE_LIMIT = 256
+_BLOCK = 128
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+_compiled_forms: set[tuple[object, ...]] = set()
+
+
+def _capability(features: frozenset[str]) -> Capability:
+    return Capability(
+        platforms=frozenset({"cpu", "cuda", "rocm"}),
+        dtypes=frozenset(DTYPES),
+        head_sizes=HeadSizes(minimum=16, maximum=256),
+        features=features,
+        minimum_capability=(8, 0),
+    )
+
+
+_ON_GPU = _capability(frozenset({"key_padding", "gqa", "causal", "scale", "lse"}))
+# torch's CPU code returns no log-sum-exp.
+_ON_CPU = _capability(_ON_GPU.features - {"lse"})
+
+
+def _on(hardware: Hardware) -> Capability:
+    return _ON_CPU if hardware.platform == "cpu" else _ON_GPU
+
+
+@register_backend
+class FlexBackend(Backend):
+    """torch.compile(flex_attention), without a score modification."""
+
+    name = "flex_attn"
+    summary = "torch's FlexAttention, compiled"
+    capability = NarrowedCapability(
+        platforms=_ON_GPU.platforms,
+        dtypes=_ON_GPU.dtypes,
+        head_sizes=_ON_GPU.head_sizes,
+        features=_ON_GPU.features,
+        minimum_capability=_ON_GPU.minimum_capability,
+        on=_on,
+    )
+
+    def probe(self, hardware: Hardware) -> Availability:
+        if hardware.platform == "cpu" and not {"g++", "clang++"} & hardware.programs:
+            return Availability(None, "it is compiled, and there is no C++ compiler here", "apt-get install g++")
+        if hardware.platform != "cpu" and "triton" not in hardware.packages:
+            return Availability(None, "it is compiled with triton, which is not installed", "pip install triton")
+        return Availability(hardware.torch_version)
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        return attend_by_ranges(call, _attend)
+
+
+@functools.cache
+def _compiled(device_type: str) -> Callable[..., Any]:
+    # On a CPU a compilation takes longer than most calls, so one serves every length.
+    return torch.compile(flex_attention, fullgraph=True, dynamic=True if device_type == "cpu" else None)
+
+
+def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> AttentionResult:
+    form = (q.device, q.dtype, q.shape[3], q.shape[2], k.shape[2], causal, call.return_lse)
+    if form not in _compiled_forms:
+        _compiled_forms.add(form)
+        wait = "up to a minute" if q.device.type == "cpu" else "some seconds"
+        _logger.info("flex_attn compiles for head_dim %d, %s: %s, once", q.shape[3], q.dtype, wait)
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        result = _compiled(q.device.type)(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            block_mask=causal_blocks(q.shape[1], q.device) if causal else None,
+            scale=call.scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+            return_aux=AuxRequest(lse=True) if call.return_lse else None,
+        )
+    if not call.return_lse:
+        return AttentionResult(result.transpose(1, 2), None, "flex")
+    return AttentionResult(result[0].transpose(1, 2), result[1].lse.float(), "flex")
+
+
+def _is_not_later(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+    return query >= key
+
+
+@functools.lru_cache(maxsize=16)
+def causal_blocks(seq: int, device: torch.device) -> BlockMask:
+    """Causal attention as blocks: those below the diagonal are full, those on it are masked.
+
+    Written down at once: torch's own constructor evaluates a [seq, seq] mask.
+    """
+    rows = -(-seq // _BLOCK)
+    index = torch.arange(rows, dtype=torch.int32, device=device)
+    return BlockMask.from_kv_blocks(
+        kv_num_blocks=torch.ones_like(index)[None, None],
+        kv_indices=torch.cat([index[:, None], index.expand(rows, -1)[:, 1:]], dim=1)[None, None].contiguous(),
+        full_kv_num_blocks=index[None, None],
+        full_kv_indices=index.expand(rows, -1)[None, None].contiguous(),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=_is_not_later,
+        seq_lengths=(seq, seq),
+    )

@@ -1,0 +1,259 @@
+"""A numeric self-test of one backend: everything it declares, on small inputs, against the definition in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, Question
+from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.catalogue import capability_on, raised_line, usual_head_sizes
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SPARSE_OPTIONS, SelfTestCase
+from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
+from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.hardware import DTYPES, Hardware
+
+# Past the steps and layers that sparse methods keep dense at first.
+_LAYER, _STEP = LayerInfo(1, 8), StepInfo(20, 50)
+
+# What a kernel may lose that rounds weights and result to the inputs' dtype and sums in float32: four times or more
+# what good kernels lose. A factor of 1.1 on the scale is an error of 0.1.
+_ROUNDING_BOUNDS = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
+# Backends that give up precision by design, whatever the dtype.
+_QUANTISED_BOUNDS: Mapping[str, float] = {"sage_attn": 0.06, "sage_attn_3": 0.3}
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """One case of one backend in one dtype and head size; `backend` is its canonical name."""
+
+    backend: str
+    case: SelfTestCase
+    dtype: str
+    head_dim: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.case.name}, {self.dtype}, head size {self.head_dim}"
+
+
+@dataclass(frozen=True)
+class SelfTestResult:
+    """error: |out - exact| / |exact| in the Frobenius norm, or the largest difference of the log-sum-exp where that is
+    too large; None when there is no finite result. bound: what error may be. implementation: who computed it, as the
+    backend says. problem: why the test failed, empty when it passed."""
+
+    test: SelfTest
+    error: float | None
+    bound: float
+    implementation: str
+    problem: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return not self.problem
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "backend": self.test.backend,
+            "case": self.test.case.name,
+            "dtype": self.test.dtype,
+            "head_dim": self.test.head_dim,
+            "passed": self.passed,
+            "error": self.error,
+            "bound": self.bound,
+            "implementation": self.implementation,
+            "problem": self.problem,
+            "seconds": self.seconds,
+        }
+
+
+def planned_tests(name: str, hardware: Hardware) -> tuple[SelfTest, ...]:
+    """What `name` is tested for on `hardware`: every case its capability admits in the platform's usual dtype and the
+    first head size, and the plain case in its other dtypes and another head size. Empty when nothing can run."""
+    backend = find_backend(name)
+    if backend is None:
+        return ()
+    can = capability_on(backend, hardware)
+    usual = "float32" if hardware.platform == "cpu" else "bfloat16"
+    dtypes = [dtype for dtype in (usual, *DTYPES) if dtype in can.dtypes]
+    sizes = usual_head_sizes(can.head_sizes)
+    wanted = [SelfTest(name, case, dtypes[0], sizes[0]) for case in CASES if dtypes]
+    wanted += [SelfTest(name, CASES[0], dtypes[0], size) for size in sizes[1:] if dtypes]
+    wanted += [SelfTest(name, CASES[0], dtype, sizes[0]) for dtype in dict.fromkeys(dtypes) if dtype != dtypes[0]]
+    return tuple(test for test in wanted if not backend.capability.refusals(_question(test, hardware)))
+
+
+def run_self_test(test: SelfTest, device: str | torch.device) -> SelfTestResult:
+    """Run one test on `device`. Whatever the backend raises is the result's problem; nothing is raised."""
+    backend = find_backend(test.backend)
+    assert backend is not None, "a planned test has a backend"
+    inputs = _Inputs.draw(test)
+    started = time.perf_counter()
+    implementation, error = "", None
+    try:
+        with quiet_log():
+            call = inputs.call(backend, torch.device(device))
+            result = backend.run(call)
+            implementation = result.implementation
+            error, problem = _judge(test, inputs, _visible_pairs(backend, call, test.case), call, result)
+    except Exception as raised:  # whatever a kernel or its package raises
+        problem = raised_line(raised)
+    seconds = time.perf_counter() - started
+    return SelfTestResult(test, error, _bound(test), implementation, problem, seconds)
+
+
+def device_answers(device: str | torch.device) -> bool:
+    """Whether the device still works. After an illegal memory access every later call of the process fails."""
+    try:
+        return bool(torch.ones(2, device=device).sum().item() == 2)
+    except Exception:
+        return False
+
+
+@contextlib.contextmanager
+def quiet_log() -> Iterator[None]:
+    """Silence about choices and schedules while attention is only tried out."""
+    logger = logging.getLogger("diffusion_runtime.attention")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def attention_by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v in float64. visible: bool [batch, 1 or heads, seq_q, seq_k].
+
+    Returns out like q and lse [batch, heads, seq_q]; a query that sees nothing gets 0 and -inf.
+    """
+    repeats = q.shape[2] // k.shape[2]
+    q_bhsd = q.double().transpose(1, 2) * (q.shape[3] ** -0.5 if scale is None else scale)
+    k_bhsd, v_bhsd = (x.double().transpose(1, 2).repeat_interleave(repeats, dim=1) for x in (k, v))
+    scores = (q_bhsd @ k_bhsd.transpose(-1, -2)).masked_fill(~visible, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    return (weights @ v_bhsd).transpose(1, 2), lse
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """q, k, v of one test on the CPU, [batch, seq, heads, head_dim]. Padded keys hold numbers that would show."""
+
+    test: SelfTest
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def draw(cls, test: SelfTest) -> _Inputs:
+        generator = torch.Generator().manual_seed(0)
+        case, dtype = test.case, getattr(torch, test.dtype)
+        num_keys = case.layout.num_tokens
+        num_queries = num_keys if case.role == "self" else math.prod(GRID)
+        shapes = [(num_queries, NUM_HEADS), (num_keys, case.num_kv_heads), (num_keys, case.num_kv_heads)]
+        q, k, v = (torch.randn(BATCH, *shape, test.head_dim, generator=generator).to(dtype) for shape in shapes)
+        padded = ~_visible_keys(case.layout)
+        k[padded], v[padded] = 30.0, 30.0
+        return cls(test, q, k, v)
+
+    def call(self, backend: Backend, device: torch.device) -> AttentionCall:
+        case = self.test.case
+        q, k, v = (x.to(device, copy=True) for x in (self.q, self.k, self.v))
+        return AttentionCall(
+            q=q,
+            k=k,
+            v=v,
+            options=backend.options_type(**SPARSE_OPTIONS.get(self.test.backend, {})),
+            layout=case.layout,
+            layer=LayerInfo(_LAYER.index, _LAYER.num_layers, case.role),
+            step=_STEP,
+            state=AttentionState(),
+            gate=torch.zeros_like(q) if "gate" in case.needs else None,
+            scale=case.scale,
+            causal="causal" in case.needs,
+            return_lse="lse" in case.needs,
+        )
+
+
+def _visible_keys(layout: TokenLayout) -> torch.Tensor:
+    """bool [batch, seq_k]."""
+    visible = torch.zeros(BATCH, layout.num_tokens, dtype=torch.bool)
+    for sample in range(BATCH):
+        for start, stop in layout.key_ranges(sample):
+            visible[sample, start:stop] = True
+    return visible
+
+
+def _visible_pairs(backend: Backend, call: AttentionCall, case: SelfTestCase) -> torch.Tensor:
+    """bool [batch, 1 or heads, seq_q, seq_k] on the CPU: a sparse backend's own plan, else all that is not padding."""
+    if isinstance(backend, SparseBackend):
+        # A state of its own: the plan of a first call, as the run's was.
+        request = PlanRequest(
+            call.q, call.k, call.options, case.layout, call.layer, call.step, AttentionState(), call.scale
+        )
+        return backend.plan(request).to_dense_mask().cpu()
+    visible = _visible_keys(case.layout)[:, None, None, :].expand(-1, 1, call.q.shape[1], -1)
+    return visible.tril() if call.causal else visible
+
+
+def _judge(
+    test: SelfTest, inputs: _Inputs, visible: torch.Tensor, call: AttentionCall, result: AttentionResult
+) -> tuple[float | None, str]:
+    """(error, problem) of a result."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if result.out.shape != q.shape or result.out.dtype != q.dtype:
+        said = f"{list(result.out.shape)} {result.out.dtype}"
+        return None, f"the result is {said}, expected {list(q.shape)} {q.dtype}"
+    if any(not torch.equal(used.cpu(), given) for used, given in ((call.q, q), (call.k, k), (call.v, v))):
+        return None, "it changes q, k or v, which belong to the caller"
+    exact, exact_lse = attention_by_definition(q, k, v, visible, test.case.scale)
+    error = float((result.out.cpu().double() - exact).norm() / exact.norm())
+    if not math.isfinite(error):
+        return None, "the result holds numbers that are not finite"
+    if error > _bound(test):
+        return error, f"the error {error:.1e} is above the bound {_bound(test):.1e}"
+    if not call.return_lse:
+        return error, ""
+    if result.lse is None or result.lse.shape != exact_lse.shape:
+        shape = "missing" if result.lse is None else str(list(result.lse.shape))
+        return None, f"the log-sum-exp is {shape}, expected {list(exact_lse.shape)}"
+    lse, empty = result.lse.cpu().double(), exact_lse == float("-inf")
+    if not torch.equal(lse == float("-inf"), empty):
+        return None, "the log-sum-exp is not -inf where, and only where, a query sees no key"
+    lse_error = float((lse - exact_lse)[~empty].abs().max())
+    if not lse_error <= _bound(test):
+        finite = lse_error if math.isfinite(lse_error) else None
+        return finite, f"the log-sum-exp is off by {lse_error:.1e}, above the bound {_bound(test):.1e}"
+    return error, ""
+
+
+def _bound(test: SelfTest) -> float:
+    return max(_ROUNDING_BOUNDS[test.dtype], _QUANTISED_BOUNDS.get(test.backend, 0.0))
+
+
+def _question(test: SelfTest, hardware: Hardware) -> Question:
+    return Question(
+        role=test.case.role,
+        category=role_category(test.case.role),
+        head_dim=test.head_dim,
+        dtype=test.dtype,
+        hardware=hardware,
+        num_heads=NUM_HEADS,
+        num_kv_heads=test.case.num_kv_heads,
+        needs=test.case.needs,
+    )

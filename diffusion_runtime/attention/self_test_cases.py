@@ -1,0 +1,59 @@
+"""What the self-test tries: small inputs for everything a backend may declare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diffusion_runtime.attention.layout import TokenLayout
+
+BATCH, NUM_HEADS = 2, 4
+# Two tiles of 128 and a rest; sparse methods find more than one tile along every axis.
+GRID = (4, 8, 9)
+_TEXT = 24
+# Options under which a sparse method is sparse on GRID, where its defaults would not be.
+SPARSE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "sliding_tile_attn": {"window": (1, 3, 3), "tile_size": (2, 2, 2)},
+    "video_sparse_attn": {"sparsity": 0.6},
+    "vmoba_attn": {"spatial_chunk_size": (2, 3), "st_chunk_size": (2, 3, 4)},
+    "sparse_video_gen_2_attn": {"svg2_num_q_centroids": 6, "svg2_num_k_centroids": 15, "svg2_top_p_kmeans": 0.6},
+}
+
+
+@dataclass(frozen=True)
+class SelfTestCase:
+    """One thing to try. needs: the FEATURES it uses; layout: of the keys, and of the queries in self-attention."""
+
+    name: str
+    needs: frozenset[str] = frozenset()
+    role: str = "self"
+    layout: TokenLayout = TokenLayout(GRID)  # noqa: RUF009 (frozen)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return NUM_HEADS // 2 if "gqa" in self.needs else NUM_HEADS
+
+    @property
+    def scale(self) -> float | None:
+        return 0.2 if "scale" in self.needs else None
+
+
+_AFTER = TokenLayout(GRID, num_suffix_tokens=_TEXT, valid_lengths=(_TEXT, 5))
+_BEFORE = TokenLayout(GRID, num_prefix_tokens=_TEXT, valid_lengths=(17, 0))
+
+CASES = (
+    SelfTestCase("plain"),
+    SelfTestCase("cross-attention", role="cross", layout=TokenLayout.text(_TEXT)),
+    SelfTestCase("padding after", frozenset({"key_padding"}), layout=_AFTER),
+    SelfTestCase("padding before", frozenset({"key_padding"}), layout=_BEFORE),
+    # The second sample has no keys at all: its result is 0.
+    SelfTestCase("padded cross-attention", frozenset({"key_padding"}), "cross", TokenLayout.text(_TEXT, (7, 0))),
+    SelfTestCase("gqa", frozenset({"gqa"})),
+    SelfTestCase("scale", frozenset({"scale"})),
+    SelfTestCase("causal", frozenset({"causal"})),
+    SelfTestCase("lse", frozenset({"lse"})),
+    SelfTestCase("padding+gqa+scale+lse", frozenset({"key_padding", "gqa", "scale", "lse"}), layout=_AFTER),
+    # What a gate weighs is each method's own; a gate of 0 leaves what every method shares.
+    SelfTestCase("gate of 0", frozenset({"gate"})),
+)

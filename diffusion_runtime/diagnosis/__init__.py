@@ -1,0 +1,1 @@
+"""What a machine has, what of it works, and what to type where it does not: plain values for `doctor`."""

@@ -1,0 +1,188 @@
+"""All checks of one machine, in order, and what they add up to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.backends.packages import ImportingBackend, PackageBackend
+from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.catalogue import BackendInfo, list_backends, missing_names, raised_line
+from diffusion_runtime.attention.config import AttentionSpec
+from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
+from diffusion_runtime.attention.self_test import SelfTestResult, device_answers, planned_tests, run_self_test
+from diffusion_runtime.diagnosis.disk import DiskCheck, check_disk, disk_problems
+from diffusion_runtime.diagnosis.embedded_model import ModelCheck, check_model, model_problems
+from diffusion_runtime.diagnosis.machine import Machine, inspect_machine, machine_problems
+from diffusion_runtime.diagnosis.packages import PackageCheck, check_packages, package_problems
+from diffusion_runtime.diagnosis.problems import Problem
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.hardware import Hardware, detect_hardware, resolve_device
+from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
+
+# Called with a stage, and with what of it is under way.
+OnProgress = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """device: what was tested on, None when it cannot be used. problems: the worst first."""
+
+    machine: Machine
+    device: str | None
+    hardware: Hardware | None
+    packages: tuple[PackageCheck, ...]
+    disk: DiskCheck
+    model: ModelCheck
+    self_tests: tuple[SelfTestResult, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return int(any(problem.is_failure for problem in self.problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine.to_dict(),
+            "device": self.device,
+            "platform": None if self.hardware is None else self.hardware.platform,
+            "packages": [check.to_dict() for check in self.packages],
+            "disk": self.disk.to_dict(),
+            "model": self.model.to_dict(),
+            "self_tests": [result.to_dict() for result in self.self_tests],
+            "problems": [problem.to_dict() for problem in self.problems],
+            "exit_code": self.exit_code,
+        }
+
+
+def examine(device: str, asked: Sequence[str], output_folder: Path, on_progress: OnProgress) -> Diagnosis:
+    """Look at everything. asked: canonical names of backends that must work; empty tests every usable one.
+
+    Raises ConfigError for a device string that is none.
+    """
+    on_progress("reading the machine", "")
+    machine = inspect_machine()
+    problems = machine_problems(machine)
+    hardware, device_name, missing = _find_device(device)
+    problems += missing
+    packages = check_packages(lambda name: on_progress("importing packages", name))
+    problems += package_problems(packages)
+    disk = check_disk(output_folder)
+    problems += disk_problems(disk)
+    on_progress("loading the embedded model", "")
+    # The libraries that load it import whatever they find installed.
+    crashes = any(check.crashed for check in packages)
+    model = ModelCheck(str(EMBEDDED_FOLDER), 0, 0, was_run=False) if crashes else check_model()
+    problems += model_problems(model)
+    results: list[SelfTestResult] = []
+    if hardware is not None and device_name is not None:
+        backends = _list_backends(hardware, packages)
+        problems += _choice_problems(backends, asked)
+        names = [info.name for info in backends if info.usable and (not asked or info.name in asked)]
+        results, failed = _test_all(names, hardware, device_name, on_progress)
+        problems += failed
+    worst_first = sorted(problems, key=lambda problem: not problem.is_failure)
+    return Diagnosis(machine, device_name, hardware, tuple(packages), disk, model, tuple(results), tuple(worst_first))
+
+
+def _find_device(device: str) -> tuple[Hardware | None, str | None, list[Problem]]:
+    """A device that is not there is what a doctor is asked about; a word that is no device is a mistake."""
+    if device != "auto":
+        try:
+            torch.device(device)
+        except RuntimeError:
+            resolve_device(device)
+    try:
+        found = str(resolve_device(device))
+        return detect_hardware(found), found, []
+    except ConfigError as error:
+        return None, None, [Problem(str(error), "diffusion-runtime doctor --device auto", is_failure=True)]
+    except Exception as error:  # a driver that starts and fails
+        what = f"device {device!r} cannot be used: {raised_line(error)}"
+        return None, None, [Problem(what, "nvidia-smi, and look at the problems above", is_failure=True)]
+
+
+def _list_backends(hardware: Hardware, packages: Sequence[PackageCheck]) -> list[BackendInfo]:
+    """What list_backends says; a package whose import kills a process is not imported in this one."""
+    crashed = {check.name: check for check in packages if check.crashed}
+    listed = list_backends(hardware, importing=not crashed)
+    return [_refuse_crashed(info, crashed) for info in listed] if crashed else listed
+
+
+def _refuse_crashed(info: BackendInfo, crashed: Mapping[str, PackageCheck]) -> BackendInfo:
+    backend = find_backend(info.name)
+    if not info.usable or not isinstance(backend, ImportingBackend):
+        return info
+    if isinstance(backend, PackageBackend):
+        needed = [crashed[backend.distribution]] if backend.distribution in crashed else []
+    else:
+        # It chooses among several packages, and might choose the one that crashes.
+        needed = list(crashed.values())
+    reason = "; ".join(f"package {check.name} {check.version}: {check.error}" for check in needed)
+    return replace(info, version=None, reason=reason, fix=needed[0].install) if needed else info
+
+
+def _choice_problems(backends: Sequence[BackendInfo], asked: Sequence[str]) -> list[Problem]:
+    """Backends that somebody wants, on this command line or in the environment, and that cannot run."""
+    reasons = {info.name: (info.reason, info.fix) for info in backends if not info.usable}
+    reasons |= dict.fromkeys(missing_names(), ("this version does not have it", ""))
+    problems = [
+        Problem(f"backend {name} cannot run here: {reasons[name][0]}", _fix(reasons[name][1]), is_failure=True)
+        for name in asked
+        if name in reasons
+    ]
+    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
+    if chosen:
+        unset = f"unset {ENVIRONMENT_VARIABLE}"
+        try:
+            candidates = AttentionSpec(chosen).candidates
+        except ConfigError as error:
+            return [*problems, Problem(f"{ENVIRONMENT_VARIABLE}: {error}", unset)]
+        if candidates and all(name in reasons for name in candidates):
+            said = "; ".join(f"{name}: {reasons[name][0]}" for name in candidates)
+            problems.append(Problem(f"{ENVIRONMENT_VARIABLE} says {chosen!r}, which cannot run here: {said}", unset))
+    return problems
+
+
+def _fix(fix: str) -> str:
+    return fix or "diffusion-runtime backends, and choose one that is usable"
+
+
+def _test_all(
+    names: Sequence[str], hardware: Hardware, device: str, on_progress: OnProgress
+) -> tuple[list[SelfTestResult], list[Problem]]:
+    """Every self-test of `names`, until one of them takes the device down."""
+    results: list[SelfTestResult] = []
+    problems: list[Problem] = []
+    for name in names:
+        tests = planned_tests(name, hardware)
+        for place, test in enumerate(tests, 1):
+            on_progress(f"testing {name}", f"{place}/{len(tests)} {test.title}")
+            results.append(run_self_test(test, device))
+            if not results[-1].passed and not device_answers(device):
+                what = f"backend {name} took the device down ({test.title}); the tests after it were not run"
+                others = ",".join(other for other in names if other != name)
+                fix = f"diffusion-runtime doctor --attention-backend {others}" if others else "restart the device"
+                return results, [*problems, *_test_problems(results, name), Problem(what, fix, is_failure=True)]
+        problems += _test_problems(results, name)
+    return results, problems
+
+
+def _test_problems(results: Sequence[SelfTestResult], name: str) -> list[Problem]:
+    """One problem a backend, however many of its tests fail: most faults show in all of them."""
+    tested = [result for result in results if result.test.backend == name]
+    failed = [result for result in tested if not result.passed]
+    if not failed:
+        return []
+    first = failed[0]
+    what = (
+        f"backend {name} fails {len(failed)} of {len(tested)} self-tests; the first ({first.test.title}): "
+        f"{first.problem}"
+    )
+    fix = f"reinstall what {name} runs on, or choose another with --attention-backend; see diffusion-runtime backends"
+    return [Problem(what, fix, is_failure=True)]

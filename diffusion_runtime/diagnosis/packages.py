@@ -1,0 +1,157 @@
+"""Packages: what is installed, and whether it can be imported. Each is imported in a process of its own, where a crash
+is a finding and costs nobody anything."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from diffusion_runtime.attention.backends.packages import PackageBackend
+from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.diagnosis.problems import Problem
+from diffusion_runtime.hardware import ATTENTION_PACKAGES
+
+# CuTe packages take long the first time; what takes longer than this hangs.
+IMPORT_SECONDS = 180
+_NUM_PROCESSES = 2
+
+# What every generation needs, beside torch itself.
+NEEDED = ("diffusers", "transformers", "safetensors", "imageio-ffmpeg")
+PACKAGES = (*NEEDED, *ATTENTION_PACKAGES)
+
+_IMPORT = "import importlib, sys; importlib.import_module(sys.argv[1])"
+# Its use is the program it carries, so that is what is asked.
+_RUN_FFMPEG = "import imageio_ffmpeg; print('ffmpeg', imageio_ffmpeg.get_ffmpeg_version())"
+
+
+@dataclass(frozen=True)
+class PackageCheck:
+    """name: on the package index; version: None when it is not installed; error: why it cannot be imported, else empty;
+    crashed: importing it ends the process; detail: what else it says; is_needed: whether nothing is generated without
+    it; install: the command that brings it."""
+
+    name: str
+    version: str | None
+    error: str = ""
+    crashed: bool = False
+    detail: str = ""
+    is_needed: bool = False
+    install: str = ""
+
+    @property
+    def state(self) -> str:
+        """`ok`, `broken` or `not installed`."""
+        if self.version is None:
+            return "not installed"
+        return "broken" if self.error else "ok"
+
+    def to_dict(self) -> dict[str, str | bool | None]:
+        return {
+            "name": self.name,
+            "version": self.version,
+            "state": self.state,
+            "error": self.error,
+            "crashed": self.crashed,
+            "detail": self.detail,
+            "is_needed": self.is_needed,
+        }
+
+
+def check_packages(on_package: Callable[[str], None]) -> list[PackageCheck]:
+    """Every package of PACKAGES; on_package is called with a name before its import is waited for."""
+    backends = _package_backends()
+    checks = []
+    with ThreadPoolExecutor(_NUM_PROCESSES) as pool:
+        installed = {name: version for name in PACKAGES if (version := _installed_version(name)) is not None}
+        modules = {name: backends[name].module if name in backends else name.replace("-", "_") for name in installed}
+        imports = {name: pool.submit(_import_apart, name, module) for name, module in modules.items()}
+        for name in PACKAGES:
+            imported = _Import()
+            if name in installed:
+                on_package(name)
+                imported = imports[name].result()
+            install = backends[name].install if name in backends else f"pip install --force-reinstall {name}"
+            checks.append(
+                PackageCheck(
+                    name=name,
+                    version=installed.get(name),
+                    error=imported.error,
+                    crashed=imported.crashed,
+                    detail=imported.said,
+                    is_needed=name in NEEDED,
+                    install=install,
+                )
+            )
+    return checks
+
+
+def package_problems(checks: list[PackageCheck]) -> list[Problem]:
+    """Packages that are broken, and those that are needed and missing. A missing optional one is no problem."""
+    problems = []
+    for check in checks:
+        if check.state == "broken":
+            what = f"package {check.name} {check.version} is installed and cannot be imported: {check.error}"
+            fix = check.install if check.is_needed else f"pip uninstall {check.name}, or again: {check.install}"
+            problems.append(Problem(what, fix))
+        elif check.is_needed and check.version is None:
+            problems.append(Problem(f"package {check.name} is not installed", check.install))
+    return problems
+
+
+def _package_backends() -> dict[str, PackageBackend]:
+    """The backends that need one package, by its distribution: they know what is imported of it."""
+    found = [find_backend(name) for name in available_names()]
+    return {backend.distribution: backend for backend in found if isinstance(backend, PackageBackend)}
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Import:
+    """error: empty when it worked; crashed: the process was killed; said: what it printed."""
+
+    error: str = ""
+    crashed: bool = False
+    said: str = ""
+
+
+def _import_apart(name: str, module: str) -> _Import:
+    """Import a package in a process of its own."""
+    asks_version = name == "imageio-ffmpeg"
+    try:
+        # -P: the working folder is not searched, as it is not for the installed command.
+        done = subprocess.run(
+            [sys.executable, "-P", "-W", "ignore", "-c", _RUN_FFMPEG if asks_version else _IMPORT, module],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=IMPORT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return _Import(f"importing {module} takes longer than {IMPORT_SECONDS} s", crashed=True)
+    if done.returncode == 0:
+        return _Import(said=done.stdout.strip().partition("\n")[0] if asks_version else "")
+    if done.returncode < 0:
+        return _Import(f"importing {module} ends the process with {_signal_name(-done.returncode)}", crashed=True)
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if not lines:
+        return _Import(f"importing {module} ends the process with exit code {done.returncode}", crashed=True)
+    return _Import(lines[-1])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,18 @@
+"""What is wrong with a machine, in one form for all checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """what: is wrong, in one sentence; fix: what to type or do; is_failure: whether something that was asked for, or a
+    test that was run, failed, which makes the exit code 1."""
+
+    what: str
+    fix: str
+    is_failure: bool = False
+
+    def to_dict(self) -> dict[str, str | bool]:
+        return {"what": self.what, "fix": self.fix, "is_failure": self.is_failure}

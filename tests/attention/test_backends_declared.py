@@ -1,0 +1,197 @@
+"""Every declaration of every dense backend: proved or refused on this machine, and refused where it should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
+from machines import EVERYTHING, cuda, other
+
+from diffusion_runtime.attention import attention, list_backends, select_backend
+from diffusion_runtime.attention.backends.interface import FEATURES, NoOptions
+from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.errors import BackendUnavailableError
+from diffusion_runtime.hardware import Hardware, detect_hardware
+
+HOPPER = cuda((9, 0), *EVERYTHING)
+# A machine that has all a backend needs.
+HOMES = {
+    "torch_sdpa": other("cpu"),
+    "reference": other("cpu"),
+    "fa": HOPPER,
+    "fa2": HOPPER,
+    "fa3": HOPPER,
+    "fa4": HOPPER,
+    "cudnn_attn": HOPPER,
+    "flashinfer_attn": HOPPER,
+    "sage_attn": HOPPER,
+    "sage_attn_3": cuda((10, 0), *EVERYTHING),
+    "xformers": HOPPER,
+    "flex_attn": other("cpu", programs=("g++",)),
+    "aiter": other("rocm", *EVERYTHING),
+}
+DENSE = [name for name in available_names() if (backend := find_backend(name)) and backend.options_type is NoOptions]
+# Compiled, a minute each on a CPU: tests of its own.
+SLOW = {"flex_attn"}
+
+
+def refused(name: str, hardware: Hardware, **question: object) -> list[str]:
+    """What selection says against an explicit choice; empty when it is taken."""
+    arguments = {"head_dim": 64, "dtype": "bfloat16", "num_heads": 4, **question}
+    try:
+        decision = select_backend(device=hardware, config=name, **arguments)  # type: ignore[arg-type]
+    except BackendUnavailableError as error:
+        return [reason for _, reason in error.reasons]
+    assert decision.backend == name
+    return []
+
+
+def test_every_dense_backend_has_a_home() -> None:
+    assert set(DENSE) == set(HOMES)
+
+
+@pytest.mark.parametrize("name", sorted(set(DENSE) - SLOW))
+@pytest.mark.parametrize("feature", ["plain", *FEATURES])
+def test_a_declared_feature_is_exact_here_or_refused_here(name: str, feature: str) -> None:
+    backend, hardware = find_backend(name), detect_hardware("cpu")
+    assert backend is not None
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 3, 17, 4, 64)
+    layout = LAYOUTS["prefix"] if feature == "key_padding" else None
+    if feature == "gqa":
+        k, v = k[:, :, :2], v[:, :, :2]
+    arguments = {
+        "backend": name,
+        "layout": layout,
+        "causal": feature == "causal",
+        "scale": 0.2 if feature == "scale" else None,
+        "return_lse": feature == "lse",
+        "gate": torch.rand_like(q) if feature == "gate" else None,
+    }
+    can = feature == "plain" or feature in backend.capability.features
+    runs_here = hardware.platform in backend.capability.platforms
+    if not (can and runs_here):
+        why = "runs on" if not runs_here else f"cannot do {feature}"
+        with pytest.raises(BackendUnavailableError, match=why):
+            attention(q, k, v, **arguments)  # type: ignore[call-overload]
+        return
+    result = attention(q, k, v, **arguments)  # type: ignore[call-overload]
+    out, lse = result if feature == "lse" else (result, None)
+    visible = visible_by(layout, 3, 17, feature == "causal")
+    assert_is_exact(out, lse, exact(q, k, v, visible, 0.2 if feature == "scale" else 0.125))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_features_dtypes_and_head_sizes_are_refused_at_home_where_they_are_not_declared(name: str) -> None:
+    backend, home = find_backend(name), HOMES[name]
+    assert backend is not None
+    can = backend.capability
+    assert not refused(name, home)
+    for feature in FEATURES:
+        needs = () if feature == "gqa" else (feature,)
+        said = refused(name, home, needs=needs, num_kv_heads=2 if feature == "gqa" else 4)
+        missing = feature not in can.features or (name == "flex_attn" and feature == "lse")
+        assert said == ([f"cannot do {feature}"] if missing else [])
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        # The installed SageAttention is 2.x; version 1 is another test's.
+        missing = dtype not in can.dtypes or (name == "sage_attn" and dtype == "float32")
+        assert bool(refused(name, home, dtype=dtype)) == missing
+    for head_dim in (4, 8, 64, 72, 96, 128, 160, 256, 264):
+        assert bool(refused(name, home, head_dim=head_dim)) == (head_dim not in can.head_sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "reason"),
+    [
+        ("fa2", cuda((7, 5), "flash-attn"), "needs sm_80 or newer, this is cuda sm_75"),
+        ("fa2", cuda((9, 0), "flash-attn-4"), "'flash-attn' is not installed; fix: pip install flash-attn"),
+        ("fa3", cuda((8, 9), "flash-attn-3"), "needs sm_90 or newer"),
+        ("fa3", cuda((10, 0), "flash-attn-3"), "stops at sm_90, this is cuda sm_100"),
+        ("fa4", cuda((8, 9), "flash-attn-4"), "needs sm_90 or newer"),
+        ("fa4", cuda((12, 0), "flash-attn-4"), "stops at sm_103, this is cuda sm_120"),
+        ("fa4", cuda((9, 0)), r"not installed; fix: pip install 'diffusion-runtime\[flash\]'"),
+        ("fa4", other("rocm", "flash-attn-4"), "runs on cuda, not on rocm"),
+        ("fa", cuda((9, 0)), r"FlashAttention is not installed; fix: pip install 'diffusion-runtime\[flash\]'"),
+        ("fa", cuda((8, 6)), "FlashAttention is not installed; fix: pip install flash-attn"),
+        (
+            "fa",
+            cuda((8, 6), "flash-attn-4"),
+            "flash-attn-4 needs sm_90 or newer, this is .*fix: pip install flash-attn ",
+        ),
+        ("fa", cuda((12, 0), "flash-attn-4"), "flash-attn-4 stops at sm_103"),
+        ("fa", other("mps"), "runs on cuda, rocm, not on mps"),
+        ("cudnn_attn", cuda((7, 5)), "needs sm_80 or newer"),
+        ("cudnn_attn", cuda((9, 0), cudnn=None), "torch has no cuDNN here; fix: pip install -U torch"),
+        ("cudnn_attn", cuda((9, 0), cudnn=(8, 9)), "needs cuDNN 9.0 on this chip, torch has 8.9"),
+        ("cudnn_attn", cuda((10, 0), cudnn=(9, 4)), "needs cuDNN 9.5 on this chip, torch has 9.4"),
+        ("cudnn_attn", other("rocm"), "runs on cuda"),
+        (
+            "flashinfer_attn",
+            cuda((9, 0), "flashinfer-python", programs=()),
+            "with nvcc, which is not here; fix: install",
+        ),
+        ("sage_attn", cuda((9, 0)), r"not installed; fix: pip install 'diffusion-runtime\[sage\]'"),
+        ("sage_attn", cuda((9, 0), "sageattention"), "needs triton and does not bring it"),
+        (
+            "sage_attn",
+            cuda((10, 0), "sageattention", "triton"),
+            "has kernels for sm_80, sm_86, .*; fix: pip install sage",
+        ),
+        ("sage_attn_3", cuda((9, 0), "sageattn3"), "this is cuda sm_90"),
+        ("sage_attn_3", cuda((10, 3), "sageattn3"), "has kernels for sm_100 and sm_120, this is cuda sm_103"),
+        ("sage_attn_3", cuda((12, 0)), "not installed; fix: git clone"),
+        (
+            "xformers",
+            cuda((9, 0), "xformers", "flash-attn-4"),
+            "cannot be imported where flash-attn-4 is .*; fix: choose",
+        ),
+        ("xformers", cuda((7, 5), "xformers"), "needs sm_80 or newer"),
+        ("flex_attn", cuda((9, 0)), "compiled with triton, which is not installed"),
+        ("flex_attn", other("cpu"), "no C\\+\\+ compiler here; fix: apt-get install"),
+        ("flex_attn", other("mps"), "not on mps"),
+        ("aiter", cuda((9, 0), "amd-aiter"), "runs on rocm, not on cuda"),
+        ("aiter", other("rocm"), "'amd-aiter' is not installed; fix: git clone"),
+    ],
+)
+def test_a_machine_that_lacks_something_is_told_what(name: str, hardware: Hardware, reason: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=reason):
+        select_backend(head_dim=64, dtype="bfloat16", device=hardware, num_heads=4, config=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "question"),
+    [
+        ("xformers", cuda((9, 0), "xformers", "flash-attn-4", "flash-attn"), {}),
+        ("flashinfer_attn", cuda((9, 0), "flashinfer-python", programs=(), flashinfer_jit_cache="0.6.1"), {}),
+        ("sage_attn", cuda((9, 0), "triton", sageattention="1.0.6"), {"dtype": "float32", "head_dim": 96}),
+        ("sage_attn", cuda((10, 0), "triton", sageattention="1.0.6"), {}),
+        ("sage_attn", cuda((9, 0), "triton", "sageattention"), {"head_dim": 72, "needs": ("lse",)}),
+        ("cudnn_attn", cuda((9, 0), cudnn=(9, 10)), {"head_dim": 256}),
+        ("cudnn_attn", cuda((8, 0), cudnn=(9, 1)), {"head_dim": 128}),
+        ("fa4", cuda((10, 3), "flash-attn-4"), {"head_dim": 256}),
+        ("flex_attn", cuda((9, 0), "triton"), {"needs": ("lse",)}),
+    ],
+)
+def test_what_versions_and_chips_add(name: str, hardware: Hardware, question: dict[str, object]) -> None:
+    assert not refused(name, hardware, **question)
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "question"),
+    [
+        ("sage_attn", cuda((9, 0), "triton", sageattention="1.0.6"), {"head_dim": 72}),
+        ("sage_attn", cuda((9, 0), "triton", sageattention="1.0.6"), {"needs": ("lse",)}),
+        ("cudnn_attn", cuda((9, 0), cudnn=(9, 9)), {"head_dim": 256}),
+        ("cudnn_attn", cuda((10, 0)), {"head_dim": 256}),
+        ("fa4", cuda((10, 0), "flash-attn-4"), {"head_dim": 160}),
+        ("flex_attn", other("cpu", programs=("g++",)), {"needs": ("lse",)}),
+    ],
+)
+def test_what_versions_and_chips_take_away(name: str, hardware: Hardware, question: dict[str, object]) -> None:
+    assert len(refused(name, hardware, **question)) == 1
+
+
+def test_a_listing_agrees_with_the_homes() -> None:
+    for name, home in HOMES.items():
+        (info,) = [info for info in list_backends(home) if info.name == name]
+        assert info.usable, (name, info.reason)

@@ -1,0 +1,164 @@
+"""What backends hand to packages that need a GPU, and what they make of the answers.
+
+The packages are stand-ins (kernel_packages): only the wrapping is proved here, and only for what is declared. The
+numbers of the real packages are proved in test_backends_gpu.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+
+import kernel_packages
+import pytest
+import torch
+from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
+
+from diffusion_runtime.attention import AttentionCall, LayerInfo, StepInfo
+from diffusion_runtime.attention.backends import aiter, fa2, fa3, fa4, flashinfer_attn, sage_attn, sage_attn_3, xformers
+from diffusion_runtime.attention.backends.interface import Backend, NoOptions
+from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.state import AttentionState
+
+# A package, with its version where versions differ -> our backend, what that imports, and the stand-in.
+PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {
+    "fa2": ("fa2", "flash_attn", kernel_packages.flash_attn),
+    "fa3": ("fa3", "flash_attn_interface", lambda: kernel_packages.flash_attn_interface(False)),
+    "fa3 early": ("fa3", "flash_attn_interface", lambda: kernel_packages.flash_attn_interface(True)),
+    "fa4": ("fa4", "flash_attn.cute", kernel_packages.flash_attn_cute),
+    "aiter": ("aiter", "aiter", kernel_packages.aiter),
+    "flashinfer": ("flashinfer_attn", "flashinfer", kernel_packages.flashinfer),
+    "sage 1.0.6": ("sage_attn", "sageattention", kernel_packages.sageattention_1),
+    "sage 2.2.0": ("sage_attn", "sageattention", kernel_packages.sageattention_2),
+    "sage 3": ("sage_attn_3", "sageattn3", kernel_packages.sageattn3),
+    "xformers": ("xformers", "xformers.ops", kernel_packages.xformers_ops),
+}
+CACHES = (
+    *(module._kernels for module in (aiter, fa2, fa3, fa4)),
+    *(flashinfer_attn._planned, flashinfer_attn._workspace),
+    *(sage_attn._kernel, sage_attn_3._kernel, xformers._operators),
+)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    """A backend whose package is a stand-in, named as in PACKAGES."""
+    name, module, stand_in = PACKAGES[request.param]
+    monkeypatch.setattr(flashinfer_attn, "_WORKSPACE_SIZE", 64)
+    parent = module.partition(".")[0]
+    made = stand_in()
+    if parent != module:
+        package = types.ModuleType(parent)
+        setattr(package, module.rpartition(".")[2], made)
+        monkeypatch.setitem(sys.modules, parent, package)
+    monkeypatch.setitem(sys.modules, module, made)
+    version = request.param.rpartition(" ")[2]
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    for cache in CACHES:
+        cache.cache_clear()
+    found = find_backend(name)
+    assert found is not None
+    yield found
+    for cache in CACHES:
+        cache.cache_clear()
+
+
+FEATURES = ("plain", "gqa", "causal", "scale", "lse", "gqa+scale+lse", "causal+lse")
+
+
+def features_of(feature: str) -> frozenset[str]:
+    return frozenset(feature.split("+")) - {"plain"}
+
+
+def declared_cases() -> Iterator[tuple[str, str]]:
+    """Every package with everything that its version declares."""
+    for name, (backend_name, _, _) in PACKAGES.items():
+        backend = find_backend(backend_name)
+        assert backend is not None
+        capability = sage_attn._VERSION_1 if name == "sage 1.0.6" else backend.capability
+        yield from ((name, feature) for feature in FEATURES if features_of(feature) <= capability.features)
+
+
+def make_call(layout_name: str, **arguments: object) -> AttentionCall:
+    torch.manual_seed(0)
+    # Cut out of one fused tensor, so that every stride but the last is not what it looks like.
+    q, k, v = torch.randn(3, 17, 3, 4, 64).unbind(2)
+    layout = LAYOUTS[layout_name]
+    unseen = ~visible_by(layout, 3, 17, causal=False).any(dim=1)
+    k[unseen], v[unseen] = 1e4, float("nan")
+    if arguments.pop("gqa", False):
+        k, v = k[:, :, ::2], v[:, :, ::2]
+    return AttentionCall(
+        q,
+        k,
+        v,
+        NoOptions(),
+        layout,
+        LayerInfo(),
+        StepInfo(),
+        AttentionState(),
+        **arguments,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(("backend", "feature"), list(declared_cases()), indirect=["backend"])
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_what_is_declared_is_what_comes_out(backend: Backend, layout_name: str, feature: str) -> None:
+    features = features_of(feature)
+    call = make_call(
+        layout_name,
+        gqa="gqa" in features,
+        causal="causal" in features,
+        scale=0.2 if "scale" in features else None,
+        return_lse="lse" in features,
+    )
+    before = [x.clone() for x in (call.q, call.k, call.v)]
+    result = backend.run(call)
+    expected = exact(
+        call.q, call.k, call.v, visible_by(call.layout, 3, 17, call.causal), 0.125 if call.scale is None else call.scale
+    )
+    assert (result.lse is not None) == call.return_lse
+    assert_is_exact(result.out, result.lse, expected)
+    for x, was in zip((call.q, call.k, call.v), before, strict=True):
+        assert torch.equal(x.nan_to_num(), was.nan_to_num())
+
+
+@pytest.mark.parametrize("backend", ["flashinfer"], indirect=True)
+def test_flashinfer_plans_once_a_form_in_one_workspace_a_device(backend: Backend) -> None:
+    for layout_name in ("none", "suffix", "none", "suffix", "suffix"):
+        for _layer in range(3):
+            backend.run(make_call(layout_name))
+    plans = sys.modules["flashinfer"].BatchPrefillWithRaggedKVCacheWrapper.plans
+    assert len(plans) == 2
+    assert len(set(plans)) == 1
+
+
+@pytest.mark.parametrize("backend", ["fa4"], indirect=True)
+def test_fa4_says_that_it_compiles_before_it_does(
+    backend: Backend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fa4, "_compiled", set())
+    caplog.set_level(logging.INFO, "diffusion_runtime.attention")
+    for layout_name in ("none", "none", "suffix", "equal"):
+        backend.run(make_call(layout_name))
+    assert caplog.messages == [
+        "flash-attn-4 compiles its dense kernel for head_dim 64, torch.float32: some seconds, once",
+        "flash-attn-4 compiles its varlen kernel for head_dim 64, torch.float32: some seconds, once",
+    ]
+
+
+@pytest.mark.parametrize("backend", ["sage 3"], indirect=True)
+def test_sage_3_sends_grouped_queries_elsewhere_and_says_so_once(
+    backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "diffusion_runtime.attention")
+    call = make_call("suffix", gqa=True)
+    results = [backend.run(dataclasses.replace(call, step=StepInfo(index=index, num_steps=3))) for index in range(3)]
+    reason = "SageAttention 3 has no grouped queries"
+    assert {result.implementation for result in results} == {f"torch_sdpa (flash by length): {reason}"}
+    assert caplog.messages == [f"{reason}: these calls run on torch_sdpa"]
+    assert backend.run(make_call("suffix")).implementation == "sageattention 3 by length"

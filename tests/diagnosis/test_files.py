@@ -1,0 +1,75 @@
+"""The embedded model's files and the disk, whole and not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from diffusion_runtime.diagnosis.disk import DiskCheck, check_disk, disk_problems
+from diffusion_runtime.diagnosis.embedded_model import check_model, model_problems
+from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
+
+TRANSFORMER = Path("transformer") / "diffusion_pytorch_model.safetensors"
+
+
+def test_the_embedded_model_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A choice that cannot run has nothing to do with the files.
+    monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "fa3")
+    check = check_model()
+    assert check.error == ""
+    assert check.num_parameters == 6_988_608
+    assert check.num_bytes > check.num_parameters
+    assert model_problems(check) == []
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(EMBEDDED_FOLDER, tmp_path / "shapes"))
+
+
+def test_a_truncated_file(copied: Path) -> None:
+    path = copied / TRANSFORMER
+    path.write_bytes(path.read_bytes()[:-100])
+    check = check_model(copied)
+    assert str(path) in check.error
+    (problem,) = model_problems(check)
+    assert problem.is_failure
+    assert "--force-reinstall" in problem.fix
+
+
+@pytest.mark.parametrize("component", ["text_encoder/model", "vae/diffusion_pytorch_model"])
+def test_every_component_is_opened(component: str, copied: Path) -> None:
+    (copied / f"{component}.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert component.partition("/")[0] in check_model(copied).error
+
+
+def test_a_missing_tensor_and_one_that_is_not_finite(copied: Path) -> None:
+    tensors = load_file(copied / TRANSFORMER)
+    name = next(name for name in tensors if name.endswith("proj_out.weight"))
+    save_file({key: value for key, value in tensors.items() if key != name}, copied / TRANSFORMER)
+    assert name in check_model(copied).error
+    save_file({**tensors, name: tensors[name] * float("nan")}, copied / TRANSFORMER)
+    assert check_model(copied).error == f"numbers that are not finite in {name.removeprefix('proj_')}"
+
+
+def test_room_for_results(tmp_path: Path) -> None:
+    check = check_disk(tmp_path / "not" / "yet" / "there")
+    assert check.error == ""
+    assert check.free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check = check_disk(tmp_path / "file" / "outputs")
+    assert "file is a file" in check.error
+    assert "--output-path" in disk_problems(check)[0].fix
+
+
+def test_a_full_disk() -> None:
+    assert disk_problems(DiskCheck("/outputs", 2**30)) == []
+    (problem,) = disk_problems(DiskCheck("/outputs", 2**29))
+    assert problem.what == "512 MiB are free where results go (/outputs)"

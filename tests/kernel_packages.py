@@ -1,0 +1,349 @@
+"""Stand-ins for kernel packages that need a GPU: their real signatures, computed by torch on a CPU.
+
+They check what they are handed as the packages do, and answer in the packages' own forms: layouts, rounded rows, base-2
+log-sum-exps, keys changed in place. What a package really computes is for tests on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.backends.reference import reference_attention
+
+NAN = float("nan")
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[batch, seq, heads, head_dim] in and out; lse [batch, heads, seq_q]."""
+    assert q.dim() == k.dim() == v.dim() == 4
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert k.shape[1] > 0
+    assert not causal or q.shape[1] == k.shape[1]
+    return reference_attention(q, k, v, scale=scale, causal=causal)
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_offsets: torch.Tensor,
+    k_offsets: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[total, heads, head_dim] in and out; lse [heads, total_q]. Samples without keys come back as garbage."""
+    assert q_offsets.dtype == k_offsets.dtype == torch.int32
+    out, lse = torch.full_like(q, NAN), torch.full((q.shape[1], len(q)), float("inf"))
+    for index in range(len(q_offsets) - 1):
+        rows, keys = (slice(int(x[index]), int(x[index + 1])) for x in (q_offsets, k_offsets))
+        assert rows.stop - rows.start <= max_q
+        assert keys.stop - keys.start <= max_k
+        if keys.start < keys.stop:
+            one, row_lse = dense(q[None, rows], k[None, keys], v[None, keys], scale, causal)
+            out[rows], lse[:, rows] = one[0], row_lse[0]
+    return out, lse
+
+
+def flash_attn() -> types.ModuleType:
+    def flash_attn_func(
+        q: Any,
+        k: Any,
+        v: Any,
+        dropout_p: float = 0.0,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        window_size: Any = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Any = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Any:
+        out, lse = dense(q, k, v, softmax_scale, causal)
+        # Rows rounded up to a multiple of 128, as versions before 2.6 return them.
+        rounded = torch.cat([lse, torch.full((*lse.shape[:2], -lse.shape[2] % 128), NAN)], dim=2)
+        return (out, rounded, None) if return_attn_probs else out
+
+    def flash_attn_varlen_func(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        window_size: Any = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Any = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: Any = None,
+    ) -> Any:
+        out, lse = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+        return (out, lse, None) if return_attn_probs else out
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func  # type: ignore[attr-defined]
+    return module
+
+
+def flash_attn_interface(always_returns_lse: bool) -> types.ModuleType:
+    """FlashAttention-3, an early build or a later one."""
+    module = types.ModuleType("flash_attn_interface")
+
+    def early_func(q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, qv: Any = None) -> Any:
+        return dense(q, k, v, softmax_scale, causal)
+
+    def later_func(
+        q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, return_attn_probs: bool = False
+    ) -> Any:
+        out, lse = dense(q, k, v, softmax_scale, causal)
+        return (out, lse) if return_attn_probs else out
+
+    def early_varlen(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        seqused_q: Any = None,
+        seqused_k: Any = None,
+        softmax_scale: Any = None,
+        causal: bool = False,
+    ) -> Any:
+        return varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+
+    def later_varlen(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        seqused_q: Any = None,
+        seqused_k: Any = None,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Any:
+        result = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+        return result if return_attn_probs else result[0]
+
+    module.flash_attn_func = early_func if always_returns_lse else later_func  # type: ignore[attr-defined]
+    module.flash_attn_varlen_func = early_varlen if always_returns_lse else later_varlen  # type: ignore[attr-defined]
+    return module
+
+
+def flash_attn_cute() -> types.ModuleType:
+    def flash_attn_func(
+        q: Any,
+        k: Any,
+        v: Any,
+        qv: Any = None,
+        gather_kv_indices: Any = None,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        return_lse: bool = False,
+    ) -> Any:
+        out, lse = dense(q, k, v, softmax_scale, causal)
+        return out, lse if return_lse else None
+
+    def flash_attn_varlen_func(
+        q: Any,
+        k: Any,
+        v: Any,
+        qv: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
+        max_seqlen_q: Any = None,
+        max_seqlen_k: Any = None,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        return_lse: bool = False,
+    ) -> Any:
+        out, lse = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+        return out, lse if return_lse else None
+
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func  # type: ignore[attr-defined]
+    return module
+
+
+def aiter() -> types.ModuleType:
+    def flash_attn_func(
+        q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, **rest: Any
+    ) -> Any:
+        out, lse = dense(q, k, v, softmax_scale, causal)
+        return (out, lse) if rest.pop("return_lse") else (out,)
+
+    def flash_attn_varlen_func(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        return_lse: bool = False,
+    ) -> Any:
+        out, lse = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+        return (out, lse) if return_lse else out
+
+    module = types.ModuleType("aiter")
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func  # type: ignore[attr-defined]
+    return module
+
+
+def flashinfer() -> types.ModuleType:
+    class BatchPrefillWithRaggedKVCacheWrapper:
+        """Plans are counted on the class, with the workspaces they were given."""
+
+        plans: list[int] = []  # noqa: RUF012
+
+        def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+            assert kv_layout == "NHD"
+            self.workspace = float_workspace_buffer
+
+        def plan(
+            self,
+            qo_indptr: Any,
+            kv_indptr: Any,
+            num_qo_heads: int,
+            num_kv_heads: int,
+            head_dim_qk: int,
+            head_dim_vo: Any = None,
+            custom_mask: Any = None,
+            packed_custom_mask: Any = None,
+            causal: bool = False,
+            pos_encoding_mode: str = "NONE",
+            use_fp16_qk_reduction: bool = False,
+            window_left: int = -1,
+            logits_soft_cap: Any = None,
+            sm_scale: Any = None,
+            rope_scale: Any = None,
+            rope_theta: Any = None,
+            q_data_type: Any = "float16",
+        ) -> None:
+            self.plans.append(self.workspace.data_ptr())
+            self.offsets = qo_indptr, kv_indptr
+            self.form = (num_qo_heads, num_kv_heads, head_dim_qk, q_data_type)
+            self.scale, self.causal = sm_scale, causal
+
+        def run(self, q: Any, k: Any, v: Any, return_lse: bool = False) -> Any:
+            assert (q.shape[1], k.shape[1], q.shape[2], q.dtype) == self.form
+            assert q.is_contiguous()
+            assert k.is_contiguous()
+            assert v.is_contiguous()
+            out, lse = varlen(q, k, v, *self.offsets, 10**9, 10**9, self.scale, self.causal)
+            return (out, lse.T / math.log(2)) if return_lse else out
+
+    module = types.ModuleType("flashinfer")
+    module.BatchPrefillWithRaggedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper  # type: ignore[attr-defined]
+    return module
+
+
+def sageattention_1() -> types.ModuleType:
+    def sageattn(
+        q: Any,
+        k: Any,
+        v: Any,
+        tensor_layout: str = "HND",
+        is_causal: bool = False,
+        sm_scale: Any = None,
+        smooth_k: bool = True,
+        **rest: Any,
+    ) -> Any:
+        assert tensor_layout == "NHD"
+        assert not rest
+        # A constant added to all keys changes no weight.
+        k -= k.mean(dim=1, keepdim=True)
+        return dense(q, k, v, sm_scale, is_causal)[0]
+
+    module = types.ModuleType("sageattention")
+    module.sageattn = sageattn  # type: ignore[attr-defined]
+    return module
+
+
+def sageattention_2() -> types.ModuleType:
+    def sageattn(
+        q: Any,
+        k: Any,
+        v: Any,
+        tensor_layout: str = "HND",
+        is_causal: bool = False,
+        sm_scale: Any = None,
+        return_lse: bool = False,
+    ) -> Any:
+        assert tensor_layout == "NHD"
+        out, lse = dense(q, k, v, sm_scale, is_causal)
+        return (out, lse) if return_lse else out
+
+    module = types.ModuleType("sageattention")
+    module.sageattn = sageattn  # type: ignore[attr-defined]
+    return module
+
+
+def sageattn3() -> types.ModuleType:
+    def sageattn3_blackwell(
+        q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: bool = False, per_block_mean: bool = True
+    ) -> Any:
+        """[batch, heads, seq, head_dim]; as many heads everywhere."""
+        assert q.shape[1] == k.shape[1]
+        assert attn_mask is None
+        k -= k.mean(dim=-2, keepdim=True)
+        return dense(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, is_causal)[0].transpose(1, 2)
+
+    module = types.ModuleType("sageattn3")
+    module.sageattn3_blackwell = sageattn3_blackwell  # type: ignore[attr-defined]
+    return module
+
+
+def xformers_ops() -> types.ModuleType:
+    class LowerTriangularMask:
+        pass
+
+    def attend(q: Any, k: Any, v: Any, attn_bias: Any, p: float, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert p == 0.0
+        assert attn_bias is None or isinstance(attn_bias, LowerTriangularMask)
+        if q.dim() == 4:
+            assert q.shape[2] == k.shape[2]
+            return dense(q, k, v, scale, attn_bias is not None)
+        assert q.shape[2:] == k.shape[2:] == v.shape[2:]
+        results = [dense(q[:, :, g], k[:, :, g], v[:, :, g], scale, attn_bias is not None) for g in range(q.shape[2])]
+        return torch.stack([out for out, _ in results], 2), torch.stack([lse for _, lse in results], 1)
+
+    def memory_efficient_attention_forward(
+        query: Any, key: Any, value: Any, attn_bias: Any = None, p: float = 0.0, scale: Any = None
+    ) -> Any:
+        return attend(query, key, value, attn_bias, p, scale)[0]
+
+    def memory_efficient_attention_forward_requires_grad(
+        query: Any, key: Any, value: Any, attn_bias: Any = None, p: float = 0.0, scale: Any = None
+    ) -> Any:
+        out, lse = attend(query, key, value, attn_bias, p, scale)
+        # Rows rounded up to a multiple of 32, as its CUTLASS kernel returns them.
+        return out, torch.cat([lse, torch.full((*lse.shape[:-1], -lse.shape[-1] % 32), NAN)], dim=-1)
+
+    module = types.ModuleType("xformers.ops")
+    module.LowerTriangularMask = LowerTriangularMask  # type: ignore[attr-defined]
+    module.memory_efficient_attention_forward = memory_efficient_attention_forward  # type: ignore[attr-defined]
+    module.memory_efficient_attention_forward_requires_grad = (  # type: ignore[attr-defined]
+        memory_efficient_attention_forward_requires_grad
+    )
+    return module
