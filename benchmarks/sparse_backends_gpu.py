@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import platform
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -158,7 +159,8 @@ def measure(case: Case) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def main() -> int:
+    """1 when a method failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -193,6 +195,7 @@ def main() -> None:
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    return int(any("failed" in row for row in rows))
 
 
 def profile(case: Case) -> None:
@@ -218,4 +221,4 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
