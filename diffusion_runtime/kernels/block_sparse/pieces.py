@@ -1,0 +1,100 @@
+"""A plan as the Triton kernel reads it: runs of keys of one size, and tiles of queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+
+# Rows of a chunk; the kernels' CHUNK.
+_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """codes: int32 [rows, q blocks, capacity], see list_short_pieces; blocks: the block of each piece, or codes."""
+
+    codes: torch.Tensor
+    blocks: torch.Tensor
+    num_full: torch.Tensor
+    num_partial: torch.Tensor
+    per_head: bool
+
+
+def list_pieces(kernels: ModuleType, plan: SparsePlan, piece: int) -> Pieces:
+    """The key blocks that each q block lists, cut into runs of at most `piece` rows."""
+    per_head = plan.kv.num_groups > 1
+    num_rows = plan.batch * plan.num_heads if per_head else plan.kv_count.shape[0]
+    index_capacity = plan.kv_index.shape[2]
+    short = plan.kv.max_block_size <= piece and plan.row_mask is None
+    per_block = plan.kv.max_block_size // piece
+    # A block is whole pieces and a rest: one shorter piece with a row mask, else up to so many chunks.
+    rests = 1 if plan.row_mask is not None else min(piece, plan.kv.max_block_size + _CHUNK - 1) // _CHUNK
+    if plan.kv.uniform_block_size is not None and plan.kv.uniform_block_size % piece == 0:
+        rests = 0
+    pieces = min(index_capacity * per_block, plan.num_grid_tokens // piece)
+    capacity = max(1, pieces + index_capacity * rests)
+    device = plan.device
+    codes = torch.empty(num_rows, plan.q.num_blocks, capacity, dtype=torch.int32, device=device)
+    blocks = torch.empty_like(codes) if plan.row_mask is not None else codes
+    num_full = torch.empty(num_rows, plan.q.num_blocks, dtype=torch.int32, device=device)
+    num_partial = torch.empty_like(num_full)
+    grid = (plan.q.num_blocks, num_rows)
+    sizes = (
+        plan.q.num_blocks,
+        plan.kv.num_blocks,
+        index_capacity,
+        capacity,
+        plan.num_heads,
+        plan.num_heads // plan.num_kv_heads,
+    )
+    listed = (plan.kv_count, plan.kv_index, plan.kv.offsets, plan.group_of)
+    if short:
+        block = min(1024, max(32, 1 << (index_capacity - 1).bit_length()))
+        kernels.list_short_pieces[grid](
+            *listed, codes, num_full, num_partial, *sizes, PIECE=piece, BLOCK=block, PER_HEAD=per_head, num_warps=1
+        )
+    else:
+        kernels.list_merged_pieces[grid](
+            *listed,
+            codes,
+            blocks,
+            num_full,
+            num_partial,
+            *sizes,
+            PIECE=piece,
+            PER_HEAD=per_head,
+            MERGE=plan.row_mask is None,
+            num_warps=1,
+        )
+    return Pieces(codes, blocks, num_full, num_partial, per_head)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """count: tiles a head; per_block: how many each block has, or 0 when the tables say which block each tile is of."""
+
+    count: int
+    per_block: int
+    blocks: torch.Tensor
+    starts: torch.Tensor
+
+
+def list_tiles(geometry: BlockGeometry, rows: int) -> Tiles:
+    """Tiles of at most `rows` queries that do not cross blocks; some may be empty, since sizes stay on the device."""
+    per_block = -(-geometry.max_block_size // rows)
+    grid_tokens = geometry.num_tokens
+    if geometry.num_groups == 1 and geometry.num_blocks * per_block <= 2 * (grid_tokens // rows + geometry.num_blocks):
+        return Tiles(geometry.num_blocks * per_block, per_block, geometry.offsets, geometry.offsets)
+    count = grid_tokens // rows + geometry.num_blocks
+    ends = ((geometry.sizes + rows - 1) // rows).cumsum(1).to(torch.int32)
+    tiles = torch.arange(count, dtype=torch.int32, device=ends.device).expand(geometry.num_groups, -1).contiguous()
+    blocks = torch.searchsorted(ends, tiles, right=True, out_int32=True).clamp_(max=geometry.num_blocks - 1)
+    before = torch.nn.functional.pad(ends, (1, 0))[:, :-1].gather(1, blocks.long())
+    # Tiles past the last one start at the end of the last block: nothing is left for them.
+    starts = geometry.offsets.gather(1, blocks.long()) + (tiles - before) * rows
+    return Tiles(count, 0, blocks, starts.to(torch.int32))
