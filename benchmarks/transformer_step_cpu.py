@@ -29,8 +29,9 @@ from diffusers import WanTransformer3DModel
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.memory.allocator import tune_cpu_allocator
-from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.interface import ClipSize, DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.text_encoders.interface import Conditions
 
 GRIDS = ((8, 8, 8), (8, 16, 16), (8, 24, 24))
 BATCHES = (1, 2)
@@ -96,8 +97,10 @@ def measure(
     latents = torch.randn(batch, CHANNELS, grid[0], 2 * grid[1], 2 * grid[2])
     timestep, text = torch.full((batch,), 500.0), torch.randn(batch, NUM_TEXT_TOKENS, TEXT_DIM)
 
+    inputs = DenoiserInputs(Conditions.of(text), ClipSize(grid[1] * 16, grid[2] * 16, 4 * grid[0] - 3, 16))
+
     def run_ours() -> torch.Tensor:
-        out: torch.Tensor = ours(latents, timestep, text, AttentionContext())
+        out: torch.Tensor = ours(latents, timestep, inputs, AttentionContext())
         return out
 
     def run_theirs() -> torch.Tensor:

@@ -27,7 +27,6 @@ from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.interface import DiffusionTransformer, ModelFamily
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.pipeline import Pipeline, RequestRules
-from diffusion_runtime.text_encoders.umt5 import load_umt5
 
 OnStage = Callable[[str], None]
 
@@ -139,7 +138,7 @@ def load_pipeline(
     advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
     with explain_memory_shortage("loading", advice):
         say("loading the text encoder")
-        text_encoder = load_umt5(folder, prepared.device, prepared.dtype)
+        text_encoder = family.load_text_encoder(folder, prepared.device, prepared.dtype)
         say("loading the transformer")
         transformer = family.load_transformer(folder, prepared.transformer, prepared.device, prepared.dtype)
         say("loading the decoder")
@@ -149,6 +148,7 @@ def load_pipeline(
         transformer=transformer,
         decoder=decoder,
         rules=description.rules,
+        load_image_conditioner=lambda: family.load_image_conditioner(folder, prepared.device, prepared.dtype),
         device=prepared.device,
         dtype=prepared.dtype,
         recipe=description.to_dict(),
@@ -217,6 +217,9 @@ def _request_rules(
         presets=settings.presets,
         geometry=family.geometry(folder),
         scheduler=scheduler,
+        schedule=family.schedule(folder, scheduler),
+        embeds_guidance=family.embeds_guidance(folder),
+        takes_image=family.takes_image(folder),
         attention_layers=attention_layers,
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.report import AttentionRecorder
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.denoising.noise import initial_noise
@@ -23,15 +25,26 @@ from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import DiffusionRuntimeError, RequestError, nearest
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.media.images import check_image, read_image
 from diffusion_runtime.memory.shortage import explain_memory_shortage
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, LatentGeometry
+from diffusion_runtime.models.interface import (
+    ClipSize,
+    DenoiserInputs,
+    DiffusionTransformer,
+    ImageCondition,
+    ImageConditioner,
+    LatentDecoder,
+    LatentGeometry,
+)
 from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")
 
 # What the requests of one batch may differ in.
 _OWN_FIELDS = ("prompt", "negative_prompt", "seed")
+# What a request may leave open although no model fills it.
+_MAY_STAY_NONE = ("true_cfg_scale", "guidance_scale_2", "image_path")
 
 Stage: TypeAlias = Literal["text", "denoise", "decode"]
 
@@ -56,13 +69,18 @@ OnProgress: TypeAlias = Callable[[Progress], None]
 @dataclass(frozen=True)
 class RequestRules:
     """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
-    and its attention layers, with or without weights around them, whose options may ask for a number of steps."""
+    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance), whether it takes
+    images, and its attention layers, with or without weights around them, whose options may ask for a number of steps.
+    """
 
     defaults: Mapping[str, Any]
     presets: Mapping[str, Mapping[str, Any]]
     geometry: LatentGeometry
     scheduler: SchedulerConfig
     attention_layers: tuple[AttentionLayer, ...]
+    schedule: FlowSchedule = field(default_factory=FlowSchedule)
+    embeds_guidance: bool = False
+    takes_image: bool = False
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
@@ -77,18 +95,40 @@ class RequestRules:
         request = request.with_defaults(self.defaults)
         if request.sampler is None:
             raise self.scheduler.unknown_class_error()
-        settings = _Settings.of([request])
+        request = request.with_defaults(self._computed_defaults(request))
+        settings = _Settings.of([request], self.embeds_guidance)
         self.geometry.check(settings.height, settings.width, settings.num_frames)
+        if settings.image_path is not None:
+            self._check_image(settings.image_path, settings.height, settings.width)
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
         return request
+
+    def _computed_defaults(self, request: GenerationRequest) -> dict[str, Any]:
+        """What follows from the request's other values: a flow shift that grows with the size."""
+        height, width, num_frames, num_steps = (
+            request.height,
+            request.width,
+            request.num_frames,
+            request.num_inference_steps,
+        )
+        if height is None or width is None or num_frames is None or num_steps is None:
+            return {}
+        self.geometry.check(height, width, num_frames)
+        flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
+        return {} if flow_shift is None else {"flow_shift": flow_shift}
+
+    def _check_image(self, image_path: str, height: int, width: int) -> None:
+        if not self.takes_image:
+            raise RequestError("image_path: this model makes videos from text alone; leave it out")
+        check_image(image_path, height, width)
 
 
 class Pipeline:
     """A loaded model; `load_pipeline` makes one. One generation at a time.
 
-    defaults, presets: values of request fields, the model's own. recipe: what the recipe of every generation says
-    about the model and its attention.
+    defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
+    brings an image. recipe: what the recipe of every generation says about the model and its attention.
     """
 
     def __init__(
@@ -98,6 +138,7 @@ class Pipeline:
         transformer: DiffusionTransformer,
         decoder: LatentDecoder,
         rules: RequestRules,
+        load_image_conditioner: Callable[[], ImageConditioner],
         device: torch.device,
         dtype: torch.dtype,
         recipe: Mapping[str, Any],
@@ -111,6 +152,8 @@ class Pipeline:
         self.recipe = recipe
         self.defaults = rules.defaults
         self.presets = rules.presets
+        self._load_image_conditioner = load_image_conditioner
+        self._image_conditioner: ImageConditioner | None = None
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`RequestRules.resolve` of this model."""
@@ -132,7 +175,7 @@ class Pipeline:
         DeviceMemoryError when memory runs out, and DiffusionRuntimeError when the numbers overflow.
         """
         batch = [self.resolve(request) for request in requests]
-        settings = _Settings.of(batch)
+        settings = _Settings.of(batch, self.rules.embeds_guidance)
         recorder, clock = AttentionRecorder(), _Clock(self.device, on_progress)
         with explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:
@@ -142,10 +185,19 @@ class Pipeline:
                 latent_shape = self.rules.geometry.latent_shape(settings.height, settings.width, settings.num_frames)
                 noise = initial_noise(latent_shape, [request.seed for request in batch]).to(self.device)
                 options = self.rules.scheduler.options_for(settings.sampler)
-                sampler = build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
-                predict = self._predict(prompts.embeddings, recorder)
-                guided = with_guidance(predict, settings.guidance_scale, settings.guidance_mode)
-                latents = sampler.sample(noise, guided, lambda step, _: done(step.index + 1))
+                sigmas = self.rules.schedule.sigmas(settings.num_inference_steps)
+                sampler = build_sampler(
+                    settings.sampler, settings.num_inference_steps, settings.flow_shift, options, sigmas
+                )
+                inputs = self._inputs(prompts.conditions, settings)
+                guided = with_guidance(
+                    self._predict(inputs, recorder),
+                    lambda step: settings.cfg_scales[min(step.expert, 1)],
+                    settings.guidance_mode,
+                    self.transformer.combine_guidance,
+                )
+                latents = sampler.sample(noise, self._with_expert(guided), lambda step, _: done(step.index + 1))
+                latents = self.transformer.settle(latents, inputs["cond"])
                 _check_finite(latents, self.dtype)
             frames = []
             # One after the other: the decoder's activations are what needs the most memory.
@@ -170,7 +222,7 @@ class Pipeline:
     ) -> _EncodedPrompts:
         """Every different text of the batch once, in one call."""
         positive = [request.prompt for request in batch]
-        negative = [request.negative_prompt or "" for request in batch] if settings.guidance_scale > 1 else []
+        negative = [request.negative_prompt or "" for request in batch] if settings.is_guided else []
         texts = list(dict.fromkeys([*positive, *negative]))
         conditions = self.text_encoder.encode(texts)
         recorder.record_library("text_encoder", self.text_encoder.library, self.text_encoder.implementation)
@@ -178,73 +230,134 @@ class Pipeline:
         for remark in (remark for several in remarks.values() for remark in several):
             logger.warning(remark)
 
-        def embeddings(of: Sequence[str]) -> torch.Tensor:
-            chosen = conditions.take([texts.index(text) for text in of])
-            return chosen.embeddings.to(self.device, self.dtype)
+        def chosen(of: Sequence[str]) -> Conditions:
+            return conditions.take([texts.index(text) for text in of]).to(self.device, self.dtype)
 
-        branches = {"cond": embeddings(positive)}
+        branches = {"cond": chosen(positive)}
         if negative:
-            branches |= {"uncond": embeddings(negative), "both": embeddings([*positive, *negative])}
+            branches |= {"uncond": chosen(negative), "both": chosen([*positive, *negative])}
         pairs = zip(positive, negative or positive, strict=True)
         return _EncodedPrompts(branches, tuple(tuple(dict.fromkeys(remarks[a] + remarks[b])) for a, b in pairs))
 
-    def _predict(self, text: Mapping[str, torch.Tensor], recorder: AttentionRecorder) -> Predict:
-        """The transformer as a function of latents and step. text: embeddings by guidance branch."""
+    def _inputs(self, text: Mapping[str, Conditions], settings: _Settings) -> dict[str, DenoiserInputs]:
+        """What the transformer is conditioned on, by guidance branch."""
+        image = self._image_condition(settings)
+        return {
+            branch: DenoiserInputs(
+                text=conditions,
+                size=settings.size,
+                guidance=settings.embedded_guidance,
+                image=None if image is None else image.repeat(len(conditions.lengths)),
+            )
+            for branch, conditions in text.items()
+        }
+
+    def _image_condition(self, settings: _Settings) -> ImageCondition | None:
+        if settings.image_path is None:
+            return None
+        if self._image_conditioner is None:
+            self._image_conditioner = self._load_image_conditioner()
+        image = torch.from_numpy(read_image(settings.image_path, settings.height, settings.width))
+        return self._image_conditioner.encode(image, settings.size)
+
+    def _predict(self, inputs: Mapping[str, DenoiserInputs], recorder: AttentionRecorder) -> Predict:
+        """The transformer as a function of latents and step. inputs: by guidance branch."""
         state = AttentionState()
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
             timestep = torch.full(latents.shape[:1], step.timestep, dtype=torch.float32, device=latents.device)
             context = AttentionContext(step=step, state=state, recorder=recorder)
-            velocity: torch.Tensor = self.transformer(latents.to(self.dtype), timestep, text[step.branch], context)
+            velocity: torch.Tensor = self.transformer(latents.to(self.dtype), timestep, inputs[step.branch], context)
             return velocity
 
         return predict
 
+    def _with_expert(self, predict: Predict) -> Predict:
+        """`predict` of steps that say which expert they belong to."""
+
+        def of_expert(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+            assert step.timestep is not None
+            return predict(latents, dataclasses.replace(step, expert=self.transformer.expert_at(step.timestep)))
+
+        return of_expert
+
 
 @dataclass(frozen=True)
 class _EncodedPrompts:
-    """embeddings: by guidance branch, [batch, tokens, dim]. notes: for each request what its prompts lost."""
+    """conditions: by guidance branch. notes: for each request what its prompts lost."""
 
-    embeddings: Mapping[str, torch.Tensor]
+    conditions: Mapping[str, Conditions]
     notes: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What the requests of one batch have in common: their fields with no None left."""
+    """What the requests of one batch have in common, with no None left that a model could fill.
+
+    embeds_guidance: whether guidance_scale is an input of the transformer.
+    """
 
     num_requests: int
+    embeds_guidance: bool
     height: int
     width: int
     num_frames: int
     fps: int
     num_inference_steps: int
     guidance_scale: float
+    true_cfg_scale: float | None
+    guidance_scale_2: float | None
     guidance_mode: str
     flow_shift: float
     sampler: str
+    image_path: str | None
+
+    @property
+    def size(self) -> ClipSize:
+        return ClipSize(self.height, self.width, self.num_frames, self.fps)
+
+    @property
+    def embedded_guidance(self) -> float | None:
+        """The scale that goes into the transformer; None when it takes none."""
+        return self.guidance_scale if self.embeds_guidance else None
+
+    @property
+    def cfg_scales(self) -> tuple[float, float]:
+        """The scale of classifier-free guidance for the first expert and for the second."""
+        if self.embeds_guidance:
+            scale = 1.0 if self.true_cfg_scale is None else self.true_cfg_scale
+            return scale, scale
+        second = self.guidance_scale_2
+        return self.guidance_scale, self.guidance_scale if second is None else second
+
+    @property
+    def is_guided(self) -> bool:
+        return max(self.cfg_scales) > 1
 
     @classmethod
-    def of(cls, batch: Sequence[GenerationRequest]) -> Self:
+    def of(cls, batch: Sequence[GenerationRequest], embeds_guidance: bool) -> Self:
         """Raises RequestError for no request, a field that is still None, and fields that differ within the batch."""
         if not batch:
             raise RequestError("a batch needs one request or more, got none")
         shared = batch[0].to_dict()
         for name in shared:
-            if shared[name] is None:
+            if shared[name] is None and name not in _MAY_STAY_NONE:
                 raise RequestError(f"{name}: the model has no default for it; say a value")
             values = list(dict.fromkeys(getattr(request, name) for request in batch))
             if len(values) > 1 and name not in _OWN_FIELDS:
                 raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
-        return cls(len(batch), **{name: value for name, value in shared.items() if name not in _OWN_FIELDS})
+        if shared["true_cfg_scale"] is not None and not embeds_guidance:
+            raise RequestError("true_cfg_scale: guidance_scale is this model's classifier-free guidance; use that")
+        common = {name: value for name, value in shared.items() if name not in _OWN_FIELDS}
+        return cls(len(batch), embeds_guidance, **common)
 
     def advice(self, dtype: torch.dtype) -> str:
         """What would need less memory."""
         ways = [f"a smaller height, width or num_frames (now {self.height}, {self.width}, {self.num_frames})"]
         if self.num_requests > 1:
             ways.append(f"fewer requests in a batch (now {self.num_requests})")
-        if self.guidance_scale > 1 and self.guidance_mode == "batched":
+        if self.is_guided and self.guidance_mode == "batched":
             ways.append("guidance_mode two_pass")
         if dtype == torch.float32:
             ways.append("dtype bfloat16")

@@ -24,7 +24,11 @@ class GenerationRequest:
     num_frames: 1 is an image; video models need 1 plus a multiple of their temporal factor.
     fps: frames a second of the written video.
     num_inference_steps: denoising steps, 1 or more.
-    guidance_scale: classifier-free guidance; 1 or less runs no negative branch.
+    guidance_scale: classifier-free guidance; 1 or less runs no negative branch. A model that was distilled from
+        guidance takes it as an input instead, and runs one branch.
+    true_cfg_scale: classifier-free guidance of such a model, on top; 1 or less runs no negative branch.
+    guidance_scale_2: guidance_scale of the second expert, at low noise; None is the same.
+    image_path: the image that a video starts from, for models that take one; None is text alone.
     flow_shift: shift of the noise schedule towards high noise.
     sampler: one of SAMPLERS.
     guidance_mode: `batched` runs both branches in one forward, `two_pass` in two (half the memory, same result).
@@ -39,9 +43,12 @@ class GenerationRequest:
     fps: int | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    guidance_scale_2: float | None = None
     flow_shift: float | None = None
     sampler: str | None = None
     guidance_mode: str | None = None
+    image_path: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,7 +60,10 @@ class GenerationRequest:
                 raise RequestError(f"{name}: expected a whole number of 1 or more, got {value!r}")
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise RequestError(f"seed: expected a whole number from 0 to 2**63 - 1, got {self.seed!r}")
-        self._check_float("guidance_scale", minimum=0.0)
+        for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
+            self._check_float(name, minimum=0.0)
+        if self.image_path is not None and (not isinstance(self.image_path, str) or not self.image_path):
+            raise RequestError(f"image_path: expected the path of an image, got {self.image_path!r}")
         self._check_float("flow_shift", minimum=1e-3)
         for name, allowed in (("sampler", SAMPLERS), ("guidance_mode", GUIDANCE_MODES)):
             value = getattr(self, name)

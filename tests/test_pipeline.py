@@ -136,9 +136,17 @@ def test_a_schedule_runs_at_its_steps(tiny_wan_folder: Path) -> None:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
+def test_what_this_model_cannot_take_is_refused(pipeline: Pipeline) -> None:
+    with pytest.raises(RequestError, match="image_path: this model makes videos from text alone"):
+        pipeline.resolve(GenerationRequest("a red circle", image_path="a.png"))
+    with pytest.raises(RequestError, match="true_cfg_scale: guidance_scale is this model's"):
+        pipeline.resolve(GenerationRequest("a red circle", true_cfg_scale=4.0))
+
+
 def test_resolve_fills_every_field(pipeline: Pipeline) -> None:
     resolved = pipeline.resolve(GenerationRequest("a red circle", seed=3))
-    assert None not in resolved.to_dict().values()
+    open_fields = {name for name, value in resolved.to_dict().items() if value is None}
+    assert open_fields == {"true_cfg_scale", "guidance_scale_2", "image_path"}
     assert resolved.sampler == "unipc"
     assert resolved.flow_shift == 3.0
     assert pipeline.resolve(resolved) == resolved

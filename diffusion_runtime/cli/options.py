@@ -30,6 +30,10 @@ PromptFile: TypeAlias = Annotated[
 NegativePrompt: TypeAlias = Annotated[
     str | None, _flag(WHAT, "What to steer away from.", "--negative-prompt", metavar="TEXT")
 ]
+ImagePath: TypeAlias = Annotated[
+    str | None,
+    _flag(WHAT, "The image a video starts from, for models that take one.", "--image-path", metavar="FILE"),
+]
 Seed: TypeAlias = Annotated[
     list[str] | None,
     _flag(WHAT, "7, or several: 1,2 or 1-4 or the flag again. Each prompt is made with each.", "--seed", metavar="N"),
@@ -67,6 +71,19 @@ NumInferenceSteps: TypeAlias = Annotated[
 ]
 GuidanceScale: TypeAlias = Annotated[
     float | None, _flag(SIZE, "How strongly to follow the prompt; 1 turns it off.", "--guidance-scale", metavar="X")
+]
+TrueCfgScale: TypeAlias = Annotated[
+    float | None,
+    _flag(
+        SIZE,
+        "Guidance by a second branch, for models that take --guidance-scale as an input.",
+        "--true-cfg-scale",
+        metavar="X",
+    ),
+]
+GuidanceScale2: TypeAlias = Annotated[
+    float | None,
+    _flag(SIZE, "Guidance of the expert for low noise, in models with two.", "--guidance-scale-2", metavar="X"),
 ]
 FlowShift: TypeAlias = Annotated[
     float | None, _flag(SIZE, "Shift of the noise schedule towards high noise.", "--flow-shift", metavar="X")

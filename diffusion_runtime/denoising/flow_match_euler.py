@@ -19,16 +19,22 @@ from diffusion_runtime.denoising.schedule_loop import build_scheduler, run_sched
 class FlowMatchEulerSampler(Sampler):
     """diffusers' FlowMatchEulerDiscreteScheduler behind our loop.
 
-    num_steps: predictions; flow_shift: s above; options: further settings of the scheduler class.
+    num_steps: predictions; flow_shift: s above; options: further settings of the scheduler class. sigmas: t of every
+    step, None for the scheduler's own spacing.
     """
 
     num_steps: int
     flow_shift: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    sigmas: tuple[float, ...] | None = None
 
     def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
         # Given at construction: the class shifts its smallest sigma there, which `set_shift` would leave as it was.
         scheduler = build_scheduler(FlowMatchEulerDiscreteScheduler, {**self.options, "shift": self.flow_shift})
+        if self.sigmas is None:
+            scheduler.set_timesteps(self.num_steps, device=noise.device)
+        else:
+            scheduler.set_timesteps(sigmas=list(self.sigmas), device=noise.device)
         return run_schedule(scheduler, self.num_steps, noise, predict, on_step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -13,12 +15,26 @@ from diffusion_runtime.errors import RequestError, nearest
 MODES = ("batched", "two_pass")
 
 
-def with_guidance(predict: Predict, scale: float, mode: str = "batched") -> Predict:
-    """`uncond + scale * (cond - uncond)`, in float32, out of a prediction that reads `step.branch`.
+# (cond, uncond, scale) -> guided velocity, all float32 and of one shape.
+Combine: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def extrapolate(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
+    """uncond + scale * (cond - uncond)."""
+    return uncond + scale * (cond - uncond)
+
+
+def with_guidance(
+    predict: Predict,
+    scale: float | Callable[[StepInfo], float],
+    mode: str = "batched",
+    combine: Combine = extrapolate,
+) -> Predict:
+    """`combine` of both branches, in float32, out of a prediction that reads `step.branch`.
 
     predict: called with branch `both` and the latents twice, the conditional half first (`batched`); or with `cond`,
         then `uncond` (`two_pass`: half the memory, the same result within rounding).
-    scale: 1 or less runs the conditional branch alone.
+    scale: a number, or one for every step; 1 or less runs the conditional branch alone.
 
     Raises RequestError for an unknown mode.
     """
@@ -28,16 +44,16 @@ def with_guidance(predict: Predict, scale: float, mode: str = "batched") -> Pred
     def conditional(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         return predict(latents, dataclasses.replace(step, branch="cond")).float()
 
-    def two_pass(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
-        cond = conditional(latents, step)
-        uncond = predict(latents, dataclasses.replace(step, branch="uncond")).float()
-        return uncond + scale * (cond - uncond)
+    def guided(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        factor = scale(step) if callable(scale) else scale
+        if factor <= 1:
+            return conditional(latents, step)
+        if mode == "batched":
+            both = predict(torch.cat([latents, latents]), dataclasses.replace(step, branch="both")).float()
+            cond, uncond = both.chunk(2)
+        else:
+            cond = conditional(latents, step)
+            uncond = predict(latents, dataclasses.replace(step, branch="uncond")).float()
+        return combine(cond, uncond, factor)
 
-    def batched(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
-        both = predict(torch.cat([latents, latents]), dataclasses.replace(step, branch="both")).float()
-        cond, uncond = both.chunk(2)
-        return uncond + scale * (cond - uncond)
-
-    if scale <= 1:
-        return conditional
-    return batched if mode == "batched" else two_pass
+    return guided

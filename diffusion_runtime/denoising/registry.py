@@ -16,11 +16,17 @@ _SAMPLERS: dict[str, type[FlowMatchEulerSampler] | type[UniPCSampler]] = {
 }
 
 
-def build_sampler(name: str, num_steps: int, flow_shift: float, options: Mapping[str, Any]) -> Sampler:
+def build_sampler(
+    name: str,
+    num_steps: int,
+    flow_shift: float,
+    options: Mapping[str, Any],
+    sigmas: tuple[float, ...] | None = None,
+) -> Sampler:
     """The sampler of that name. Raises RequestError for an unknown one.
 
-    options: what SchedulerConfig.options_for(name) says.
+    options: what SchedulerConfig.options_for(name) says. sigmas: what FlowSchedule.sigmas says.
     """
     if name not in _SAMPLERS:
         raise RequestError(f"sampler: unknown value {name!r}.{nearest(name, _SAMPLERS)}")
-    return _SAMPLERS[name](num_steps, flow_shift, options)
+    return _SAMPLERS[name](num_steps, flow_shift, options, sigmas)

@@ -22,8 +22,6 @@ class Scheduler(Protocol):
     timesteps: torch.Tensor
     sigmas: torch.Tensor
 
-    def set_timesteps(self, num_inference_steps: int, device: torch.device) -> None: ...
-
     def set_begin_index(self, begin_index: int) -> None: ...
 
     def step(
@@ -50,12 +48,11 @@ def build_scheduler(scheduler_class: Callable[..., Any], options: Mapping[str, A
 def run_schedule(
     scheduler: Scheduler, num_steps: int, noise: torch.Tensor, predict: Predict, on_step: OnStep | None
 ) -> torch.Tensor:
-    """Latents [batch, channels, frames, height, width], float32, after `num_steps` steps from `noise`.
+    """Latents like `noise`, float32, after `num_steps` steps from it. scheduler: with its timesteps set.
 
     Velocities are taken to float32 before the scheduler sees them: it would otherwise round the latents to the model's
     dtype at every step.
     """
-    scheduler.set_timesteps(num_steps, device=noise.device)
     scheduler.set_begin_index(0)  # Without it the scheduler searches for its step and waits for the device.
     # Read once: a timestep taken from an accelerator inside the loop would wait for every step's kernels.
     timesteps, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()

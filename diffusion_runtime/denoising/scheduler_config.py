@@ -15,9 +15,18 @@ SAMPLER_OF_CLASS = {"FlowMatchEulerDiscreteScheduler": "flow_match_euler", "UniP
 SHIFT_KEY = {"flow_match_euler": "shift", "unipc": "flow_shift"}
 # What makes such a scheduler integrate a velocity on a fixed schedule without drawing noise of its own.
 _REQUIRED: dict[str, dict[str, Any]] = {
-    "flow_match_euler": {"use_dynamic_shifting": False, "stochastic_sampling": False},
+    "flow_match_euler": {"stochastic_sampling": False},
     "unipc": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
 }
+# How the shift follows the size: a shift for the size at hand is given to the sampler instead.
+_SHIFT_BY_SIZE = (
+    "use_dynamic_shifting",
+    "base_shift",
+    "max_shift",
+    "base_image_seq_len",
+    "max_image_seq_len",
+    "time_shift_type",
+)
 # What the diffusers classes take where a file leaves these out.
 _CLASS_DEFAULTS: dict[str, Any] = {
     "use_dynamic_shifting": False,
@@ -46,13 +55,21 @@ class SchedulerConfig:
         sampler = self.sampler
         if sampler is None:
             return {}
+        if self.shifts_by_size:
+            return {"sampler": sampler}
         # Both classes take a shift of 1 where the file says nothing.
         return {"sampler": sampler, "flow_shift": float(self.values.get(SHIFT_KEY[sampler], 1.0))}
+
+    @property
+    def shifts_by_size(self) -> bool:
+        """Whether the flow shift depends on the size of the clip; the model then says how (FlowSchedule)."""
+        return bool(self.values.get("use_dynamic_shifting", False))
 
     def options_for(self, sampler: str) -> dict[str, Any]:
         """The settings `sampler` takes from this file: all for its own class, else the training timesteps alone."""
         if sampler == self.sampler:
-            return {key: value for key, value in self.values.items() if key != SHIFT_KEY[sampler]}
+            left_out = {SHIFT_KEY[sampler], *_SHIFT_BY_SIZE}
+            return {key: value for key, value in self.values.items() if key not in left_out}
         return {key: self.values[key] for key in ("num_train_timesteps",) if key in self.values}
 
     def unknown_class_error(self) -> ModelLoadError:

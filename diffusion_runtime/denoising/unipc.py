@@ -17,15 +17,18 @@ class UniPCSampler(Sampler):
     """diffusers' UniPCMultistepScheduler behind our loop.
 
     num_steps: predictions; flow_shift: s of sigma = s * t / (1 + (s - 1) * t); options: further settings of the class.
+    sigmas: not read, the solver spaces its own.
     """
 
     num_steps: int
     flow_shift: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    sigmas: tuple[float, ...] | None = None
 
     def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
         from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
         flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": self.flow_shift}
         scheduler = build_scheduler(UniPCMultistepScheduler, {**self.options, **flow})
+        scheduler.set_timesteps(self.num_steps, device=noise.device)
         return run_schedule(scheduler, self.num_steps, noise, predict, on_step)

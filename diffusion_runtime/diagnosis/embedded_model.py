@@ -15,7 +15,6 @@ from diffusion_runtime.diagnosis.problems import Problem
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.models.checkpoint import EMBEDDED, EMBEDDED_FOLDER
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.text_encoders.umt5 import load_umt5
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def check_model(folder: Path = EMBEDDED_FOLDER) -> ModelCheck:
     try:
         device, dtype = torch.device("cpu"), torch.float32
         family = family_for_folder(folder)
-        load_umt5(folder, device, dtype)
+        family.load_text_encoder(folder, device, dtype)
         # No choice of the user's may keep the files from being looked at.
         policy = AttentionPolicy(device="cpu", dtype=dtype, environment=None, forced=())
         with quiet_log():

@@ -9,7 +9,8 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,23 +44,41 @@ class Piece:
     shape: tuple[int, ...]
 
 
+class WeightChange(ABC):
+    """Something that is added to a checkpoint's weights while they are read, such as a LoRA."""
+
+    @abstractmethod
+    def check(self, component: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Whether it fits the tensors of a component (`transformer`), by name. Raises ModelLoadError that names what
+        does not."""
+
+    @abstractmethod
+    def apply(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Tensor `name` of a component as it is to be; `weight` itself where nothing changes."""
+
+
 class Checkpoint:
     """The tensors of a component's folder. Close it, or use it as a context manager.
 
     folder: holds `{stem}.safetensors`, `{stem}.safetensors.index.json` with its shards, or a variant of either such as
-    `{stem}.fp16.safetensors`. shapes: of every tensor, by name.
+    `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they are read.
 
     Raises ModelLoadError for files that are missing, truncated, damaged, pickled, or Git-LFS pointers.
     """
 
-    def __init__(self, folder: Path, stem: str = "diffusion_pytorch_model") -> None:
+    def __init__(
+        self, folder: Path, stem: str = "diffusion_pytorch_model", *, changes: Sequence[WeightChange] = ()
+    ) -> None:
         self.folder = folder
+        self._changes = changes
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, safe_open] = {}
         self._stack = contextlib.ExitStack()
         try:
             for path in find_weight_files(folder, stem):
                 self._open(path)
+            for change in changes:
+                change.check(folder.name, self.shapes)
         except BaseException:
             self.close()
             raise
@@ -67,6 +86,8 @@ class Checkpoint:
     def copy_into(self, name: str, target: torch.Tensor) -> None:
         """Write tensor `name` into `target`, of the same shape, converting its dtype and device."""
         source: torch.Tensor = self._file_of[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        for change in self._changes:
+            source = change.apply(self.folder.name, name, source)
         target.copy_(source)
 
     def close(self) -> None:

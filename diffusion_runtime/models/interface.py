@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +15,12 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.errors import RequestError
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.denoising.guidance import extrapolate
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.models.checkpoint import WeightChange
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,10 @@ class LatentGeometry:
         self.check(height, width, num_frames)
         num_latent_frames = (num_frames - 1) // self.temporal_factor + 1
         return self.num_channels, num_latent_frames, height // self.spatial_factor, width // self.spatial_factor
+
+    def num_tokens(self, height: int, width: int, num_frames: int) -> int:
+        """Grid tokens of such a clip, after patchify. Raises RequestError for sizes that do not divide."""
+        return math.prod(self.grid(self.latent_shape(height, width, num_frames)))
 
     def check(self, height: int, width: int, num_frames: int) -> None:
         """Raises RequestError for sizes that do not divide; it names the nearest ones that do, below and above."""
@@ -74,6 +84,47 @@ def _misfit(name: str, value: int, step: int, remainder: int) -> str:
     return f"{name}: expected {rule}, got {value}; use {' or '.join(fitting)}"
 
 
+@dataclass(frozen=True)
+class ClipSize:
+    """What is made: height, width in pixels, num_frames (1 is an image), fps: frames a second."""
+
+    height: int
+    width: int
+    num_frames: int
+    fps: int
+
+
+@dataclass(frozen=True)
+class ImageCondition:
+    """The image that a video starts from, as a transformer takes it.
+
+    latents: [batch, channels, 1, height, width], normalised. embeddings: [batch, tokens, dim] of an image encoder,
+    None for models without one.
+    """
+
+    latents: torch.Tensor
+    embeddings: torch.Tensor | None = None
+
+    def repeat(self, times: int) -> ImageCondition:
+        """The same images once more for every guidance branch of a batch."""
+        embeddings = None if self.embeddings is None else self.embeddings.repeat(times, 1, 1)
+        return ImageCondition(self.latents.repeat(times, 1, 1, 1, 1), embeddings)
+
+
+@dataclass(frozen=True)
+class DenoiserInputs:
+    """What a prediction is conditioned on, the same at every step of a request.
+
+    text: the prompts, on the model's device and in its dtype. size: of the clip. guidance: the scale that a model
+    distilled from guidance takes as an input, None for others. image: what the video starts from, if anything.
+    """
+
+    text: Conditions
+    size: ClipSize
+    guidance: float | None = None
+    image: ImageCondition | None = None
+
+
 class DiffusionTransformer(nn.Module, ABC):
     """A denoiser whose every attention is one of our layers."""
 
@@ -81,18 +132,30 @@ class DiffusionTransformer(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, context: AttentionContext
+        self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
         """Velocity (noise minus data), in the shape and dtype of `latents`.
 
         latents: [batch, channels, frames, height, width]. timestep: [batch], in [0, 1000].
-        text: [batch, tokens, dim], the text encoder's output with its padding set to zero.
+        inputs: what the prediction is conditioned on. The same value comes at every step of a request.
         context: step, state and recorder of this forward pass; layouts are made here, from the latents.
         """
 
-    @abstractmethod
     def attention_layers(self) -> Iterator[AttentionLayer]:
         """Every attention layer in the order in which they run, for reports and dry runs."""
+        return (module for module in self.modules() if isinstance(module, AttentionLayer))
+
+    def expert_at(self, timestep: float) -> int:
+        """Which of its experts predicts at a timestep in [0, 1000]; 0 in models that have one."""
+        return 0
+
+    def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
+        """The guided velocity, float32, out of the two branches', as the model's authors combine them."""
+        return extrapolate(cond, uncond, scale)
+
+    def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """The clean latents after the last step; models that keep a part of them from an image put it back here."""
+        return latents
 
 
 class LatentDecoder(ABC):
@@ -112,6 +175,14 @@ class LatentDecoder(ABC):
         """
 
 
+class ImageConditioner(ABC):
+    """Makes the condition of image-to-video out of an image; loaded when the first request brings one."""
+
+    @abstractmethod
+    def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
+        """image: [height, width, 3], uint8, already of the clip's size. Returns a batch of one."""
+
+
 class ModelFamily(ABC):
     """One architecture: what its folders hold and how its parts are built.
 
@@ -124,6 +195,28 @@ class ModelFamily(ABC):
     transformer_classes: ClassVar[tuple[str, ...]]
     roles: ClassVar[tuple[tuple[str, str], ...]]
     defaults: ClassVar[Mapping[str, Any]]
+
+    def schedule(self, folder: Path, scheduler: SchedulerConfig) -> FlowSchedule:
+        """How its noise levels are spaced. Raises ModelLoadError, here for a shift that follows the size."""
+        if scheduler.shifts_by_size:
+            raise ModelLoadError(
+                f"{scheduler.path}: use_dynamic_shifting: expected False for a {self.name} model, got True; this is not "
+                "supported"
+            )
+        return FlowSchedule()
+
+    def embeds_guidance(self, folder: Path) -> bool:
+        """Whether the transformer takes the guidance scale as an input: `guidance_scale` is then that, and
+        `true_cfg_scale` is the scale of classifier-free guidance. Raises ModelLoadError."""
+        return False
+
+    def takes_image(self, folder: Path) -> bool:
+        """Whether requests may bring an image that the video starts from. Raises ModelLoadError."""
+        return False
+
+    def load_image_conditioner(self, folder: Path, device: torch.device, dtype: torch.dtype) -> ImageConditioner:
+        """What turns that image into a condition. Raises ModelLoadError."""
+        raise ModelLoadError(f"{folder}: {self.name} models do not start from an image; leave out image_path")
 
     @abstractmethod
     def geometry(self, folder: Path) -> LatentGeometry:
@@ -138,12 +231,22 @@ class ModelFamily(ABC):
         """
 
     @abstractmethod
+    def load_text_encoder(self, folder: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+        """The folder's text encoders as one, ready to run. Raises ModelLoadError."""
+
+    @abstractmethod
     def load_transformer(
-        self, folder: Path, transformer: DiffusionTransformer, device: torch.device, dtype: torch.dtype
+        self,
+        folder: Path,
+        transformer: DiffusionTransformer,
+        device: torch.device,
+        dtype: torch.dtype,
+        changes: Sequence[WeightChange] = (),
     ) -> DiffusionTransformer:
         """Read the weights into what `build_transformer` returned: in eval mode, without gradients.
 
-        Raises ModelLoadError for files that are missing, damaged or not this model's.
+        changes: made to the checkpoint's tensors as they are read, such as a LoRA. Raises ModelLoadError for files that
+        are missing, damaged or not this model's, and for changes made for another model.
         """
 
     @abstractmethod

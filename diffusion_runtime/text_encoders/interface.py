@@ -12,6 +12,26 @@ import torch
 
 
 @dataclass(frozen=True)
+class TextStream:
+    """One encoder's tokens of several prompts.
+
+    embeddings: [batch, max_tokens, dim]; zero past each prompt's length, which holds its real tokens first.
+    lengths: for each prompt how many of its tokens are real.
+    """
+
+    embeddings: torch.Tensor
+    lengths: tuple[int, ...]
+
+    def take(self, indices: Sequence[int]) -> Self:
+        """The prompts at these positions; a position may come more than once."""
+        lengths = tuple(self.lengths[index] for index in indices)
+        return dataclasses.replace(self, embeddings=self.embeddings[list(indices)], lengths=lengths)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
+        return dataclasses.replace(self, embeddings=self.embeddings.to(device, dtype))
+
+
+@dataclass(frozen=True)
 class Conditions:
     """Encoded prompts, in the order in which they were given.
 
@@ -19,12 +39,30 @@ class Conditions:
     lengths: for each prompt how many of its tokens are real.
     unknown_words: for each prompt the words its tokenizer does not know; the model cannot tell them apart.
     num_cut_tokens: for each prompt how many tokens were cut off because there is no room for them.
+    pooled: one vector a prompt, [batch, dim], of models that take one. further: the tokens of encoders beside the
+    first, in an order of the family's own.
     """
 
     embeddings: torch.Tensor
     lengths: tuple[int, ...]
     unknown_words: tuple[tuple[str, ...], ...]
     num_cut_tokens: tuple[int, ...]
+    pooled: torch.Tensor | None = None
+    further: tuple[TextStream, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        embeddings: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        *,
+        pooled: torch.Tensor | None = None,
+        further: Sequence[TextStream] = (),
+    ) -> Self:
+        """Conditions of embeddings that came from elsewhere, with nothing to remark. lengths: None for no padding."""
+        batch, num_tokens = embeddings.shape[:2]
+        known = (num_tokens,) * batch if lengths is None else tuple(lengths)
+        return cls(embeddings, known, ((),) * batch, (0,) * batch, pooled, tuple(further))
 
     def remarks(self, index: int, prompt: str) -> tuple[str, ...]:
         """What the model cannot read of the prompt at `index`, one sentence each. prompt: its text, to name it by."""
@@ -46,6 +84,17 @@ class Conditions:
             lengths=tuple(self.lengths[index] for index in indices),
             unknown_words=tuple(self.unknown_words[index] for index in indices),
             num_cut_tokens=tuple(self.num_cut_tokens[index] for index in indices),
+            pooled=None if self.pooled is None else self.pooled[list(indices)],
+            further=tuple(stream.take(indices) for stream in self.further),
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
+        """The same prompts where and in what a model runs."""
+        return dataclasses.replace(
+            self,
+            embeddings=self.embeddings.to(device, dtype),
+            pooled=None if self.pooled is None else self.pooled.to(device, dtype),
+            further=tuple(stream.to(device, dtype) for stream in self.further),
         )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_runtime.attention.info import StepInfo
-from diffusion_runtime.denoising.guidance import with_guidance
+from diffusion_runtime.denoising.guidance import MODES, with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError
 
@@ -72,3 +72,27 @@ def test_half_precision_predictions_are_combined_in_float32(mode: str) -> None:
 def test_an_unknown_mode_names_the_nearest() -> None:
     with pytest.raises(RequestError, match="two_pass"):
         with_guidance(recording_predict([]), 3.0, "two-pass")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_scale_of_each_step_and_a_combination_of_the_models_own(mode: str) -> None:
+    """Steps whose scale is 1 or less run one branch; `combine` sees both velocities in float32."""
+    branches: list[str] = []
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        branches.append(step.branch)
+        one = latents if step.branch != "both" else latents.chunk(2)[0]
+        parts = {"cond": [one + 1], "uncond": [one - 1], "both": [one + 1, one - 1]}
+        return torch.cat(parts[step.branch]).to(torch.bfloat16)
+
+    def combine(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
+        assert cond.dtype == uncond.dtype == torch.float32
+        return 10 * scale * cond + uncond
+
+    guided = with_guidance(predict, lambda step: (1.0, 3.0)[step.index], mode, combine)
+    latents = torch.zeros(1, 1, 1, 1, 1)
+    assert guided(latents, StepInfo(0, 2)).item() == 1.0
+    assert branches == ["cond"]
+    branches.clear()
+    assert guided(latents, StepInfo(1, 2)).item() == 29.0
+    assert branches == (["both"] if mode == "batched" else ["cond", "uncond"])

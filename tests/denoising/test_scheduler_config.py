@@ -74,7 +74,6 @@ def test_another_class_has_no_default_and_its_error_names_both(tmp_path: Path) -
         (UNIPC | {"prediction_type": "epsilon"}, "prediction_type"),
         ({"_class_name": "UniPCMultistepScheduler"}, "prediction_type"),
         (UNIPC | {"use_flow_sigmas": False}, "use_flow_sigmas"),
-        (EULER | {"use_dynamic_shifting": True}, "use_dynamic_shifting"),
         (EULER | {"stochastic_sampling": True}, "stochastic_sampling"),
         (EULER | {"shift": "three"}, "shift"),
         (EULER | {"shift": None}, "shift"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,13 +10,15 @@ import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.checkpoint import Checkpoint, load_weights
+from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
 from diffusion_runtime.models.folder import INDEX_FILE, read_json
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, LatentGeometry, ModelFamily
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.config import GATE, read_geometry, read_transformer_config
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.umt5 import load_umt5
 
 
 class WanFamily(ModelFamily):
@@ -48,11 +50,19 @@ class WanFamily(ModelFamily):
         with torch.device("meta"):
             return WanTransformer(config, read_geometry(folder), policy)
 
+    def load_text_encoder(self, folder: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+        return load_umt5(folder, device, dtype)
+
     def load_transformer(
-        self, folder: Path, transformer: DiffusionTransformer, device: torch.device, dtype: torch.dtype
+        self,
+        folder: Path,
+        transformer: DiffusionTransformer,
+        device: torch.device,
+        dtype: torch.dtype,
+        changes: Sequence[WeightChange] = (),
     ) -> WanTransformer:
         assert isinstance(transformer, WanTransformer)
-        with Checkpoint(folder / "transformer") as checkpoint:
+        with Checkpoint(folder / "transformer", changes=changes) as checkpoint:
             if any(f".{GATE}." in name for name in checkpoint.shapes):
                 transformer.add_gates()
             load_weights(

@@ -19,7 +19,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.info import LayerInfo
-from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
+from diffusion_runtime.attention.layers import LocalAttention, USPAttention
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
@@ -28,7 +28,7 @@ from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.rope import grid_rotations, rotate
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 
 
@@ -156,14 +156,15 @@ class WanTransformer(DiffusionTransformer):
 
     @torch.no_grad()
     def forward(
-        self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, context: AttentionContext
+        self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. The text's padding is attended to, as in training."""
         grid = self.geometry.grid(latents.shape)
+        text = inputs.text.embeddings
         dtype = self.out.weight.dtype
         x = self.patch_embedding(latents.to(dtype))
         time = self.time_embedding(timestep).to(dtype)
-        inputs = _BlockInputs(
+        block_inputs = _BlockInputs(
             time=self.time_projection(F.silu(time)).unflatten(-1, (6, -1)).float(),
             text=self._text(text, context),
             rotations=grid_rotations(grid, self.config.head_dim, x.device),
@@ -171,7 +172,7 @@ class WanTransformer(DiffusionTransformer):
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
         )
         for block in self.blocks:
-            x = block(x, inputs)
+            x = block(x, block_inputs)
         shift, scale = (self.out_modulation + time[:, None].float()).unbind(1)
         tokens = self.out(modulated_layer_norm(x, shift, scale, self.config.eps))
         return unpatchify(tokens, grid, self.config.patch).to(latents.dtype)
@@ -200,6 +201,3 @@ class WanTransformer(DiffusionTransformer):
         for block in self._blocks():
             with torch.device("meta"):
                 block.self_attention.gate = Linear(self.config.dim, self.config.dim)
-
-    def attention_layers(self) -> Iterator[AttentionLayer]:
-        return (module for module in self.modules() if isinstance(module, AttentionLayer))

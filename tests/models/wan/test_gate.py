@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from denoiser_inputs import text_inputs
 from safetensors.torch import load_file, save_file
 from sparse_oracle import masked_attention
 
@@ -60,7 +61,9 @@ def run(model: WanTransformer, context: AttentionContext | None = None) -> torch
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(2, 16, GRID[0], 2 * GRID[1], 2 * GRID[2], generator=generator)
     text = torch.randn(2, 7, 32, generator=generator)
-    return model(latents, torch.tensor([900.0, 300.0]), text, AttentionContext() if context is None else context)
+    return model(
+        latents, torch.tensor([900.0, 300.0]), text_inputs(text), AttentionContext() if context is None else context
+    )
 
 
 def self_attention(model: WanTransformer, index: int) -> WanSelfAttention:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from denoiser_inputs import text_inputs
 from diffusers import WanTransformer3DModel
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo, TokenLayout
@@ -101,6 +102,16 @@ def inputs(
     return latents, torch.linspace(937.3, 12.0, batch + 1)[:batch], text
 
 
+def run_ours(
+    model: WanTransformer,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    context: AttentionContext,
+) -> torch.Tensor:
+    return model(latents, timestep, text_inputs(text), context)
+
+
 @torch.no_grad()
 def run_theirs(
     model: WanTransformer3DModel, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor
@@ -126,7 +137,7 @@ def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -
         for batch in (1, 2):
             arguments = inputs((grid[0] * frames, grid[1] * height, grid[2] * width), batch)
             before = [argument.clone() for argument in arguments]
-            out = ours(*arguments, AttentionContext())
+            out = run_ours(ours, *arguments, AttentionContext())
             assert out.shape == arguments[0].shape
             assert relative(out, run_theirs(theirs, *arguments)) < 1e-5
             assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
@@ -135,10 +146,10 @@ def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -
 def test_a_batch_equals_its_samples(folder_of: Callable[[str], Path]) -> None:
     ours = load_ours(folder_of("plain"))
     latents, timestep, text = inputs((2, 4, 6), batch=3)
-    together = ours(latents, timestep, text, AttentionContext())
+    together = run_ours(ours, latents, timestep, text, AttentionContext())
     for index in range(3):
         part = slice(index, index + 1)
-        alone = ours(latents[part], timestep[part], text[part], AttentionContext())
+        alone = run_ours(ours, latents[part], timestep[part], text[part], AttentionContext())
         assert relative(together[part], alone) < 1e-5
 
 
@@ -151,7 +162,7 @@ def test_bfloat16_keeps_the_same_parts_in_float32_and_is_as_exact_as_diffusers(
     latents, timestep, text = inputs((4, 6, 9), batch=2)
     reference = run_theirs(exact, latents, timestep, text)
     theirs_error = relative(run_theirs(theirs, latents.bfloat16(), timestep, text.bfloat16()), reference)
-    out = ours(latents, timestep, text, AttentionContext())
+    out = run_ours(ours, latents, timestep, text, AttentionContext())
     assert out.dtype == torch.float32
     assert relative(out, reference) < 1.5 * theirs_error < 0.1
 
@@ -210,7 +221,7 @@ def test_attention_layers_are_named_and_every_call_is_counted(folder_of: Callabl
     assert {f"{name}.attention" for name in names} <= {name for name, _ in ours.named_modules()}
     context = AttentionContext()
     for _ in range(2):
-        ours(*inputs((1, 4, 4)), context)
+        run_ours(ours, *inputs((1, 4, 4)), context)
     rows = context.recorder.report().rows
     assert {(row.role, row.count, row.layers) for row in rows} == {("self", 6, "0-2"), ("cross", 6, "0-2")}
 
@@ -224,7 +235,7 @@ def test_layers_see_the_grid_and_the_text(folder_of: Callable[[str], Path]) -> N
 
     for layer in ours.attention_layers():
         layer.register_forward_pre_hook(keep)
-    ours(*inputs((2, 4, 6)), AttentionContext())
+    run_ours(ours, *inputs((2, 4, 6)), AttentionContext())
     assert seen["self"].grid == (2, 2, 3)
     assert seen["self"].num_text_tokens == 0
     assert seen["cross"].num_text_tokens == 7
@@ -247,7 +258,7 @@ def test_a_choice_that_cannot_run_fails_before_any_weight_is_there(
 def test_latents_that_are_no_whole_patches_are_refused(folder_of: Callable[[str], Path]) -> None:
     ours = load_ours(folder_of("plain"))
     with pytest.raises(RequestError, match="whole number of 1 x 2 x 2 patches"):
-        ours(*inputs((1, 3, 4)), AttentionContext())
+        run_ours(ours, *inputs((1, 3, 4)), AttentionContext())
 
 
 # --- what is kept between steps ---------------------------------------------------------------------------------------
@@ -259,18 +270,18 @@ def test_the_text_is_projected_once_a_request_and_branch(folder_of: Callable[[st
     ours.text_embedding.register_forward_hook(lambda module, arguments, out: calls.append(1))
     latents, timestep, text = inputs((1, 4, 4))
     other_text = text.flip(2).clone()
-    first, other = (ours(latents, timestep, words, AttentionContext()) for words in (text, other_text))
+    first, other = (run_ours(ours, latents, timestep, words, AttentionContext()) for words in (text, other_text))
     assert relative(first, other) > 1e-3
     calls.clear()
     context = AttentionContext(step=StepInfo(branch="cond"))
     uncond = AttentionContext(step=StepInfo(branch="uncond"), state=context.state)
     for _ in range(3):
-        assert torch.equal(ours(latents, timestep, text, context), first)
-        assert torch.equal(ours(latents, timestep, other_text, uncond), other)
+        assert torch.equal(run_ours(ours, latents, timestep, text, context), first)
+        assert torch.equal(run_ours(ours, latents, timestep, other_text, uncond), other)
     assert len(calls) == 2
     # The same branch with another text, and an equal text in another tensor.
-    assert torch.equal(ours(latents, timestep, other_text, context), other)
-    assert torch.equal(ours(latents, timestep, text.clone(), context), first)
+    assert torch.equal(run_ours(ours, latents, timestep, other_text, context), other)
+    assert torch.equal(run_ours(ours, latents, timestep, text.clone(), context), first)
     assert len(calls) == 4
 
 
@@ -280,4 +291,4 @@ def test_another_grid_in_the_same_request_has_its_own_positions(folder_of: Calla
     context = AttentionContext()
     for shape in ((1, 4, 8), (1, 8, 4), (2, 4, 4)):
         arguments = inputs(shape)
-        assert relative(ours(*arguments, context), run_theirs(theirs, *arguments)) < 1e-5
+        assert relative(run_ours(ours, *arguments, context), run_theirs(theirs, *arguments)) < 1e-5

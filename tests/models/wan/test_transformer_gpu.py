@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from denoiser_inputs import text_inputs
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.models.interface import LatentGeometry
@@ -49,8 +50,8 @@ def test_forward_equals_the_cpu(dtype: torch.dtype, tolerance: float, batch: int
     latents = torch.randn(batch, 16, 3, 10, 14, generator=generator)
     timestep = torch.linspace(900.0, 20.0, batch)
     text = torch.randn(batch, 9, 32, generator=generator)
-    expected = build("cpu", torch.float32)(latents, timestep, text, AttentionContext())
+    expected = build("cpu", torch.float32)(latents, timestep, text_inputs(text), AttentionContext())
     model = build("cuda", dtype)
-    out = model(latents.cuda(), timestep.cuda(), text.cuda(), AttentionContext())
+    out = model(latents.cuda(), timestep.cuda(), text_inputs(text.cuda()), AttentionContext())
     assert out.device.type == "cuda"
     assert float((out.cpu() - expected).abs().max() / expected.abs().max()) < tolerance
