@@ -208,7 +208,7 @@ def _request_rules(
 ) -> RequestRules:
     """generation.json over the scheduler's own settings over the family's defaults."""
     settings = generation_settings(folder)
-    defaults = dict(family.defaults)
+    defaults = dict(family.request_defaults(folder))
     if scheduler.sampler is None:
         # Another scheduler would make other pictures: only a request or generation.json may put one in its place.
         del defaults["sampler"]

@@ -20,12 +20,20 @@ TINY_SIZES: dict[str, int] = {"height": 32, "width": 32, "num_frames": 5}
 
 
 def write_tiny_wan(
-    folder: Path, *, scheduler: str = "unipc", vae: str = "patched", flow_shift: float = 3.0, num_layers: int = 2
+    folder: Path,
+    *,
+    scheduler: str = "unipc",
+    vae: str = "patched",
+    flow_shift: float = 3.0,
+    num_layers: int = 2,
+    boundary_ratio: float | None = None,
+    takes_image: bool = False,
 ) -> Path:
     """Write a whole Wan folder and return its path.
 
-    scheduler: `unipc` or `flow_match_euler`. vae: `patched` (the embedded model's layout, quick) or `plain` (as in
-    Wan 2.1).
+    scheduler: `unipc` or `flow_match_euler`. vae: `patched` (the embedded model's layout, quick), `plain` (as in
+    Wan 2.1) or `residual` (as in Wan 2.2 TI2V). boundary_ratio: of a second transformer, None for one alone.
+    takes_image: whether each token has a timestep, as in Wan 2.2 TI2V.
     The weights depend on nothing but the arguments. About 1 MB.
     """
     import torch
@@ -41,6 +49,9 @@ def write_tiny_wan(
             transformer=_transformer(num_layers),
             vae=_vae(vae),
             scheduler=_scheduler(scheduler, flow_shift),
+            transformer_2=None if boundary_ratio is None else _transformer(num_layers),
+            boundary_ratio=boundary_ratio,
+            expand_timesteps=takes_image,
         )
     pipeline.save_pretrained(folder)
     return folder
@@ -108,18 +119,19 @@ def _vae(kind: str) -> Any:
     }
     if kind == "plain":
         return AutoencoderKLWan(base_dim=4, z_dim=16, num_res_blocks=1, **statistics).eval()
+    residual = kind == "residual"
     return AutoencoderKLWan(
         base_dim=8,
         decoder_base_dim=8,
         z_dim=16,
-        dim_mult=[1, 2, 2],
+        dim_mult=[1, 2, 2, 2] if residual else [1, 2, 2],
         num_res_blocks=1,
-        temperal_downsample=[True, True],
+        temperal_downsample=[False, True, True] if residual else [True, True],
         patch_size=2,
         in_channels=12,
         out_channels=12,
-        is_residual=False,
-        scale_factor_spatial=8,
+        is_residual=residual,
+        scale_factor_spatial=16 if residual else 8,
         scale_factor_temporal=4,
         **statistics,
     ).eval()

@@ -196,12 +196,16 @@ class ModelFamily(ABC):
     roles: ClassVar[tuple[tuple[str, str], ...]]
     defaults: ClassVar[Mapping[str, Any]]
 
+    def request_defaults(self, folder: Path) -> Mapping[str, Any]:
+        """`defaults` as they are for the model in this folder. Raises ModelLoadError."""
+        return self.defaults
+
     def schedule(self, folder: Path, scheduler: SchedulerConfig) -> FlowSchedule:
         """How its noise levels are spaced. Raises ModelLoadError, here for a shift that follows the size."""
         if scheduler.shifts_by_size:
             raise ModelLoadError(
-                f"{scheduler.path}: use_dynamic_shifting: expected False for a {self.name} model, got True; this is not "
-                "supported"
+                f"{scheduler.path}: use_dynamic_shifting: expected False for a {self.name} model, got True; this "
+                "is not supported"
             )
         return FlowSchedule()
 

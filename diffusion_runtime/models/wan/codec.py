@@ -1,4 +1,4 @@
-"""The Wan autoencoder's decoder, as diffusers computes it, behind LatentDecoder."""
+"""The Wan autoencoder as diffusers computes it: its decoder behind LatentDecoder, its encoder for a first image."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.convolution import QuickConvolutions
 from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
 from diffusion_runtime.models.folder import ConfigFile, read_config
-from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.interface import ClipSize, ImageCondition, ImageConditioner, LatentDecoder
 
 COMPONENT = "vae"
 
-# The half of the autoencoder that turns frames into latents; nothing here needs it, so it is neither built nor read.
+# The halves of the autoencoder; the one that is not needed is neither built nor read.
 _ENCODER_PARTS = ("encoder.", "quant_conv.")
+_DECODER_PARTS = ("decoder.", "post_quant_conv.")
 
 
 class WanDecoder(LatentDecoder):
@@ -41,11 +42,41 @@ class WanDecoder(LatentDecoder):
             return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 
 
+class WanImageConditioner(ImageConditioner):
+    """AutoencoderKLWan's encoder: an image as the first latent frame of a video."""
+
+    def __init__(self, autoencoder: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        weight = next(autoencoder.parameters())
+        self._autoencoder = autoencoder
+        self._mean = torch.tensor(mean, device=weight.device).view(1, -1, 1, 1, 1)
+        self._std = torch.tensor(std, device=weight.device).view(1, -1, 1, 1, 1)
+
+    def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
+        """See ImageConditioner.encode. The mode of the encoder's distribution, normalised in float32."""
+        weight = next(self._autoencoder.parameters())
+        pixels = image.to(weight.device, torch.float32).div(127.5).sub(1.0).permute(2, 0, 1)[None, :, None]
+        with torch.inference_mode(), QuickConvolutions():
+            mode = self._autoencoder.encode(pixels.to(weight.dtype)).latent_dist.mode()
+        return ImageCondition((mode.float() - self._mean) / self._std)
+
+
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> WanDecoder:
     """The decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
+    return WanDecoder(*_load_half(folder, device, dtype, left_out=_ENCODER_PARTS))
+
+
+def load_image_conditioner(folder: Path, device: torch.device, dtype: torch.dtype) -> WanImageConditioner:
+    """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
+    return WanImageConditioner(*_load_half(folder, device, dtype, left_out=_DECODER_PARTS))
+
+
+def _load_half(
+    folder: Path, device: torch.device, dtype: torch.dtype, *, left_out: tuple[str, ...]
+) -> tuple[Any, tuple[float, ...], tuple[float, ...]]:
+    """The autoencoder without the parts whose names begin so, and the mean and deviation of its latents."""
     # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
     from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
@@ -58,7 +89,8 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> WanD
             autoencoder = AutoencoderKLWan(**file.settings())
     except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError) as error:
         raise ModelLoadError(f"{file.path}: AutoencoderKLWan refuses these settings: {error}") from error
-    autoencoder.encoder = autoencoder.quant_conv = None
+    for part in left_out:
+        setattr(autoencoder, part.removesuffix("."), None)
     with Checkpoint(folder / COMPONENT) as checkpoint:
         load_weights(
             autoencoder,
@@ -66,9 +98,9 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> WanD
             own_pieces(autoencoder),
             device,
             dtype,
-            ignored=lambda name: name.startswith(_ENCODER_PARTS),
+            ignored=lambda name: name.startswith(left_out),
         )
-    return WanDecoder(autoencoder, mean, std)
+    return autoencoder, mean, std
 
 
 def _check_settings(file: ConfigFile, autoencoder_class: type) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.folder import ConfigFile, read_config
+from diffusion_runtime.models.folder import INDEX_FILE, ConfigFile, read_config, read_json
 from diffusion_runtime.models.interface import LatentGeometry
 
 _QK_NORM = "rms_norm_across_heads"
@@ -50,9 +50,40 @@ class WanTransformerConfig:
         return self.num_channels * math.prod(self.patch)
 
 
-def read_transformer_config(folder: Path) -> WanTransformerConfig:
-    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
-    file = read_config(folder, "transformer")
+@dataclass(frozen=True)
+class WanPipelineConfig:
+    """What model_index.json says. boundary: the timestep in [0, 1000] above which the first of two experts predicts,
+    None for one transformer. takes_image: whether a video may start from an image, at timestep 0."""
+
+    boundary: float | None
+    takes_image: bool
+
+
+def read_pipeline_config(folder: Path) -> WanPipelineConfig:
+    """model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    path = folder / INDEX_FILE
+    file = ConfigFile(path, read_json(path))
+    has_second = file.values.get("transformer_2") not in (None, [None, None])
+    ratio = file.values.get("boundary_ratio")
+    if has_second != (ratio is not None):
+        raise ModelLoadError(
+            f"{path}: keys 'transformer_2' and 'boundary_ratio' belong together: two experts and the noise level "
+            f"between them; got {file.values.get('transformer_2')!r} and {ratio!r}"
+        )
+    takes_image = file.flag("expand_timesteps", False)
+    if ratio is None:
+        return WanPipelineConfig(None, takes_image)
+    if takes_image:
+        raise file.error("expand_timesteps", "false in a model of two experts", True)
+    boundary = file.number("boundary_ratio")
+    if not 0 < boundary < 1:
+        raise file.error("boundary_ratio", "a number between 0 and 1", ratio)
+    return WanPipelineConfig(1000 * boundary, takes_image)
+
+
+def read_transformer_config(folder: Path, component: str = "transformer") -> WanTransformerConfig:
+    """config.json of a transformer in a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, component)
     _refuse_image_conditioned(file)
     qk_norm = file.values.get("qk_norm", _QK_NORM)
     if qk_norm != _QK_NORM:
@@ -89,6 +120,11 @@ def read_geometry(folder: Path) -> LatentGeometry:
     num_channels = file.whole_number("z_dim", 16)
     if num_channels != transformer.num_channels:
         raise file.error("z_dim", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
+    if read_pipeline_config(folder).takes_image and transformer.patch[0] != 1:
+        raise ModelLoadError(
+            f"{folder / 'transformer' / 'config.json'}: key 'patch_size': expected 1 latent frame a token in a model "
+            f"that starts from an image, got {transformer.patch[0]}"
+        )
     return LatentGeometry(
         num_channels=num_channels,
         spatial_factor=file.whole_number("scale_factor_spatial", 8),

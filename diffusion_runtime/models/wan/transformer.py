@@ -3,14 +3,15 @@
     latents -> patches -> num_layers x block -> modulated norm -> projection -> velocity
 
 A block is self-attention over the frames x height x width grid, cross-attention to the text, and a feed-forward
-network; the timestep shifts, scales and gates the first and the last. Shapes in this file:
+network; the timestep shifts, scales and gates the first and the last. A video that starts from an image has that image
+as its first latent frame, whose tokens are at timestep 0 all along. Shapes in this file:
 B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.rope import grid_rotations, rotate
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, LatentGeometry
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 
 
@@ -38,7 +39,7 @@ class WanSelfAttention(nn.Module):
     gate: weighs the coarse branch of Video Sparse Attention, in checkpoints that were trained with it.
     """
 
-    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy) -> None:
+    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv = Linear(config.dim, 3 * config.dim)
@@ -46,7 +47,7 @@ class WanSelfAttention(nn.Module):
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.out = Linear(config.dim, config.dim)
         self.gate = Linear(config.dim, config.dim) if config.has_gate else None
-        layer = LayerInfo(index, config.num_layers, "self", f"blocks.{index}.self_attention")
+        layer = LayerInfo(index, config.num_layers, "self", f"{prefix}blocks.{index}.self_attention")
         self.attention = USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
 
     def forward(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
@@ -66,7 +67,7 @@ class WanSelfAttention(nn.Module):
 class WanCrossAttention(nn.Module):
     """Attention from the grid's tokens to the text."""
 
-    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy) -> None:
+    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.q = Linear(config.dim, config.dim)
@@ -74,7 +75,7 @@ class WanCrossAttention(nn.Module):
         self.norm_q = RMSNorm(config.dim, config.eps)
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.out = Linear(config.dim, config.dim)
-        layer = LayerInfo(index, config.num_layers, "cross", f"blocks.{index}.cross_attention")
+        layer = LayerInfo(index, config.num_layers, "cross", f"{prefix}blocks.{index}.cross_attention")
         self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
 
     def keys_and_values(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,25 +95,45 @@ class WanCrossAttention(nn.Module):
 class WanBlock(nn.Module):
     """modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
 
-    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy) -> None:
+    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str = "") -> None:
         super().__init__()
         self.index = index
         self.eps = config.eps
         self.modulation = nn.Parameter(torch.zeros(6, config.dim))
-        self.self_attention = WanSelfAttention(config, index, policy)
+        self.self_attention = WanSelfAttention(config, index, policy, prefix)
         self.cross_norm = LayerNorm(config.dim, config.eps) if config.norm_cross else nn.Identity()
-        self.cross_attention = WanCrossAttention(config, index, policy)
+        self.cross_attention = WanCrossAttention(config, index, policy, prefix)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, x: torch.Tensor, inputs: _BlockInputs) -> torch.Tensor:
         """x: [B, S, D], overwritten and returned."""
-        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.modulation + inputs.time).unbind(1)
-        branch = modulated_layer_norm(x, shift, scale, self.eps)
-        add_gated_(x, self.self_attention(branch, inputs.rotations, inputs.grid_context), gate)
+        runs = [(run.tokens, (self.modulation + run.time).unbind(1)) for run in inputs.runs]
+        branch = _modulated(x, [(tokens, rows[0], rows[1]) for tokens, rows in runs], self.eps)
+        branch = self.self_attention(branch, inputs.rotations, inputs.grid_context)
+        for tokens, rows in runs:
+            add_gated_(x[:, tokens], branch[:, tokens], rows[2])
         keys_and_values = inputs.text.keys_and_values[self.index]
         x.add_(self.cross_attention(self.cross_norm(x), keys_and_values, inputs.text_context))
-        branch = modulated_layer_norm(x, ffn_shift, ffn_scale, self.eps)
-        return add_gated_(x, self.feed_forward(branch), ffn_gate)
+        branch = self.feed_forward(_modulated(x, [(tokens, rows[3], rows[4]) for tokens, rows in runs], self.eps))
+        for tokens, rows in runs:
+            add_gated_(x[:, tokens], branch[:, tokens], rows[5])
+        return x
+
+
+def _modulated(x: torch.Tensor, runs: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], eps: float) -> torch.Tensor:
+    """modulated_layer_norm of x [B, S, D] with a (tokens, shift, scale) for each run of its tokens."""
+    parts = [modulated_layer_norm(x[:, tokens], shift, scale, eps) for tokens, shift, scale in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive tokens that share a timestep. embedding: of the timestep, [B, D]; time: its six rows of every
+    block, [B, 6, D], float32."""
+
+    tokens: slice
+    embedding: torch.Tensor
+    time: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -127,11 +148,11 @@ class _Text:
 class _BlockInputs:
     """What every block of one forward pass reads.
 
-    time: [B, 6, D], float32. rotations: [S, head_dim / 2], complex.
+    runs: of tokens that share a timestep, in order. rotations: [S, head_dim / 2], complex.
     grid_context, text_context: the forward pass as self-attention and cross-attention see it.
     """
 
-    time: torch.Tensor
+    runs: tuple[_Run, ...]
     text: _Text
     rotations: torch.Tensor
     grid_context: AttentionContext
@@ -142,7 +163,9 @@ class WanTransformer(DiffusionTransformer):
     """The whole denoiser. In a model of another dtype the timestep embedding, the modulation, the layer norms and the
     gated sums are still computed in float32, as in training."""
 
-    def __init__(self, config: WanTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
+    def __init__(
+        self, config: WanTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy, *, prefix: str = ""
+    ) -> None:
         super().__init__()
         self.config = config
         self.geometry = geometry
@@ -150,7 +173,7 @@ class WanTransformer(DiffusionTransformer):
         self.time_embedding = TimestepEmbedding(config.num_waves, config.dim)
         self.time_projection = Linear(config.dim, 6 * config.dim)
         self.text_embedding = TextEmbedding(config.text_dim, config.dim)
-        self.blocks = nn.ModuleList(WanBlock(config, index, policy) for index in range(config.num_layers))
+        self.blocks = nn.ModuleList(WanBlock(config, index, policy, prefix) for index in range(config.num_layers))
         self.out_modulation = nn.Parameter(torch.zeros(2, config.dim))
         self.out = Linear(config.dim, config.patch_channels)
 
@@ -162,10 +185,9 @@ class WanTransformer(DiffusionTransformer):
         grid = self.geometry.grid(latents.shape)
         text = inputs.text.embeddings
         dtype = self.out.weight.dtype
-        x = self.patch_embedding(latents.to(dtype))
-        time = self.time_embedding(timestep).to(dtype)
+        x = self.patch_embedding(_with_image(latents, inputs.image).to(dtype))
         block_inputs = _BlockInputs(
-            time=self.time_projection(F.silu(time)).unflatten(-1, (6, -1)).float(),
+            runs=self._runs(timestep, grid, inputs.image, dtype),
             text=self._text(text, context),
             rotations=grid_rotations(grid, self.config.head_dim, x.device),
             grid_context=context.with_layout(TokenLayout(grid)),
@@ -173,9 +195,30 @@ class WanTransformer(DiffusionTransformer):
         )
         for block in self.blocks:
             x = block(x, block_inputs)
-        shift, scale = (self.out_modulation + time[:, None].float()).unbind(1)
-        tokens = self.out(modulated_layer_norm(x, shift, scale, self.config.eps))
+        runs = []
+        for run in block_inputs.runs:
+            shift, scale = (self.out_modulation + run.embedding[:, None].float()).unbind(1)
+            runs.append((run.tokens, shift, scale))
+        tokens = self.out(_modulated(x, runs, self.config.eps))
         return unpatchify(tokens, grid, self.config.patch).to(latents.dtype)
+
+    def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        return _with_image(latents, inputs.image)
+
+    def _runs(
+        self, timestep: torch.Tensor, grid: tuple[int, int, int], image: ImageCondition | None, dtype: torch.dtype
+    ) -> tuple[_Run, ...]:
+        """The tokens of an image at timestep 0, and the rest at `timestep`."""
+        num_image_tokens = 0 if image is None else grid[1] * grid[2]
+        later = self._run(slice(num_image_tokens, None), timestep, dtype)
+        if num_image_tokens == 0:
+            return (later,)
+        return self._run(slice(0, num_image_tokens), torch.zeros_like(timestep), dtype), later
+
+    def _run(self, tokens: slice, timestep: torch.Tensor, dtype: torch.dtype) -> _Run:
+        embedding = self.time_embedding(timestep).to(dtype)
+        time = self.time_projection(F.silu(embedding)).unflatten(-1, (6, -1)).float()
+        return _Run(tokens, embedding, time)
 
     def _text(self, embeddings: torch.Tensor, context: AttentionContext) -> _Text:
         """Every block's keys and values of a text [B, L, text_dim]; kept for the other steps of the request."""
@@ -201,3 +244,10 @@ class WanTransformer(DiffusionTransformer):
         for block in self._blocks():
             with torch.device("meta"):
                 block.self_attention.gate = Linear(self.config.dim, self.config.dim)
+
+
+def _with_image(latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:
+    """Latents [B, channels, frames, height, width] whose first frame is the image's, where there is one."""
+    if image is None:
+        return latents
+    return torch.cat([image.latents.to(latents.device, latents.dtype), latents[:, :, 1:]], dim=2)

@@ -94,15 +94,37 @@ def test_other_checkpoints_than_text_to_video_are_refused(tiny_wan_copy: Callabl
 @pytest.mark.parametrize(
     ("key", "value"), [("transformer_2", ["diffusers", "WanTransformer3DModel"]), ("boundary_ratio", 0.875)]
 )
-def test_models_of_two_experts_are_refused(tiny_wan_copy: Callable[[], Path], key: str, value: object) -> None:
+def test_two_experts_and_the_boundary_between_them_belong_together(
+    tiny_wan_copy: Callable[[], Path], key: str, value: object
+) -> None:
     folder = change(tiny_wan_copy(), "model_index.json", {key: value})
-    with pytest.raises(ModelLoadError, match=rf"model_index.json: key '{key}' .* two transformers"):
+    with pytest.raises(ModelLoadError, match=r"model_index.json: keys 'transformer_2' and 'boundary_ratio'"):
         build(folder)
 
 
-def test_a_timestep_for_every_token_is_refused(tiny_wan_copy: Callable[[], Path]) -> None:
+@pytest.mark.parametrize("value", [0, 1, 1.5, -0.1])
+def test_a_boundary_is_a_share_of_the_noise(tiny_wan_copy: Callable[[], Path], value: float) -> None:
+    both = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": value}
+    folder = change(tiny_wan_copy(), "model_index.json", both)
+    with pytest.raises(ModelLoadError, match=r"key 'boundary_ratio': expected a number between 0 and 1"):
+        build(folder)
+
+
+def test_experts_do_not_start_from_an_image(tiny_wan_copy: Callable[[], Path]) -> None:
+    values = {
+        "transformer_2": ["diffusers", "WanTransformer3DModel"],
+        "boundary_ratio": 0.9,
+        "expand_timesteps": True,
+    }
+    folder = change(tiny_wan_copy(), "model_index.json", values)
+    with pytest.raises(ModelLoadError, match=r"key 'expand_timesteps': expected false in a model of two experts"):
+        build(folder)
+
+
+def test_an_image_is_whole_tokens(tiny_wan_copy: Callable[[], Path]) -> None:
     folder = change(tiny_wan_copy(), "model_index.json", {"expand_timesteps": True})
-    with pytest.raises(ModelLoadError, match=r"model_index.json: key 'expand_timesteps' is true"):
+    change(folder, "transformer/config.json", {"patch_size": [2, 2, 2]})
+    with pytest.raises(ModelLoadError, match=r"key 'patch_size': expected 1 latent frame a token"):
         build(folder)
 
 

@@ -1,0 +1,228 @@
+"""Wan 2.2 against diffusers on tiny weights: two experts, and videos that start from an image."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from diffusers import WanImageToVideoPipeline, WanPipeline
+from PIL import Image
+from tiny_models import write_tiny_wan
+
+from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.denoising.noise import initial_noise
+from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.models.interface import LatentDecoder
+
+PROMPTS = ("a red circle moving left", "two objects: a blue star, and a green ring.")
+NEGATIVE = "a yellow square"
+TOLERANCE = 1e-5
+BOUNDARY = 0.875
+
+
+@pytest.fixture(scope="module")
+def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_wan(tmp_path_factory.mktemp("wan") / "experts", boundary_ratio=BOUNDARY)
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_wan(tmp_path_factory.mktemp("wan") / "image", vae="residual", takes_image=True)
+
+
+@pytest.fixture(scope="module")
+def image_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rows, columns = numpy.mgrid[0:48, 0:96]
+    pixels = numpy.stack([5 * rows % 256, 2 * columns, 255 - rows], axis=-1).astype(numpy.uint8)
+    path = tmp_path_factory.mktemp("images") / "start.png"
+    Image.fromarray(pixels).save(path)
+    return str(path)
+
+
+def theirs(folder: Path) -> WanPipeline:
+    pipeline = WanPipeline.from_pretrained(folder, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def noise_of(ours: Pipeline, request: GenerationRequest, seeds: list[int]) -> torch.Tensor:
+    sizes = ours.resolve(request).to_dict()
+    shape = ours.rules.geometry.latent_shape(sizes["height"], sizes["width"], sizes["num_frames"])
+    return initial_noise(shape, seeds)
+
+
+class RecordingDecoder(LatentDecoder):
+    """Another decoder, which keeps what it is given."""
+
+    def __init__(self, decoder: LatentDecoder) -> None:
+        self.decoder = decoder
+        self.library, self.implementation = decoder.library, decoder.implementation
+        self.latents: list[torch.Tensor] = []
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        self.latents.append(latents)
+        return self.decoder.decode(latents)
+
+
+def assert_latents(found: list[torch.Tensor], expected: torch.Tensor) -> None:
+    difference = torch.cat(found) - expected
+    assert difference.norm() <= TOLERANCE * expected.norm()
+
+
+def assert_frames(found: numpy.ndarray, expected: numpy.ndarray) -> None:
+    assert found.shape == expected.shape
+    assert expected.std() > 0.02
+    assert numpy.abs(found / 255 - expected).max() <= 1 / 255
+
+
+@pytest.mark.parametrize("guidance_mode", ["batched", "two_pass"])
+@pytest.mark.parametrize("scales", [(4.0, 2.5), (3.0, None)])
+def test_two_experts(experts_folder: Path, guidance_mode: str, scales: tuple[float, float | None]) -> None:
+    ours = load_pipeline(str(experts_folder), device="cpu")
+    ours.decoder = decoder = RecordingDecoder(ours.decoder)
+    request = GenerationRequest(
+        PROMPTS[0],
+        NEGATIVE,
+        height=32,
+        width=48,
+        num_frames=5,
+        num_inference_steps=6,
+        guidance_scale=scales[0],
+        guidance_scale_2=scales[1],
+        guidance_mode=guidance_mode,
+        seed=3,
+    )
+    ours(request)
+    reference = theirs(experts_folder)
+    steps_of = [0, 0]
+    for index, module in enumerate((reference.transformer, reference.transformer_2)):
+        module.register_forward_pre_hook(lambda *_, index=index: steps_of.__setitem__(index, steps_of[index] + 1))
+    latents = reference(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        height=32,
+        width=48,
+        num_frames=5,
+        num_inference_steps=6,
+        guidance_scale=scales[0],
+        guidance_scale_2=scales[1],
+        latents=noise_of(ours, request, [3]),
+        max_sequence_length=ours.text_encoder.max_tokens,
+        output_type="latent",
+    ).frames
+    # Both experts had steps, or the comparison would not tell them apart.
+    assert min(steps_of) > 0
+    assert_latents(decoder.latents, latents)
+
+
+def test_each_expert_serves_its_steps(experts_folder: Path) -> None:
+    ours = load_pipeline(str(experts_folder), device="cpu")
+    seen: list[tuple[int, float, str]] = []
+    for layer in ours.transformer.attention_layers():
+        layer.register_forward_pre_hook(
+            lambda layer, arguments: seen.append(
+                (arguments[3].step.expert, arguments[3].step.timestep, layer.layer.name)
+            )
+        )
+    ours(GenerationRequest(PROMPTS[0], height=32, width=32, num_frames=1, num_inference_steps=6, guidance_scale=1.0))
+    assert {expert for expert, _, _ in seen} == {0, 1}
+    for expert, timestep, name in seen:
+        assert expert == (0 if timestep >= 1000 * BOUNDARY else 1)
+        assert name.startswith(f"experts.{expert}.blocks.")
+        assert name in dict(ours.transformer.named_modules())
+
+
+def test_the_experts_have_scales_of_their_own_by_default(experts_folder: Path, image_folder: Path) -> None:
+    defaults = load_pipeline(str(experts_folder), device="cpu").defaults
+    assert (defaults["guidance_scale"], defaults["guidance_scale_2"], defaults["num_inference_steps"]) == (4.0, 3.0, 40)
+    defaults = load_pipeline(str(image_folder), device="cpu").defaults
+    assert (defaults["height"], defaults["width"], defaults["num_frames"], defaults["fps"]) == (704, 1280, 121, 24)
+    assert "guidance_scale_2" not in defaults
+
+
+def image_request(**values: Any) -> GenerationRequest:
+    fields: dict[str, Any] = {
+        "prompt": PROMPTS[0],
+        "negative_prompt": NEGATIVE,
+        "height": 32,
+        "width": 64,
+        "num_frames": 9,
+        "num_inference_steps": 4,
+        "guidance_scale": 4.0,
+        "seed": 5,
+    }
+    return GenerationRequest(**(fields | values))
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_a_video_from_an_image(image_folder: Path, image_path: str, guidance_scale: float) -> None:
+    ours = load_pipeline(str(image_folder), device="cpu")
+    requests = [
+        image_request(prompt=prompt, seed=seed, image_path=image_path, guidance_scale=guidance_scale)
+        for prompt, seed in zip(PROMPTS, (5, 6), strict=True)
+    ]
+    ours.decoder = decoder = RecordingDecoder(ours.decoder)
+    media = ours.generate(requests)
+    plain = theirs(image_folder)
+    parts = {name: plain.components[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler", "transformer")}
+    reference = WanImageToVideoPipeline(**parts, expand_timesteps=True)
+    reference.set_progress_bar_config(disable=True)
+    image = Image.open(image_path).resize((64, 32), Image.Resampling.LANCZOS)
+
+    def run(output_type: str) -> Any:
+        return reference(
+            image=image,
+            prompt=list(PROMPTS),
+            negative_prompt=[NEGATIVE] * 2,
+            height=32,
+            width=64,
+            num_frames=9,
+            num_inference_steps=4,
+            guidance_scale=guidance_scale,
+            latents=noise_of(ours, requests[0], [5, 6]),
+            max_sequence_length=ours.text_encoder.max_tokens,
+            output_type=output_type,
+        ).frames
+
+    assert_latents(decoder.latents, run("latent"))
+    frames = run("np")
+    for item, expected in zip(media, frames, strict=True):
+        assert_frames(item.frames, expected)
+    without = ours(image_request(guidance_scale=guidance_scale)).frames
+    assert numpy.abs(without.astype(int) - media[0].frames).mean() > 1
+
+
+def test_the_same_model_from_text_alone(image_folder: Path) -> None:
+    ours = load_pipeline(str(image_folder), device="cpu")
+    request = image_request()
+    frames = theirs(image_folder)(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        height=32,
+        width=64,
+        num_frames=9,
+        num_inference_steps=4,
+        guidance_scale=4.0,
+        latents=noise_of(ours, request, [5]),
+        max_sequence_length=ours.text_encoder.max_tokens,
+        output_type="np",
+    ).frames
+    assert_frames(ours(request).frames, frames[0])
+
+
+def test_a_missing_image_fails_before_any_work(image_folder: Path, tmp_path: Path) -> None:
+    ours = load_pipeline(str(image_folder), device="cpu")
+    with pytest.raises(RequestError, match="no such file"):
+        ours.resolve(image_request(image_path=str(tmp_path / "none.png")))
+
+
+def test_a_second_expert_of_another_size_is_refused(experts_folder: Path, tmp_path: Path) -> None:
+    folder = write_tiny_wan(tmp_path / "experts", boundary_ratio=BOUNDARY)
+    path = folder / "transformer_2" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": 3}))
+    with pytest.raises(ModelLoadError, match=r"transformer_2: the weights do not fit"):
+        load_pipeline(str(folder), device="cpu")
