@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from video_sparse_parts import Call, parts
 
 from diffusion_runtime.attention import (
     AttentionState,
@@ -30,8 +31,10 @@ from diffusion_runtime.attention import (
     attention,
     plan_attention,
 )
+from diffusion_runtime.attention.sparse.video_sparse import VideoSparseOptions
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
+from diffusion_runtime.kernels.block_sparse.triton import prepare, tile_shape
 
 Grid = tuple[int, int, int]
 HEAD_DIM = 128
@@ -156,6 +159,15 @@ def measure(case: Case) -> dict[str, Any]:
     kept = 4.0 * layout.num_tokens**2 * case.heads * HEAD_DIM * plan.density
     row["attend_tflops"] = kept / row["attend_ms"] / 1e9
     row["speedup_over_torch_sdpa"] = row["dense_ms"]["torch_sdpa"] / row["whole_ms"]
+    shape = tile_shape(qkv[0], plan)
+    if row["implementation"] == "triton" and shape.rest_rows:
+        whole_tiles = dataclasses.replace(shape, rest_rows=0)
+        row["attend_no_rests_ms"] = milliseconds(
+            lambda: prepare(*qkv, plan, scale=HEAD_DIM**-0.5, shape=whole_tiles).launch(), rep
+        )
+    if case.backend == "video_sparse_attn":
+        call = Call(*qkv, gate=qkv[2], layout=layout, options=VideoSparseOptions(**case.options))
+        row["parts_ms"] = parts(call, lambda function: milliseconds(function, rep))
     return row
 
 
@@ -218,6 +230,10 @@ def print_row(row: dict[str, Any]) -> None:
         f"run {row['run_peak_bytes'] / 1e6:.0f} MB, sync {row['synchronises']}, error {row['error']:.1e}",
         flush=True,
     )
+    if "attend_no_rests_ms" in row:
+        print(f"    attend without tiles for rests {row['attend_no_rests_ms']:.3f} ms")
+    for name, value in row.get("parts_ms", {}).items():
+        print(f"    {value:8.3f} ms  {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
     from diffusion_runtime.attention.select import force_attention_backend
     from diffusion_runtime.config import RuntimeConfig
+    from diffusion_runtime.diffusers_bridge.attach import attach
     from diffusion_runtime.errors import (
         BackendUnavailableError,
         DiffusionRuntimeError,
@@ -38,6 +39,7 @@ _HOMES = {
     "Pipeline": "pipeline",
     "RuntimeConfig": "config",
     "UsageError": "errors",
+    "attach": "diffusers_bridge.attach",
     "force_attention_backend": "attention.select",
     "load_pipeline": "loading",
 }
@@ -55,6 +57,7 @@ __all__ = [
     "RuntimeConfig",
     "UsageError",
     "__version__",
+    "attach",
     "force_attention_backend",
     "load_pipeline",
 ]

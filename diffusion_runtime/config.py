@@ -3,39 +3,203 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from diffusion_runtime.errors import ConfigError, nearest
 
-RUNTIME_BACKENDS = ("auto", "native")
+RUNTIME_BACKENDS = ("auto", "native", "diffusers")
+ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How the processes of a run share its work; their product is the number of processes.
+
+    ulysses, ring: processes that share a sequence by heads, and by blocks of keys. branches: 2 when the two guidance
+    branches run on two groups of processes, else 1. ring_inside: neighbours by rank share keys, and not heads.
+    reason: who chose them, for people.
+    """
+
+    ulysses: int = 1
+    ring: int = 1
+    branches: int = 1
+    ring_inside: bool = False
+    reason: str = "one process"
+
+    @property
+    def num_processes(self) -> int:
+        return self.ulysses * self.ring * self.branches
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a recipe."""
+        values = {"num_processes": self.num_processes, **dataclasses.asdict(self)}
+        del values["reason"]
+        return values
+
+    def __str__(self) -> str:
+        return f"guidance branches {self.branches} x ulysses {self.ulysses} x ring {self.ring}"
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How one generation is spread over processes; the product of the degrees is the number of processes.
 
-    num_gpus: processes, one a device.
-    ulysses_degree, ring_degree: processes that share a sequence by heads, and by blocks of keys.
-    cfg_parallel: whether the two guidance branches run on two groups of processes.
+    num_gpus: processes, one a device; None: the product of the degrees that are given, or all that torchrun started.
+    ulysses_degree, ring_degree: processes that share a sequence by heads, and by blocks of keys; None leaves it open.
+    cfg_parallel: whether the two guidance branches run on two groups of processes; None leaves it open.
+    order: which exchange happens between processes that are neighbours by rank, on the faster links.
+    timeout: seconds that processes wait for one that does not move before they give the run up.
     """
 
-    num_gpus: int = 1
-    ulysses_degree: int = 1
-    ring_degree: int = 1
-    cfg_parallel: bool = False
+    num_gpus: int | None = None
+    ulysses_degree: int | None = None
+    ring_degree: int | None = None
+    cfg_parallel: bool | None = None
+    order: str = "ulysses_inside_ring"
+    timeout: float = 40.0
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "ulysses_degree", "ring_degree"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"parallel.{name}: expected a whole number of 1 or more, got {value!r}")
-        if max(self.num_gpus, self.ulysses_degree, self.ring_degree) > 1 or self.cfg_parallel:
+        if self.cfg_parallel is not None and not isinstance(self.cfg_parallel, bool):
+            raise ConfigError(f"parallel.cfg_parallel: expected true or false, got {self.cfg_parallel!r}")
+        if self.order not in ORDERS:
+            raise ConfigError(f"parallel.order: unknown value {self.order!r}.{nearest(str(self.order), ORDERS)}")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout >= 1:
+            raise ConfigError(f"parallel.timeout: expected seconds, 1 or more, got {self.timeout!r}")
+        self._check_product(self.num_gpus)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that this asks for; 1 when it asks for none."""
+        return self._known_product if self.num_gpus is None else self.num_gpus
+
+    @property
+    def _known_product(self) -> int:
+        return (self.ulysses_degree or 1) * (self.ring_degree or 1) * (2 if self.cfg_parallel else 1)
+
+    def with_world(self, num_processes: int) -> Self:
+        """The same on processes that run already. Raises ConfigError when it asks for another number of them."""
+        if self.num_gpus not in (None, num_processes):
             raise ConfigError(
-                "parallel: this version runs on one process; leave out --num-gpus, --ulysses-degree, --ring-degree "
-                "and --cfg-parallel, or set them to 1"
+                f"parallel.num_gpus: {self.num_gpus} processes are asked for, {num_processes} were started; leave out "
+                "--num-gpus, or start as many"
             )
+        return dataclasses.replace(self, num_gpus=num_processes)
+
+    def settle(self, num_heads: int, *, is_guided: bool) -> Degrees:
+        """Every degree, those that are left open chosen. num_heads: of self-attention; is_guided: whether requests
+        run two guidance branches.
+
+        Guidance branches come first, because they hardly talk to each other; then heads, as far as they divide; blocks
+        of keys are what is left. Raises ConfigError for degrees that do not fit the processes or the heads.
+        """
+        num_processes = self.num_processes
+        branches = self._choose_branches(num_processes, is_guided)
+        sharers = num_processes // branches
+        if self.ulysses_degree is not None:
+            ulysses = self.ulysses_degree
+        elif self.ring_degree is not None:
+            ulysses = sharers // self.ring_degree
+        else:
+            ulysses = max(degree for degree in divisors(sharers) if num_heads % degree == 0)
+        ring = sharers // ulysses
+        if ulysses * ring * branches != num_processes or (self.ring_degree or ring) != ring:
+            raise self._product_error(num_processes)
+        if ulysses > num_heads:
+            even = ", ".join(str(degree) for degree in divisors(num_heads))
+            raise ConfigError(
+                f"parallel.ulysses_degree: {ulysses} processes cannot share {num_heads} attention heads; valid degrees "
+                f"for this model: 1 to {num_heads}, best those that divide it: {even}. --ring-degree takes the others"
+            )
+        return Degrees(ulysses, ring, branches, self.order == "ring_inside_ulysses", self._reason(num_heads, is_guided))
+
+    def _choose_branches(self, num_processes: int, is_guided: bool) -> int:
+        if self.cfg_parallel is not None:
+            return 2 if self.cfg_parallel else 1
+        is_possible = num_processes % (2 * self._known_product) == 0
+        # Two full degrees leave no choice: the branches make up what is missing, or the product is wrong.
+        return 2 if is_guided and is_possible else 1
+
+    def _reason(self, num_heads: int, is_guided: bool) -> str:
+        if self.num_processes == 1:
+            return "one process"
+        if None not in (self.ulysses_degree, self.ring_degree, self.cfg_parallel):
+            return "as asked"
+        guidance = "guidance is on" if is_guided else "guidance is off"
+        return f"chosen for {num_heads} heads, {guidance}; --ulysses-degree, --ring-degree and --cfg-parallel say else"
+
+    def _check_product(self, num_processes: int | None) -> None:
+        if num_processes is None:
+            return
+        is_open = None in (self.ulysses_degree, self.ring_degree, self.cfg_parallel)
+        fits = num_processes % self._known_product == 0 if is_open else num_processes == self._known_product
+        if not fits:
+            raise self._product_error(num_processes)
+
+    def _product_error(self, num_processes: int) -> ConfigError:
+        degrees = [("ulysses_degree", self.ulysses_degree), ("ring_degree", self.ring_degree)]
+        if self.cfg_parallel is not None:
+            degrees.append(("guidance branches", 2 if self.cfg_parallel else 1))
+        said = " x ".join(f"{name} {degree}" for name, degree in degrees if degree is not None)
+        return ConfigError(
+            f"parallel: {said} does not make {num_processes} processes; the product of ulysses_degree, ring_degree and "
+            "2 for cfg_parallel must be --num-gpus, or what torchrun started; a degree that is left out is chosen"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+LORA_COMPONENTS = ("transformer", "transformer_2")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """A LoRA file that is merged into the transformer when it is loaded.
+
+    path: a safetensors file in diffusers' format. scale: how strongly. component: which transformer its keys for
+    `transformer` go to, in models with two.
+    """
+
+    path: str
+    scale: float = 1.0
+    component: str = "transformer"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigError(f"lora.path: expected the path of a safetensors file, got {self.path!r}")
+        if isinstance(self.scale, bool) or not isinstance(self.scale, int | float) or not math.isfinite(self.scale):
+            raise ConfigError(f"lora.scale: expected a number, got {self.scale!r}")
+        if self.component not in LORA_COMPONENTS:
+            raise ConfigError(
+                f"lora.component: unknown value {self.component!r}.{nearest(str(self.component), LORA_COMPONENTS)}"
+            )
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """A path, a (path, scale) pair, or a mapping of the fields. Raises ConfigError that names what is wrong."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        if isinstance(value, Mapping):
+            known = [item.name for item in dataclasses.fields(cls)]
+            for key in value:
+                if key not in known:
+                    raise ConfigError(f"lora: unknown key {key!r}.{nearest(str(key), known)}")
+            if "path" not in value:
+                raise ConfigError("lora: 'path' is missing; expected {path: FILE, scale: 1.0}")
+            return cls(**value)
+        if isinstance(value, Sequence) and len(value) == 2:
+            return cls(*value)
+        raise ConfigError(f"lora: expected a path, [path, scale] or {{path: FILE, scale: 1.0}}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -43,12 +207,15 @@ class RuntimeConfig:
     """What is loaded, where, and which attention it may use.
 
     model_path: `shapes` (the embedded model), a diffusers folder, or a hub id: `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
-    backend: `native` runs our own transformer; `auto` picks it where the model's class is one of ours.
+    backend: `native` runs our own transformer, `diffusers` diffusers' own pipeline; `auto` is native where the model's
+        class is one of ours, else diffusers.
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...
     dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU), `float32`, `bfloat16` or `float16`.
     attention: every form that AttentionConfig.parse takes; None leaves it to the environment and the platform.
     attention_override: the same, one level higher: what the command line says.
     parallel: how the work is spread over processes.
+    lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
+    LoraConfig values.
     """
 
     model_path: str = "shapes"
@@ -58,10 +225,14 @@ class RuntimeConfig:
     attention: Any = None
     attention_override: Any = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: Any = ()
 
     def __post_init__(self) -> None:
         if self.backend not in RUNTIME_BACKENDS:
             raise ConfigError(f"backend: unknown value {self.backend!r}.{nearest(self.backend, RUNTIME_BACKENDS)}")
+        if isinstance(self.lora, str | Mapping | LoraConfig) or not isinstance(self.lora, Sequence):
+            raise ConfigError(f"lora: expected a list of files, got {self.lora!r}")
+        object.__setattr__(self, "lora", tuple(LoraConfig.parse(value) for value in self.lora))
         for name in ("model_path", "device", "dtype"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{name}: expected a text, got {getattr(self, name)!r}")

@@ -135,6 +135,33 @@ def resolve_device(device: str = "auto") -> torch.device:
     return requested
 
 
+def device_of_process(device: str, local_rank: int, num_local: int) -> str:
+    """The device of one of `num_local` processes on this machine: the CPU for all of them, or a GPU each.
+
+    Raises ConfigError for more processes than GPUs, and for a device that processes cannot have one each of.
+    """
+    import torch
+
+    resolved = resolve_device(device)
+    if resolved.type == "cpu" and device != "auto":
+        return "cpu"
+    if resolved.type != "cuda":
+        there = "none" if resolved.type == "cpu" else f"{resolved.type}, which only one process can use"
+        raise ConfigError(
+            f"device: {num_local} processes need {num_local} GPUs, this machine has {there}; --device cpu runs them on "
+            "the CPU"
+        )
+    if ":" in device:
+        raise ConfigError(f"device: {device!r} is one GPU, and {num_local} processes need one each; use --device cuda")
+    count = torch.cuda.device_count()
+    if num_local > count:
+        raise ConfigError(
+            f"device: {num_local} processes were asked for, this machine has {count} GPU{'s' * (count > 1)}; use "
+            f"--num-gpus {count} or --device cpu"
+        )
+    return f"cuda:{local_rank}"
+
+
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on an accelerator and float32 on the CPU. Raises ConfigError for an unknown name."""
     import torch

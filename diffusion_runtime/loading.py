@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,29 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.select import Decision
-from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
+from diffusion_runtime.diffusers_bridge.choice import is_passthrough
+from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
+from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
+from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
+from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import resolve_device, resolve_dtype
+from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import resolve_model_folder
+from diffusion_runtime.models.component_files import check_component_files, refuse_quantised_components
 from diffusion_runtime.models.generation import generation_settings
-from diffusion_runtime.models.interface import DiffusionTransformer, ModelFamily
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
+from diffusion_runtime.models.lora import Lora, read_lora
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.models.shared_decoder import SharedDecoder
+from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.parallel.planned import planned_mesh
+from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline, RequestRules
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 
 OnStage = Callable[[str], None]
 
@@ -59,7 +73,7 @@ class PipelineDescription:
 
     folder: of the model; family: its architecture; device, dtype: where and in what it would run. rules: its request
     defaults, presets and sizes. attention: every choice, by role, layers and steps. libraries: components whose
-    attention is their library's own.
+    attention is their library's own. degrees: how processes share the work.
     """
 
     config: RuntimeConfig
@@ -67,20 +81,23 @@ class PipelineDescription:
     family: str
     device: str
     dtype: str
-    rules: RequestRules
+    rules: RequestRules | PassthroughRules
     attention: tuple[PlannedAttention, ...]
     libraries: tuple[LibraryAttention, ...]
+    degrees: Degrees = dataclasses.field(default_factory=Degrees)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `attention`, `version`."""
         plain = dataclasses.replace(self.config, attention=None, attention_override=None)
         levels = {"attention": self.config.attention, "attention_override": self.config.attention_override}
-        parsed = {
-            name: None if given is None else AttentionConfig.parse(given).to_dict() for name, given in levels.items()
-        }
+        parsed = {name: self._recorded(given) for name, given in levels.items()}
         return {
             "version": str(importlib.import_module("diffusion_runtime").__version__),
-            "runtime": {**dataclasses.asdict(plain), **parsed},
+            "runtime": {
+                **dataclasses.asdict(plain),
+                **parsed,
+                "lora": [dataclasses.asdict(lora) for lora in plain.lora],
+            },
             "model": {
                 "path": self.config.model_path,
                 "family": self.family,
@@ -89,16 +106,37 @@ class PipelineDescription:
                 "dtype": self.dtype,
             },
             "attention": [planned.to_dict() for planned in self.attention],
+            **({} if self.degrees.num_processes == 1 else {"parallel": self.degrees.to_dict()}),
         }
+
+    def _recorded(self, given: Any) -> Any:
+        """A level's choices as plain values; a name of diffusers' stays what it is where diffusers reads it."""
+        if given is None:
+            return None
+        is_theirs = isinstance(self.rules, PassthroughRules) and dispatcher_name(given) is not None
+        return given if is_theirs else AttentionConfig.parse(given).to_dict()
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A model whose attention is settled and whose weights are still on disk. transformer: on the meta device."""
+    """A model whose attention is settled and whose weights are still on disk. transformer: on the meta device. loras:
+    read, and not yet merged."""
 
     description: PipelineDescription
     family: ModelFamily
     transformer: DiffusionTransformer
+    device: torch.device
+    dtype: torch.dtype
+    loras: tuple[Lora, ...]
+    mesh: ProcessMesh
+
+
+@dataclass(frozen=True)
+class _PreparedPassthrough:
+    """A pipeline of diffusers' own, still on disk."""
+
+    description: PipelineDescription
+    plan: PassthroughPlan
     device: torch.device
     dtype: torch.dtype
 
@@ -111,12 +149,19 @@ def load_pipeline(
     device: str = "auto",
     dtype: str = "auto",
     backend: str = "auto",
+    lora: Sequence[Any] = (),
     on_stage: OnStage | None = None,
-) -> Pipeline:
+    world: World | None = None,
+) -> Pipeline | DiffusersPipeline:
     """Load a model: `shapes` (embedded), a diffusers folder or a hub id; or all that a RuntimeConfig says.
 
+    backend: `native` is our own transformer, `diffusers` diffusers' own pipeline behind the same call; `auto` takes the
+    native one where there is one.
+
     attention: what the config level says, in any form AttentionConfig.parse takes; attention_override: the same one
-    level higher, as the command line does. on_stage: called with a phrase before each part is loaded.
+    level higher, as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs.
+    on_stage: called with a phrase before each part is loaded. world: the processes that run the model together, each of
+    which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; then ModelLoadError for a folder that cannot be used and DeviceMemoryError
@@ -128,21 +173,37 @@ def load_pipeline(
         "device": device,
         "dtype": dtype,
         "backend": backend,
+        "lora": lora,
     }
     config = _runtime_config(model, keywords)
+    if world is not None:
+        config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
     say: OnStage = on_stage if on_stage is not None else lambda _: None
     say("choosing attention")
-    prepared = _prepare(config)
+    passthrough = _prepare_passthrough(config)
+    if passthrough is not None:
+        say("loading diffusers' pipeline")
+        recipe = passthrough.description.to_dict()
+        folder = resolve_model_folder(config.model_path)
+        return load_passthrough(folder, passthrough.plan, passthrough.device, passthrough.dtype, recipe)
+    prepared = _prepare(config, world)
     description, family = prepared.description, prepared.family
+    assert isinstance(description.rules, RequestRules)
     folder = resolve_model_folder(config.model_path)
+    check_component_files(folder)
     advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
     with explain_memory_shortage("loading", advice):
         say("loading the text encoder")
-        text_encoder = family.load_text_encoder(folder, prepared.device, prepared.dtype)
+        text_encoder = _load_text_encoder(prepared, folder, world)
         say("loading the transformer")
-        transformer = family.load_transformer(folder, prepared.transformer, prepared.device, prepared.dtype)
+        transformer = family.load_transformer(
+            folder, prepared.transformer, prepared.device, prepared.dtype, prepared.loras
+        )
         say("loading the decoder")
-        decoder = family.load_decoder(folder, prepared.device, prepared.dtype)
+        decoder = _load_decoder(prepared, folder, world)
+    if world is not None:
+        world.wait_for_all()
+        world.judge_hangs(config.parallel.timeout)
     return Pipeline(
         text_encoder=text_encoder,
         transformer=transformer,
@@ -152,7 +213,24 @@ def load_pipeline(
         device=prepared.device,
         dtype=prepared.dtype,
         recipe=description.to_dict(),
+        mesh=prepared.mesh,
     )
+
+
+def _load_text_encoder(prepared: _Prepared, folder: Path, world: World | None) -> TextEncoder:
+    def load() -> TextEncoder:
+        return prepared.family.load_text_encoder(folder, prepared.device, prepared.dtype)
+
+    return load() if world is None else SharedTextEncoder(load() if world.is_first else None, world)
+
+
+def _load_decoder(prepared: _Prepared, folder: Path, world: World | None) -> LatentDecoder:
+    def load() -> LatentDecoder:
+        return prepared.family.load_decoder(folder, prepared.device, prepared.dtype)
+
+    if world is None:
+        return load()
+    return SharedDecoder(load() if world.is_first or prepared.family.decoder_splits_rows else None, world)
 
 
 def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
@@ -160,13 +238,14 @@ def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
 
     Raises what `load_pipeline` raises before it reads weights.
     """
-    return _prepare(config).description
+    passthrough = _prepare_passthrough(config)
+    return _prepare(config).description if passthrough is None else passthrough.description
 
 
 def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> RuntimeConfig:
     if not isinstance(model, RuntimeConfig):
         return RuntimeConfig(model_path=model, **keywords)
-    given = [name for name, value in keywords.items() if value not in (None, "auto")]
+    given = [name for name, value in keywords.items() if value not in (None, "auto", ())]
     if given:
         raise ConfigError(
             f"load_pipeline: {', '.join(given)}: put it into the RuntimeConfig, or give a model path instead"
@@ -174,16 +253,24 @@ def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> 
     return model
 
 
-def _prepare(config: RuntimeConfig) -> _Prepared:
+def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
     folder = resolve_model_folder(config.model_path, weights=False)
     family = family_for_folder(folder)
-    device = resolve_device(config.device)
+    refuse_quantised_components(folder)
+    rules = _request_rules(folder, family, read_scheduler_config(folder))
+    degrees = _settle_degrees(config, folder, family, rules)
+    device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
+    mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
+    override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
+    for level in (override, stated):
+        level.check_roles([role for role, _ in family.roles], family.name)
     policy = AttentionPolicy(
-        cli=AttentionConfig.parse(config.attention_override),
-        config=AttentionConfig.parse(config.attention),
+        cli=override,
+        config=stated,
         device=str(device),
         dtype=dtype,
+        mesh=mesh,
     )
     # Every attention layer settles its backend when it is made, so a choice that cannot run ends here.
     transformer = family.build_transformer(folder, policy)
@@ -193,19 +280,76 @@ def _prepare(config: RuntimeConfig) -> _Prepared:
         family=family.name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        rules=_request_rules(folder, family, read_scheduler_config(folder), tuple(transformer.attention_layers())),
-        attention=_planned_attention(transformer),
+        rules=dataclasses.replace(rules, attention_layers=tuple(transformer.attention_layers())),
+        attention=_planned_attention(transformer.attention_layers()),
         libraries=(
             LibraryAttention("text_encoder", "transformers", "its own choice"),
             LibraryAttention("vae", "diffusers", "its own choice"),
         ),
+        degrees=degrees,
     )
-    return _Prepared(description, family, transformer, device, dtype)
+    loras = tuple(read_lora(lora) for lora in config.lora)
+    return _Prepared(description, family, transformer, device, dtype, loras, mesh)
 
 
-def _request_rules(
-    folder: Path, family: ModelFamily, scheduler: SchedulerConfig, attention_layers: tuple[AttentionLayer, ...]
-) -> RequestRules:
+def _prepare_passthrough(config: RuntimeConfig) -> _PreparedPassthrough | None:
+    """The same for a folder that diffusers' own pipeline runs; None for every other."""
+    folder = resolve_model_folder(config.model_path, weights=False)
+    if not is_passthrough(config.backend, folder):
+        return None
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    plan = plan_passthrough(config, folder, device, dtype, os.environ)
+    description = PipelineDescription(
+        config=config,
+        folder=folder,
+        family=plan.rules.pipeline_class,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        rules=plan.rules,
+        attention=_planned_attention(plan.layers),
+        libraries=plan.libraries,
+    )
+    return _PreparedPassthrough(description, plan, device, dtype)
+
+
+def _settle_degrees(config: RuntimeConfig, folder: Path, family: ModelFamily, rules: RequestRules) -> Degrees:
+    """How the processes share the work, chosen where it is left open. Raises ConfigError."""
+    if config.parallel.num_processes == 1:
+        return Degrees()
+    num_heads = family.num_shared_heads(folder)
+    if num_heads is None:
+        raise ConfigError(
+            f"parallel: {family.name} models run on one process in this version: nothing says how their tokens are "
+            "cut; leave out --num-gpus"
+        )
+    return config.parallel.settle(num_heads, is_guided=rules.is_guided_by_default)
+
+
+def _device_name(config: RuntimeConfig, world: World | None) -> str:
+    if world is not None:
+        return device_of_process(config.device, world.place.local_rank, world.place.local_world_size)
+    if config.parallel.num_processes > 1:
+        # What the first of them would run on: all processes of this machine are alike.
+        return device_of_process(config.device, 0, config.parallel.num_processes)
+    return config.device
+
+
+def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, timeout: float) -> ProcessMesh:
+    """The process groups; without a world, which processes there would be, for choices alone."""
+    if world is None:
+        return planned_mesh(degrees.ulysses, degrees.ring, degrees.branches)
+    world.open_groups(device, timeout)
+    return ProcessMesh.create(
+        ulysses_degree=degrees.ulysses,
+        ring_degree=degrees.ring,
+        branch_degree=degrees.branches,
+        ring_inside=degrees.ring_inside,
+        timeout=world.collective_timeout,
+    )
+
+
+def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig) -> RequestRules:
     """generation.json over the scheduler's own settings over the family's defaults."""
     settings = generation_settings(folder)
     defaults = dict(family.request_defaults(folder))
@@ -219,15 +363,17 @@ def _request_rules(
         scheduler=scheduler,
         schedule=family.schedule(folder, scheduler),
         embeds_guidance=family.embeds_guidance(folder),
+        guidance_offset=family.guidance_offset,
         takes_image=family.takes_image(folder),
-        attention_layers=attention_layers,
+        needs_image=family.needs_image(folder),
+        attention_layers=(),
     )
 
 
-def _planned_attention(transformer: DiffusionTransformer) -> tuple[PlannedAttention, ...]:
+def _planned_attention(layers: Iterable[AttentionLayer]) -> tuple[PlannedAttention, ...]:
     """Equal decisions of one role as one row, in the order in which layers run."""
     rows: list[PlannedAttention] = []
-    for layer in transformer.attention_layers():
+    for layer in layers:
         for when, decision in layer.decisions:
             for place, row in enumerate(rows):
                 if (row.role, row.when, row.decision) == (layer.layer.role, when, decision):

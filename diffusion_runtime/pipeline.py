@@ -24,7 +24,7 @@ from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import DiffusionRuntimeError, RequestError, nearest
-from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.media import Audio, GeneratedMedia
 from diffusion_runtime.media.images import check_image, read_image
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.interface import (
@@ -36,6 +36,8 @@ from diffusion_runtime.models.interface import (
     LatentDecoder,
     LatentGeometry,
 )
+from diffusion_runtime.parallel.branches import BranchExchange
+from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
@@ -69,8 +71,9 @@ OnProgress: TypeAlias = Callable[[Progress], None]
 @dataclass(frozen=True)
 class RequestRules:
     """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
-    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance), whether it takes
-    images, and its attention layers, with or without weights around them, whose options may ask for a number of steps.
+    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance), what is added to
+    its guidance_scale for classifier-free guidance, whether it takes or needs an image, and its attention layers, with
+    or without weights around them, whose options may ask for a number of steps.
     """
 
     defaults: Mapping[str, Any]
@@ -80,7 +83,9 @@ class RequestRules:
     attention_layers: tuple[AttentionLayer, ...]
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     embeds_guidance: bool = False
+    guidance_offset: float = 0.0
     takes_image: bool = False
+    needs_image: bool = False
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
@@ -96,13 +101,34 @@ class RequestRules:
         if request.sampler is None:
             raise self.scheduler.unknown_class_error()
         request = request.with_defaults(self._computed_defaults(request))
-        settings = _Settings.of([request], self.embeds_guidance)
-        self.geometry.check(settings.height, settings.width, settings.num_frames)
+        settings = _Settings.of([request], self)
+        self.geometry.sample_shape(settings.size)
+        # What a sampler cannot do it says when it is made.
+        options = self.scheduler.options_for(settings.sampler)
+        build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
+        if settings.image_path is None and self.needs_image:
+            raise RequestError("image_path: this model makes videos from an image; say which: --image-path FILE")
         if settings.image_path is not None:
             self._check_image(settings.image_path, settings.height, settings.width)
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
         return request
+
+    @property
+    def makes_sound(self) -> bool:
+        """Whether what it makes is more than pictures."""
+        return self.geometry.makes_sound
+
+    @property
+    def is_guided_by_default(self) -> bool:
+        """Whether a request that says nothing about guidance runs two branches."""
+        scale = self.defaults.get("true_cfg_scale" if self.embeds_guidance else "guidance_scale")
+        offset = 0.0 if self.embeds_guidance else self.guidance_offset
+        return scale is not None and float(scale) + offset > 1
+
+    def is_guided(self, request: GenerationRequest) -> bool:
+        """Whether a resolved request runs two branches of guidance."""
+        return _Settings.of([request], self).is_guided
 
     def _computed_defaults(self, request: GenerationRequest) -> dict[str, Any]:
         """What follows from the request's other values: a flow shift that grows with the size."""
@@ -128,7 +154,8 @@ class Pipeline:
     """A loaded model; `load_pipeline` makes one. One generation at a time.
 
     defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
-    brings an image. recipe: what the recipe of every generation says about the model and its attention.
+    brings an image. recipe: what the recipe of every generation says about the model and its attention. mesh: the
+    processes that run the model together; each is given the same requests, and returns the same media.
     """
 
     def __init__(
@@ -142,6 +169,7 @@ class Pipeline:
         device: torch.device,
         dtype: torch.dtype,
         recipe: Mapping[str, Any],
+        mesh: ProcessMesh | None = None,
     ) -> None:
         self.text_encoder = text_encoder
         self.transformer = transformer
@@ -150,6 +178,7 @@ class Pipeline:
         self.device = device
         self.dtype = dtype
         self.recipe = recipe
+        self.mesh = ProcessMesh() if mesh is None else mesh
         self.defaults = rules.defaults
         self.presets = rules.presets
         self._load_image_conditioner = load_image_conditioner
@@ -175,15 +204,15 @@ class Pipeline:
         DeviceMemoryError when memory runs out, and DiffusionRuntimeError when the numbers overflow.
         """
         batch = [self.resolve(request) for request in requests]
-        settings = _Settings.of(batch, self.rules.embeds_guidance)
+        settings = _Settings.of(batch, self.rules)
         recorder, clock = AttentionRecorder(), _Clock(self.device, on_progress)
         with explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:
                 prompts = self._encode(batch, settings, recorder)
                 done(1)
             with clock.stage("denoise", settings.num_inference_steps) as done:
-                latent_shape = self.rules.geometry.latent_shape(settings.height, settings.width, settings.num_frames)
-                noise = initial_noise(latent_shape, [request.seed for request in batch]).to(self.device)
+                sample_shape = self.rules.geometry.sample_shape(settings.size)
+                noise = initial_noise(sample_shape, [request.seed for request in batch]).to(self.device)
                 options = self.rules.scheduler.options_for(settings.sampler)
                 sigmas = self.rules.schedule.sigmas(settings.num_inference_steps)
                 sampler = build_sampler(
@@ -195,16 +224,19 @@ class Pipeline:
                     lambda step: settings.cfg_scales[min(step.expert, 1)],
                     settings.guidance_mode,
                     self.transformer.combine_guidance,
+                    BranchExchange.of(self.mesh),
                 )
                 latents = sampler.sample(noise, self._with_expert(guided), lambda step, _: done(step.index + 1))
                 latents = self.transformer.settle(latents, inputs["cond"])
                 _check_finite(latents, self.dtype)
-            frames = []
+            frames, sounds = [], []
             # One after the other: the decoder's activations are what needs the most memory.
             for index in range(len(batch)):
                 with clock.stage("decode", 1, index) as done:
                     recorder.record_library("vae", self.decoder.library, self.decoder.implementation)
-                    frames.append(_to_uint8(self.decoder.decode(latents[index : index + 1])[0]))
+                    parts = self.rules.geometry.parts(latents[index : index + 1], settings.size)
+                    frames.append(_to_uint8(self.decoder.decode(parts.video)[0]))
+                    sounds.append(self._sound(parts.audio, recorder))
                     done(1)
         return [
             GeneratedMedia(
@@ -213,9 +245,19 @@ class Pipeline:
                 recipe={**self.recipe, "request": request.to_dict(), "notes": list(prompts.notes[index])},
                 attention_report=recorder.report(),
                 timings=clock.timings(index),
+                audio=sounds[index],
             )
             for index, request in enumerate(batch)
         ]
+
+    def _sound(self, latents: torch.Tensor | None, recorder: AttentionRecorder) -> Audio | None:
+        """The sound of one sample, [1, channels, length, bins]; the report says when its latents are left unheard."""
+        if latents is None:
+            return None
+        sound = self.decoder.decode_audio(latents)
+        if sound is None:
+            recorder.note("the model made sound as well, which this decoder does not decode")
+        return sound
 
     def _encode(
         self, batch: Sequence[GenerationRequest], settings: _Settings, recorder: AttentionRecorder
@@ -267,7 +309,7 @@ class Pipeline:
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
             timestep = torch.full(latents.shape[:1], step.timestep, dtype=torch.float32, device=latents.device)
-            context = AttentionContext(step=step, state=state, recorder=recorder)
+            context = AttentionContext(step=step, state=state, recorder=recorder, sharding=self.mesh.sharding)
             velocity: torch.Tensor = self.transformer(latents.to(self.dtype), timestep, inputs[step.branch], context)
             return velocity
 
@@ -295,11 +337,11 @@ class _EncodedPrompts:
 class _Settings:
     """What the requests of one batch have in common, with no None left that a model could fill.
 
-    embeds_guidance: whether guidance_scale is an input of the transformer.
+    rules: of the model.
     """
 
     num_requests: int
-    embeds_guidance: bool
+    rules: RequestRules
     height: int
     width: int
     num_frames: int
@@ -320,23 +362,23 @@ class _Settings:
     @property
     def embedded_guidance(self) -> float | None:
         """The scale that goes into the transformer; None when it takes none."""
-        return self.guidance_scale if self.embeds_guidance else None
+        return self.guidance_scale if self.rules.embeds_guidance else None
 
     @property
     def cfg_scales(self) -> tuple[float, float]:
         """The scale of classifier-free guidance for the first expert and for the second."""
-        if self.embeds_guidance:
+        if self.rules.embeds_guidance:
             scale = 1.0 if self.true_cfg_scale is None else self.true_cfg_scale
             return scale, scale
-        second = self.guidance_scale_2
-        return self.guidance_scale, self.guidance_scale if second is None else second
+        second = self.guidance_scale if self.guidance_scale_2 is None else self.guidance_scale_2
+        return self.guidance_scale + self.rules.guidance_offset, second + self.rules.guidance_offset
 
     @property
     def is_guided(self) -> bool:
         return max(self.cfg_scales) > 1
 
     @classmethod
-    def of(cls, batch: Sequence[GenerationRequest], embeds_guidance: bool) -> Self:
+    def of(cls, batch: Sequence[GenerationRequest], rules: RequestRules) -> Self:
         """Raises RequestError for no request, a field that is still None, and fields that differ within the batch."""
         if not batch:
             raise RequestError("a batch needs one request or more, got none")
@@ -347,10 +389,10 @@ class _Settings:
             values = list(dict.fromkeys(getattr(request, name) for request in batch))
             if len(values) > 1 and name not in _OWN_FIELDS:
                 raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
-        if shared["true_cfg_scale"] is not None and not embeds_guidance:
+        if shared["true_cfg_scale"] is not None and not rules.embeds_guidance:
             raise RequestError("true_cfg_scale: guidance_scale is this model's classifier-free guidance; use that")
         common = {name: value for name, value in shared.items() if name not in _OWN_FIELDS}
-        return cls(len(batch), embeds_guidance, **common)
+        return cls(len(batch), rules, **common)
 
     def advice(self, dtype: torch.dtype) -> str:
         """What would need less memory."""

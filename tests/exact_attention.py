@@ -21,21 +21,38 @@ LAYOUTS: dict[str, TokenLayout | None] = {
 
 
 def exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float64, sample by sample and head by head. visible: bool [batch, seq_q, seq_k]."""
+    """Attention in float64, sample by sample and head by head. visible: bool [batch, seq_q, seq_k]; mask: any."""
     batch, seq_q, heads, head_dim = q.shape
     out = torch.zeros(batch, seq_q, heads, head_dim, dtype=torch.float64)
     lse = torch.full((batch, heads, seq_q), float("-inf"), dtype=torch.float64)
+    bias = torch.zeros(1, 1, 1, k.shape[1]) if mask is None else mask
+    if bias.dtype == torch.bool:
+        bias = torch.where(bias, 0.0, float("-inf"))
+    bias = bias.double().expand(batch, heads, seq_q, -1)
     for b, h, i in itertools.product(range(batch), range(heads), range(seq_q)):
-        keys = visible[b, i].nonzero()[:, 0]
+        keys = (visible[b, i] & (bias[b, h, i] > float("-inf"))).nonzero()[:, 0]
         if len(keys) == 0:
             continue
         kv_head = h // (heads // k.shape[2])
-        scores = scale * k[b, keys, kv_head].double() @ q[b, i, h].double()
+        scores = scale * k[b, keys, kv_head].double() @ q[b, i, h].double() + bias[b, h, i, keys]
         out[b, i, h] = torch.softmax(scores, 0) @ v[b, keys, kv_head].double()
         lse[b, h, i] = torch.logsumexp(scores, 0)
     return out, lse
+
+
+def random_mask(boolean: bool, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A mask that hides half of the keys, and every key of some query where it tells queries apart."""
+    seen = torch.rand(shape) < 0.5
+    if shape[2] > 1:
+        seen[0, -1, 2] = False
+    return seen if boolean else torch.where(seen, torch.randn(shape), float("-inf")).to(dtype)
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:

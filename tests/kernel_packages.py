@@ -101,11 +101,43 @@ def flash_attn_interface(always_returns_lse: bool) -> types.ModuleType:
     """FlashAttention-3, an early build or a later one."""
     module = types.ModuleType("flash_attn_interface")
 
-    def early_func(q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, qv: Any = None) -> Any:
+    def early_func(
+        q: Any,
+        k: Any,
+        v: Any,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        qv: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
+        window_size: Any = (-1, -1),
+        softcap: float = 0.0,
+        num_splits: int = 1,
+        pack_gqa: Any = None,
+        deterministic: bool = False,
+        sm_margin: int = 0,
+    ) -> Any:
         return dense(q, k, v, softmax_scale, causal)
 
     def later_func(
-        q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, return_attn_probs: bool = False
+        q: Any,
+        k: Any,
+        v: Any,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        qv: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
+        window_size: Any = (-1, -1),
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+        num_splits: int = 1,
+        pack_gqa: Any = None,
+        deterministic: bool = False,
+        sm_margin: int = 0,
+        return_attn_probs: bool = False,
     ) -> Any:
         out, lse = dense(q, k, v, softmax_scale, causal)
         return (out, lse) if return_attn_probs else out
@@ -122,6 +154,16 @@ def flash_attn_interface(always_returns_lse: bool) -> types.ModuleType:
         seqused_k: Any = None,
         softmax_scale: Any = None,
         causal: bool = False,
+        qv: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
+        window_size: Any = (-1, -1),
+        softcap: float = 0.0,
+        num_splits: int = 1,
+        pack_gqa: Any = None,
+        deterministic: bool = False,
+        sm_margin: int = 0,
     ) -> Any:
         return varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
 
@@ -137,6 +179,17 @@ def flash_attn_interface(always_returns_lse: bool) -> types.ModuleType:
         seqused_k: Any = None,
         softmax_scale: Any = None,
         causal: bool = False,
+        qv: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
+        window_size: Any = (-1, -1),
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+        num_splits: int = 1,
+        pack_gqa: Any = None,
+        deterministic: bool = False,
+        sm_margin: int = 0,
         return_attn_probs: bool = False,
     ) -> Any:
         result = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
@@ -156,7 +209,22 @@ def flash_attn_cute() -> types.ModuleType:
         gather_kv_indices: Any = None,
         softmax_scale: Any = None,
         causal: bool = False,
+        window_size: Any = (None, None),
+        learnable_sink: Any = None,
+        softcap: float = 0.0,
+        num_splits: int = 1,
+        pack_gqa: Any = None,
+        deterministic: bool = False,
+        score_mod: Any = None,
+        score_mod_bwd: Any = None,
+        mask_mod: Any = None,
+        aux_tensors: Any = None,
+        aux_scalars: Any = None,
+        block_sparse_tensors: Any = None,
+        block_sparse_tensors_bwd: Any = None,
         return_lse: bool = False,
+        gather_bwd_recompute_p: bool = False,
+        gather_bwd_token_chunk: Any = None,
     ) -> Any:
         out, lse = dense(q, k, v, softmax_scale, causal)
         return out, lse if return_lse else None
@@ -170,10 +238,33 @@ def flash_attn_cute() -> types.ModuleType:
         cu_seqlens_k: Any = None,
         max_seqlen_q: Any = None,
         max_seqlen_k: Any = None,
+        min_seqlen_k: Any = None,
+        seqused_q: Any = None,
+        seqused_k: Any = None,
+        gather_kv_indices: Any = None,
+        page_table: Any = None,
         softmax_scale: Any = None,
         causal: bool = False,
+        window_size: Any = (None, None),
+        learnable_sink: Any = None,
+        softcap: float = 0.0,
+        num_splits: int = 1,
+        pack_gqa: Any = None,
+        deterministic: bool = False,
+        score_mod: Any = None,
+        score_mod_bwd: Any = None,
+        mask_mod: Any = None,
+        block_sparse_tensors: Any = None,
+        aux_tensors: Any = None,
+        aux_scalars: Any = None,
         return_lse: bool = False,
+        scheduler_metadata: Any = None,
+        seqlen_k_per_split: Any = None,
+        disable_scheduler_metadata: bool = False,
+        gather_bwd_recompute_p: bool = False,
+        gather_bwd_token_chunk: Any = None,
     ) -> Any:
+        assert cu_seqlens_q.stride(0) == cu_seqlens_k.stride(0) == 1
         out, lse = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
         return out, lse if return_lse else None
 
@@ -182,14 +273,46 @@ def flash_attn_cute() -> types.ModuleType:
     return module
 
 
-def aiter() -> types.ModuleType:
-    def flash_attn_func(
-        q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, **rest: Any
-    ) -> Any:
-        out, lse = dense(q, k, v, softmax_scale, causal)
-        return (out, lse) if rest.pop("return_lse") else (out,)
+def aiter(always_returns_a_tuple: bool) -> types.ModuleType:
+    """AITER, an early build or a later one."""
 
-    def flash_attn_varlen_func(
+    def result(always: bool, out: Any, lse: Any, return_lse: bool) -> Any:
+        parts = (out, lse) if return_lse else (out,)
+        return parts if always or return_lse else out
+
+    def early_func(
+        q: Any,
+        k: Any,
+        v: Any,
+        dropout_p: float = 0.0,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        window_size: Any = (-1, -1),
+        alibi_slopes: Any = None,
+        deterministic: bool = True,
+        return_lse: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Any:
+        return result(True, *dense(q, k, v, softmax_scale, causal), return_lse)
+
+    def later_func(
+        q: Any,
+        k: Any,
+        v: Any,
+        dropout_p: float = 0.0,
+        softmax_scale: Any = None,
+        causal: bool = False,
+        window_size: Any = (-1, -1, 0),
+        bias: Any = None,
+        alibi_slopes: Any = None,
+        deterministic: bool = True,
+        return_lse: bool = False,
+        return_attn_probs: bool = False,
+        how_v3_bf16_cvt: int = 1,
+    ) -> Any:
+        return result(False, *dense(q, k, v, softmax_scale, causal), return_lse)
+
+    def early_varlen(
         q: Any,
         k: Any,
         v: Any,
@@ -200,13 +323,48 @@ def aiter() -> types.ModuleType:
         dropout_p: float = 0.0,
         softmax_scale: Any = None,
         causal: bool = False,
+        window_size: Any = (-1, -1),
+        alibi_slopes: Any = None,
+        deterministic: bool = False,
         return_lse: bool = False,
+        return_attn_probs: bool = False,
+        block_table: Any = None,
     ) -> Any:
-        out, lse = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
-        return (out, lse) if return_lse else out
+        made = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+        return result(True, *made, return_lse)
+
+    def later_varlen(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        min_seqlen_q: int = 0,
+        dropout_p: float = 0.0,
+        softmax_scale: Any = None,
+        logits_soft_cap: float = 0.0,
+        causal: bool = False,
+        window_size: Any = (-1, -1, 0),
+        bias: Any = None,
+        alibi_slopes: Any = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        return_attn_probs: bool = False,
+        how_v3_bf16_cvt: int = 1,
+        block_table: Any = None,
+        out: Any = None,
+        cu_seqlens_q_padded: Any = None,
+        cu_seqlens_k_padded: Any = None,
+    ) -> Any:
+        assert min_seqlen_q == 0, "shorter samples would be left out"
+        made = varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+        return result(False, *made, return_lse)
 
     module = types.ModuleType("aiter")
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func  # type: ignore[attr-defined]
+    module.flash_attn_func = early_func if always_returns_a_tuple else later_func  # type: ignore[attr-defined]
+    module.flash_attn_varlen_func = early_varlen if always_returns_a_tuple else later_varlen  # type: ignore[attr-defined]
     return module
 
 
@@ -289,10 +447,20 @@ def sageattention_2() -> types.ModuleType:
         is_causal: bool = False,
         sm_scale: Any = None,
         return_lse: bool = False,
+        **rest: Any,
     ) -> Any:
         assert tensor_layout == "NHD"
+        assert not rest, "it takes anything and ignores it"
         out, lse = dense(q, k, v, sm_scale, is_causal)
-        return (out, lse) if return_lse else out
+        if not return_lse:
+            return out
+        # The scores lack what the keys' mean adds, which is put back head by head, as builds before 2.2 do it.
+        mean = k.mean(dim=1, keepdim=True)
+        correction = torch.matmul(q.transpose(1, 2), mean.permute(0, 2, 3, 1)).squeeze(-1)
+        scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+        without = dense(q, k - mean, v, sm_scale, is_causal)[1]
+        assert torch.allclose(without + correction * scale, lse, atol=1e-4)
+        return out, without + correction * scale
 
     module = types.ModuleType("sageattention")
     module.sageattn = sageattn  # type: ignore[attr-defined]
@@ -301,11 +469,12 @@ def sageattention_2() -> types.ModuleType:
 
 def sageattn3() -> types.ModuleType:
     def sageattn3_blackwell(
-        q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: bool = False, per_block_mean: bool = True
+        q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: bool = False, per_block_mean: bool = True, **rest: Any
     ) -> Any:
         """[batch, heads, seq, head_dim]; as many heads everywhere."""
         assert q.shape[1] == k.shape[1]
-        assert attn_mask is None
+        assert attn_mask is None, "it takes a mask and ignores it"
+        assert not rest, "it takes anything and ignores it"
         k -= k.mean(dim=-2, keepdim=True)
         return dense(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, is_causal)[0].transpose(1, 2)
 

@@ -20,8 +20,16 @@ from diffusion_runtime.errors import ConfigError
         ({"backend": "natve"}, "'natve'.*'native'"),
         ({"parallel": {"ulyses_degree": 1}}, "'ulyses_degree'.*'ulysses_degree'"),
         ({"parallel": {"num_gpus": 0}}, r"parallel\.num_gpus"),
-        ({"parallel": {"num_gpus": 2}}, "runs on one process"),
-        ({"parallel": {"cfg_parallel": True}}, "runs on one process"),
+        ({"parallel": {"ring_degree": 1.5}}, r"parallel\.ring_degree"),
+        ({"parallel": {"cfg_parallel": 2}}, r"parallel\.cfg_parallel: expected true or false"),
+        ({"parallel": {"order": "ulysses_in_ring"}}, "'ulysses_in_ring'.*'ulysses_inside_ring'"),
+        ({"parallel": {"timeout": 0}}, r"parallel\.timeout"),
+        ({"parallel": {"num_gpus": 4, "ulysses_degree": 3}}, "ulysses_degree 3 does not make 4 processes"),
+        ({"parallel": {"num_gpus": 2, "cfg_parallel": True, "ulysses_degree": 2}}, "does not make 2 processes"),
+        (
+            {"parallel": {"num_gpus": 8, "ulysses_degree": 2, "ring_degree": 2, "cfg_parallel": False}},
+            "ulysses_degree 2 x ring_degree 2 x guidance branches 1 does not make 8 processes",
+        ),
     ],
 )
 def test_mistakes_name_the_key(values: dict[str, Any], message: str) -> None:
@@ -31,5 +39,46 @@ def test_mistakes_name_the_key(values: dict[str, Any], message: str) -> None:
 
 def test_from_dict() -> None:
     config = RuntimeConfig.from_dict({"model_path": "shapes", "parallel": {"num_gpus": 1}, "attention": {"x": 1}})
-    assert config.parallel == ParallelConfig()
+    assert config.parallel == ParallelConfig(num_gpus=1)
     assert config.attention == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_heads", "is_guided", "expected"),
+    [
+        ({}, 12, True, (1, 1, 1)),
+        ({"num_gpus": 2}, 12, True, (1, 1, 2)),
+        ({"num_gpus": 2}, 12, False, (2, 1, 1)),
+        ({"num_gpus": 3}, 4, True, (1, 3, 1)),
+        ({"num_gpus": 3}, 12, True, (3, 1, 1)),
+        ({"num_gpus": 8}, 12, True, (4, 1, 2)),
+        ({"num_gpus": 8}, 12, False, (4, 2, 1)),
+        ({"num_gpus": 16}, 40, True, (8, 1, 2)),
+        ({"num_gpus": 4, "cfg_parallel": False}, 12, True, (4, 1, 1)),
+        ({"num_gpus": 4, "ring_degree": 2}, 12, True, (1, 2, 2)),
+        ({"num_gpus": 4, "ring_degree": 2}, 12, False, (2, 2, 1)),
+        ({"num_gpus": 4, "ulysses_degree": 4}, 12, True, (4, 1, 1)),
+        ({"num_gpus": 6, "ulysses_degree": 3}, 12, True, (3, 1, 2)),
+        ({"ulysses_degree": 2, "cfg_parallel": True}, 12, False, (2, 1, 2)),
+        ({"ulysses_degree": 5}, 12, True, (5, 1, 1)),
+    ],
+)
+def test_degrees_are_settled(
+    asked: dict[str, Any], num_heads: int, is_guided: bool, expected: tuple[int, int, int]
+) -> None:
+    degrees = ParallelConfig(**asked).settle(num_heads, is_guided=is_guided)
+    assert (degrees.ulysses, degrees.ring, degrees.branches) == expected
+    assert degrees.num_processes == ParallelConfig(**asked).num_processes
+
+
+def test_too_many_processes_for_the_heads_name_the_degrees_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"16 processes cannot share 12 .* 1 to 12, .*: 1, 2, 3, 4, 6, 12\."):
+        ParallelConfig(ulysses_degree=16).settle(12, is_guided=False)
+
+
+def test_what_runs_already_must_be_what_was_asked_for() -> None:
+    assert ParallelConfig(ring_degree=2).with_world(4).settle(4, is_guided=True).ring == 2
+    with pytest.raises(ConfigError, match="4 processes are asked for, 2 were started"):
+        ParallelConfig(num_gpus=4).with_world(2)
+    with pytest.raises(ConfigError, match="ulysses_degree 4 does not make 6 processes"):
+        ParallelConfig(ulysses_degree=4).with_world(6)

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tiny_pipelines import write_tiny_image_pipeline
 
 import diffusion_runtime
 from diffusion_runtime.media import read_media_file
@@ -51,6 +52,41 @@ def test_text_to_image(
     assert out.read_bytes() != (tmp_path / "out-2.png").read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:.*requires torchvision")
+def test_diffusers_passthrough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = write_tiny_image_pipeline(tmp_path / "model"), tmp_path / "out.png"
+    run_example("diffusers_passthrough", str(model), "a star", str(out), monkeypatch=monkeypatch)
+    told = capsys.readouterr()
+    assert told.out == f"{out}\n"
+    assert "self: torch_sdpa" in told.err
+    assert "attention modules reached: 8 of 8" in told.err
+    assert read_media_file(out).num_frames == 1
+
+
+def test_attach_to_your_pipeline(
+    tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the pipeline's own size, which is 81 frames of 480 x 832, it would take minutes."""
+    from diffusers import WanPipeline
+
+    real_call = WanPipeline.__call__
+
+    def small(self: WanPipeline, *arguments: object, **named: object) -> object:
+        return real_call(self, *arguments, **named, height=32, width=32, num_frames=5)
+
+    monkeypatch.setattr(WanPipeline, "__call__", small)
+    out = tmp_path / "out.gif"
+    run_example("attach_to_your_pipeline", str(tiny_wan_folder), "a star", str(out), "4", monkeypatch=monkeypatch)
+    told = capsys.readouterr()
+    assert told.out.endswith(f"{out}\n")
+    assert "self: torch_sdpa (flash) x 8, layers 0-1, steps 0-1" in told.err
+    assert "self: sliding_tile_attn" in told.err
+    assert "layers 0-1, steps 2-3" in told.err
+    assert read_media_file(out).num_frames == 5
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_short_and_use_the_public_api(path: Path) -> None:
     source = path.read_text()
@@ -61,5 +97,10 @@ def test_examples_are_short_and_use_the_public_api(path: Path) -> None:
             assert {alias.name for alias in node.names} <= set(diffusion_runtime.__all__)
 
 
-def test_both_examples_are_here() -> None:
-    assert {path.stem for path in EXAMPLES} >= {"text_to_image", "text_to_video"}
+def test_all_examples_are_here() -> None:
+    assert {path.stem for path in EXAMPLES} >= {
+        "text_to_image",
+        "text_to_video",
+        "diffusers_passthrough",
+        "attach_to_your_pipeline",
+    }

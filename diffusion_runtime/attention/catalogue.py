@@ -8,8 +8,9 @@ from typing import Any
 from diffusion_runtime.attention.backends.interface import Availability, Backend, Capability, HeadSizes, Question
 from diffusion_runtime.attention.backends.names import KNOWN_NAMES, PEER_SPELLINGS
 from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
-from diffusion_runtime.attention.backends.packages import ImportingBackend
-from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
+from diffusion_runtime.attention.backends.packages import raised_line as raised_line
+from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
 from diffusion_runtime.attention.options import option_names
 from diffusion_runtime.attention.select import Decision, Levels, select
 from diffusion_runtime.hardware import Hardware, detect_hardware
@@ -71,7 +72,9 @@ def list_backends(device: str | Hardware = "auto", *, importing: bool = True) ->
     importing: also import the packages of those that this machine can run, which tells the broken ones.
     """
     hardware = device if isinstance(device, Hardware) else detect_hardware(device)
-    return [_describe(name, hardware, importing and hardware.is_here) for name in available_names()]
+    names = available_names()
+    listed = [_describe(name, hardware, importing and hardware.is_here) for name in names]
+    return listed + [_unusable(name, reason) for name, reason in broken_backends().items() if name not in names]
 
 
 def missing_names() -> tuple[str, ...]:
@@ -100,36 +103,29 @@ def usual_head_sizes(sizes: HeadSizes) -> list[int]:
     return usual or [next(size for size in range(1, 4097) if size in sizes)]
 
 
-def raised_line(error: BaseException) -> str:
-    """`OSError: libbroken.so: cannot open shared object file`."""
-    line = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
-
-
 def _describe(name: str, hardware: Hardware, importing: bool) -> BackendInfo:
-    try:
-        backend = find_backend(name)
-        assert backend is not None, f"{name} is listed and not there"
-    except Exception as error:  # a backend's file stands or falls with the packages it imports
-        reason = f"its module cannot be imported: {raised_line(error)}"
-        return BackendInfo(name, _spellings(name, ()), "", Capability(), None, reason, "")
-    can = backend.capability
+    backend = find_backend(name)
+    if backend is None:
+        return _unusable(name, broken_backends()[name])
     try:
         found = _availability(backend, hardware, importing)
-        if found.version is not None:
-            can = capability_on(backend, hardware)
+        return BackendInfo(
+            name=name,
+            aliases=_spellings(name, backend.aliases),
+            summary=backend.summary,
+            capability=backend.capability if found.version is None else capability_on(backend, hardware),
+            version=found.version,
+            reason=found.reason,
+            fix=found.fix,
+            options=option_names(backend.options_type),
+        )
     except Exception as error:  # a package that is installed and broken may raise anything
-        found = Availability(None, f"it cannot be asked: {raised_line(error)}")
-    return BackendInfo(
-        name=name,
-        aliases=_spellings(name, backend.aliases),
-        summary=backend.summary,
-        capability=can,
-        version=found.version,
-        reason=found.reason,
-        fix=found.fix,
-        options=option_names(backend.options_type),
-    )
+        return _unusable(name, unaskable(backend, error))
+
+
+def _unusable(name: str, reason: str) -> BackendInfo:
+    """A backend of which nothing can be said but why."""
+    return BackendInfo(name, _spellings(name, ()), "", Capability(), None, reason, "")
 
 
 def _availability(backend: Backend, hardware: Hardware, importing: bool) -> Availability:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -13,7 +14,7 @@ import yaml
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
 from diffusion_runtime.attention.options import check_options, option_names, parse_pairs, unknown_option
-from diffusion_runtime.attention.roles import known_roles, role_category
+from diffusion_runtime.attention.roles import CATEGORIES, is_role, known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.errors import ConfigError, nearest
 
@@ -82,6 +83,11 @@ class AttentionSpec:
         return checked
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Once: every call of `attention` looks its decision up by this value.
         return hash((self.name, json.dumps(dict(self.options), sort_keys=True, default=str)))
 
     @classmethod
@@ -180,6 +186,19 @@ class AttentionConfig:
             if key in self.per_role:
                 return [*said, (self.per_role[key], True, f"per_role.{key}")]
         return said if self.default is None else [*said, (self.default, False, "default")]
+
+    def check_roles(self, roles: Sequence[str], model: str) -> None:
+        """Raises ConfigError for a choice by a role that is neither a category nor one of `roles`, those that the
+        `model` has: it would choose nothing."""
+        said = [(f"per_role.{role}", role) for role in self.per_role]
+        said += [(f"schedule[{index}].role", rule.role) for index, rule in enumerate(self.schedule) if rule.role]
+        known = dict.fromkeys((*roles, *CATEGORIES))
+        for key, role in said:
+            if role not in known:
+                raise ConfigError(
+                    f"{key}: {model} models have no attention role {role!r}; theirs, and the categories: "
+                    f"{', '.join(known)}"
+                )
 
     @classmethod
     def parse(cls, value: Any) -> Self:
@@ -303,5 +322,5 @@ def _check_not_misspelt(options: Mapping[str, Any]) -> None:
 
 
 def _check_role(role: Any, where: str) -> None:
-    if role not in known_roles():
+    if not is_role(role):
         raise ConfigError(f"{where}: unknown attention role {role!r}.{nearest(str(role), known_roles())}")

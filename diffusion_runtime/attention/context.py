@@ -10,6 +10,7 @@ from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.report import AttentionRecorder
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.parallel.sharding import SequenceSharding
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,14 @@ class AttentionContext:
 
     layout: where the key tokens sit; None when nothing is padded and no backend asks for a grid.
     step: where in the denoising loop; state: what backends keep during the request; recorder: counts what ran.
+    sharding: how the grid's tokens are cut over the processes that share the sequence.
     """
 
     layout: TokenLayout | None = None
     step: StepInfo = field(default_factory=StepInfo)
     state: AttentionState = field(default_factory=AttentionState)
     recorder: AttentionRecorder = field(default_factory=AttentionRecorder)
+    sharding: SequenceSharding = field(default_factory=SequenceSharding)
 
     def with_layout(self, layout: TokenLayout | None) -> Self:
         """The same forward pass for a call whose keys sit otherwise, such as a cross-attention's."""

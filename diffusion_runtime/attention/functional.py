@@ -10,13 +10,15 @@ from typing import Any, Literal, overload
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, Question
+from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layers import _Resolved, check_shapes, resolve_decision
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import dtype_name
+from diffusion_runtime.attention.resolved import Resolved, resolve_decision
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, ForcedChoice, Levels, current_force, select
+from diffusion_runtime.attention.shapes import check_shapes
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import detect_hardware
 
@@ -37,6 +39,7 @@ def attention(
     step: StepInfo = ...,
     state: AttentionState | None = ...,
     gate: torch.Tensor | None = ...,
+    mask: torch.Tensor | None = ...,
     scale: float | None = ...,
     causal: bool = ...,
     return_lse: Literal[False] = ...,
@@ -56,6 +59,7 @@ def attention(
     step: StepInfo = ...,
     state: AttentionState | None = ...,
     gate: torch.Tensor | None = ...,
+    mask: torch.Tensor | None = ...,
     scale: float | None = ...,
     causal: bool = ...,
     return_lse: Literal[True],
@@ -74,6 +78,7 @@ def attention(
     step: StepInfo = _STEP,
     state: AttentionState | None = None,
     gate: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     return_lse: bool = False,
@@ -85,37 +90,41 @@ def attention(
         for this layer's role by name, so one that does not serve the role is an error. options: of that backend.
     layout: where the key tokens sit, with the padding as lengths. layer, step: which they are, for sparse backends.
     state: what a backend keeps between steps; pass one object for a whole request. gate: as q, for gated backends.
+    mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or in q's dtype and added to the scaled
+        scores, beside what layout and causal hide. -inf hides, a large negative number is a number; hidden keys and
+        values must be finite. Padding is better given as the layout's valid_lengths, which cost nothing: a boolean mask
+        of keys that is a plain prefix says no more, and its values are not looked at to find that out.
     scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
 
     Returns out like q, and with return_lse also the log-sum-exp: natural log, float32, [batch, heads, seq_q]. A query
     that sees no key gives 0 and -inf. Raises BackendUnavailableError and ConfigError.
     """
     check_shapes(q, k, v, layout, causal)
+    if mask is not None:
+        check_mask(mask, q, k)
     spec = backend if isinstance(backend, AttentionSpec) else _spec(backend)
     if options:
         spec = AttentionSpec(spec.name, {**spec.options, **options})
-    needs = frozenset(
-        name
-        for name, needed in (
-            ("causal", causal),
-            ("scale", scale is not None),
-            ("lse", return_lse),
-            ("gate", gate is not None),
-            ("key_padding", layout is not None and layout.has_padding),
-        )
-        if needed
-    )
+    q_shape = q.shape
     resolved = _resolve(
         spec,
         current_force(),
-        os.environ.get(ENVIRONMENT_VARIABLE),
+        # Only a call that leaves the choice open is the environment's business.
+        None if spec.candidates else os.environ.get(ENVIRONMENT_VARIABLE),
         layer.role,
-        q.shape[3],
+        q_shape[3],
         q.dtype,
         q.device,
-        q.shape[2],
+        q_shape[2],
         k.shape[2],
-        needs,
+        (
+            causal,
+            scale is not None,
+            return_lse,
+            gate is not None,
+            layout is not None and layout.has_padding,
+            None if mask is None else mask_feature(mask),
+        ),
     )
     call = AttentionCall(
         q=q,
@@ -130,6 +139,7 @@ def attention(
         scale=scale,
         causal=causal,
         return_lse=return_lse,
+        mask=mask,
     )
     result = resolved.backend.run(call)
     if not return_lse:
@@ -154,8 +164,11 @@ def _resolve(
     device: torch.device,
     num_heads: int,
     num_kv_heads: int,
-    needs: frozenset[str],
-) -> _Resolved:
+    uses: tuple[bool, bool, bool, bool, bool, str | None],
+) -> Resolved:
+    """uses: causality, a scale, the log-sum-exp, a gate, padded keys, and which kind of mask."""
+    *flags, masked = uses
+    needs = {name for name, used in zip(("causal", "scale", "lse", "gate", "key_padding"), flags, strict=True) if used}
     question = Question(
         role=role,
         category=role_category(role),
@@ -164,7 +177,7 @@ def _resolve(
         hardware=detect_hardware(str(device)),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        needs=needs,
+        needs=frozenset(needs if masked is None else {*needs, masked}),
     )
     said = spec.candidates or spec.options
     config = AttentionConfig(per_role={role: spec}) if said else AttentionConfig()

@@ -7,43 +7,52 @@ processes share, through an exchange; with one process they equal LocalAttention
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, Question
-from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.options import build_options
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules, dtype_name
+from diffusion_runtime.attention.resolved import Resolved, resolve_decision
 from diffusion_runtime.attention.select import Decision, ForcedChoice, current_force, select
+from diffusion_runtime.attention.shapes import check_shapes
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware, resolve_device
-from diffusion_runtime.parallel.interface import Exchange, SingleProcess
+from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, SingleProcess
+from diffusion_runtime.parallel.ulysses import UlyssesExchange
+from diffusion_runtime.parallel.usp import USPExchange
 
 
 @dataclasses.dataclass(frozen=True)
-class _Resolved:
-    """A decision with what running it takes."""
+class _Served:
+    """What serves one call: a decision, and the exchange that suits its backend. shared: how, empty for one process."""
 
-    decision: Decision
-    backend: Backend
-    options: object
+    resolved: Resolved
+    exchange: Exchange
+    shared: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Moment:
-    """All that a decision depends on at a call; equal moments share one decision."""
+class _Moment(NamedTuple):
+    """All that a decision depends on at a call; equal moments share one decision.
+
+    with_padding, with_gate, mask: what this call needs beside what every call of the layer does, mask as a feature.
+    """
 
     forced: tuple[ForcedChoice, ...]
     rules: HeldRules
     dtype: torch.dtype
     device: torch.device
-    needs: frozenset[str]
+    with_padding: bool = False
+    with_gate: bool = False
+    mask: str | None = None
 
 
 class AttentionLayer(nn.Module, ABC):
@@ -52,9 +61,10 @@ class AttentionLayer(nn.Module, ABC):
     num_heads, head_dim: of the queries; num_kv_heads: of keys and values, None for as many (fewer is grouped-query
     attention). layer: which layer this is, its role included. policy: the choices it is built with; None takes the
     environment's and the platform's. scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
+    exchange: how processes share the sequence; None takes what the class makes of the policy's mesh.
 
     Raises BackendUnavailableError and ConfigError at construction when a choice for the role cannot run, with its
-    options and with any schedule rule that can hold.
+    options and with any schedule rule that can hold, and when the heads cannot be shared by so many processes.
     """
 
     def __init__(
@@ -79,13 +89,22 @@ class AttentionLayer(nn.Module, ABC):
         self.policy = AttentionPolicy() if policy is None else policy
         self.scale = scale
         self.causal = causal
-        self._exchange = SingleProcess() if exchange is None else exchange
-        self._resolved: dict[_Moment, _Resolved] = {}
+        if exchange is None:
+            exchange = self._make_exchange(self.policy.mesh, self.policy.num_head_groups)
+        exchange.check(num_heads, self.num_kv_heads, causal=causal)
+        self._exchange = exchange
+        self._exchange_with_every_key = exchange.with_every_key(num_heads)
+        self._known: dict[_Moment, _Served] = {}
         question = dataclasses.replace(
             self.policy.question(self.layer, head_dim=head_dim, num_heads=num_heads, num_kv_heads=self.num_kv_heads),
             needs=self._constant_needs(),
+            keys_in_parts=self._exchange.needs_lse,
+            every_key_on_demand=self._exchange_with_every_key is not None,
         )
-        self.decisions: tuple[tuple[str, Decision], ...] = tuple(self.policy.possible_decisions(question, self.layer))
+        possible = self.policy.possible_decisions(question, self.layer)
+        self.decisions: tuple[tuple[str, Decision], ...] = tuple(
+            (when, self._with_exchange(decision)) for when, decision in possible
+        )
         for _, decision in self.decisions:
             self.policy.announce(decision, self.layer.role)
         self._check_moments(self.policy.held_rules(self.layer), (), num_steps=None)
@@ -105,21 +124,35 @@ class AttentionLayer(nn.Module, ABC):
         context: AttentionContext | None = None,
         *,
         gate: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]; out as q.
 
         context: where the keys sit, which step it is, the request's state and its recorder. gate: [batch, seq_q, heads,
-        head_dim] for backends with a gated branch. Raises ConfigError for shapes that do not fit.
+        head_dim] for backends with a gated branch. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], as `attention`
+        takes it. Raises ConfigError for shapes that do not fit.
+
+        Where processes share the sequence, q, k, v and gate hold the rows of this one: its slice of the grid, as
+        `context.sharding` cuts it, and all of the text; layout and mask are those of the whole sequence.
         """
         context = AttentionContext() if context is None else context
+        served = self._served(q, context, with_gate=gate is not None, mask=mask)
+        if not served.shared:
+            inputs = AttentionInputs(q, k, v, context.layout, gate, mask, 0, self.num_heads)
+            result = self._run(inputs, context, served)
+            self._count(context, served, result.implementation)
+            return result.out
+        implementations: list[str] = []
 
-        def run(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout | None
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            result = self._run(q, k, v, context.with_layout(layout), gate, self._exchange.needs_lse)
+        def run(inputs: AttentionInputs[TokenLayout]) -> tuple[torch.Tensor, torch.Tensor | None]:
+            result = self._run(inputs, context, served)
+            implementations.append(result.implementation)
             return result.out, result.lse
 
-        return self._exchange.attend(q, k, v, context.layout, run)
+        inputs = AttentionInputs(q, k, v, context.layout, gate, mask, first_head=0, num_heads_total=self.num_heads)
+        out = served.exchange.attend(inputs, run)
+        self._count(context, served, implementations[0] if implementations else "no tokens on this process")
+        return out
 
     def takes_gate(self, x: torch.Tensor, context: AttentionContext | None = None) -> bool:
         """Whether the backend that serves the next call has a gated branch; a gate for any other is not worth making.
@@ -128,78 +161,95 @@ class AttentionLayer(nn.Module, ABC):
         BackendUnavailableError when no backend of the choice can serve it.
         """
         context = AttentionContext() if context is None else context
-        resolved = self._resolved_for(x, context, with_gate=False, return_lse=self._exchange.needs_lse)
-        return "gate" in resolved.backend.capability.features
+        served = self._served(x, context, with_gate=False, mask=None)
+        return "gate" in served.resolved.backend.capability.features
 
-    def _run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        context: AttentionContext,
-        gate: torch.Tensor | None,
-        return_lse: bool,
-    ) -> AttentionResult:
-        """One call of this process: decide, compute, count."""
-        check_shapes(q, k, v, context.layout, self.causal)
-        resolved = self._resolved_for(q, context, with_gate=gate is not None, return_lse=return_lse)
+    def _run(self, inputs: AttentionInputs[TokenLayout], context: AttentionContext, served: _Served) -> AttentionResult:
+        """What this process computes of one call, or a part of that."""
+        check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, self.causal)
+        if inputs.mask is not None:
+            check_mask(inputs.mask, inputs.q, inputs.k)
         call = AttentionCall(
-            q=q,
-            k=k,
-            v=v,
-            options=resolved.options,
-            layout=context.layout,
+            q=inputs.q,
+            k=inputs.k,
+            v=inputs.v,
+            options=served.resolved.options,
+            layout=inputs.layout,
             layer=self.layer,
             step=context.step,
             state=context.state,
-            gate=gate,
+            gate=inputs.gate,
             scale=self.scale,
             causal=self.causal,
-            return_lse=return_lse,
+            return_lse=served.exchange.needs_lse,
+            mask=inputs.mask,
+            first_head=inputs.first_head,
+            num_heads_total=inputs.num_heads_total,
         )
-        result = resolved.backend.run(call)
+        return served.resolved.backend.run(call)
+
+    def _count(self, context: AttentionContext, served: _Served, implementation: str) -> None:
+        """Record one call, however many parts it was computed in."""
+        decision = served.resolved.decision
         context.recorder.record(
             self.layer,
             context.step,
-            backend=resolved.decision.backend,
-            implementation=result.implementation,
-            source=resolved.decision.source,
-            reason=resolved.decision.reason,
+            backend=decision.backend,
+            implementation=implementation,
+            source=decision.source,
+            reason=decision.reason,
         )
-        for name, reason in resolved.decision.rejected:
+        for name, reason in decision.rejected:
             context.recorder.note(f"{self.layer.role}: {name} not used: {reason}")
-        return result
+        if served.shared:
+            context.recorder.note(f"{self.layer.role}: {decision.backend} over a shared sequence: {served.shared}")
 
-    def _resolved_for(
-        self, x: torch.Tensor, context: AttentionContext, *, with_gate: bool, return_lse: bool
-    ) -> _Resolved:
-        """The decision for one call, whose q is like x; kept for every later call like it."""
-        needs = set(self._constant_needs())
-        if context.layout is not None and context.layout.has_padding:
-            needs.add("key_padding")
-        if return_lse:
-            needs.add("lse")
-        if with_gate:
-            needs.add("gate")
-        rules = self.policy.rules_now(self.layer, context.step)
-        return self._resolved_at(_Moment(current_force(), rules, x.dtype, x.device, frozenset(needs)))
+    def _served(
+        self, x: torch.Tensor, context: AttentionContext, *, with_gate: bool, mask: torch.Tensor | None
+    ) -> _Served:
+        """What serves one call, whose q is like x; the decision is kept for every later call like it."""
+        layout = context.layout
+        moment = _Moment(
+            current_force(),
+            self.policy.rules_now(self.layer, context.step),
+            x.dtype,
+            x.device,
+            layout is not None and layout.has_padding,
+            with_gate,
+            None if mask is None else mask_feature(mask),
+        )
+        return self._served_at(moment)
+
+    def _exchange_for(self, backend: Backend) -> Exchange:
+        if not backend.capability.needs_every_key:
+            return self._exchange
+        assert self._exchange_with_every_key is not None, "selection refuses such a backend"
+        return self._exchange_with_every_key
 
     def _check_moments(
         self, held: Iterable[HeldRules], forced: tuple[ForcedChoice, ...], num_steps: int | None
     ) -> None:
         device = resolve_device(self.policy.device)
         for rules in held:
-            moment = _Moment(forced, rules, self.policy.dtype, device, self._constant_needs())
-            resolved = self._resolved_at(moment)
+            resolved = self._served_at(_Moment(forced, rules, self.policy.dtype, device)).resolved
             resolved.backend.check(resolved.options, self.layer, self.num_heads, num_steps)
+            if self._exchange_for(resolved.backend).splits_heads:
+                resolved.backend.check_split_heads(resolved.options)
 
-    def _resolved_at(self, moment: _Moment) -> _Resolved:
-        resolved = self._resolved.get(moment)
-        if resolved is None:
-            resolved = self._resolved[moment] = self._resolve(moment)
-        return resolved
+    def _served_at(self, moment: _Moment) -> _Served:
+        served = self._known.get(moment)
+        if served is None:
+            resolved = self._resolve(moment)
+            exchange = self._exchange_for(resolved.backend)
+            served = self._known[moment] = _Served(resolved, exchange, exchange.describe())
+        return served
 
-    def _resolve(self, moment: _Moment) -> _Resolved:
+    def _resolve(self, moment: _Moment) -> Resolved:
+        extra = {
+            "key_padding": moment.with_padding,
+            "gate": moment.with_gate,
+            **({} if moment.mask is None else {moment.mask: True}),
+        }
         question = Question(
             role=self.layer.role,
             category=self.policy.question(
@@ -210,11 +260,26 @@ class AttentionLayer(nn.Module, ABC):
             hardware=detect_hardware(str(moment.device)),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            needs=moment.needs,
+            needs=self._constant_needs() | {name for name, needed in extra.items() if needed},
+            keys_in_parts=self._exchange.needs_lse,
+            every_key_on_demand=self._exchange_with_every_key is not None,
         )
         decision = select(question, self.policy.levels(moment.rules, moment.forced))
         self.policy.announce(decision, self.layer.role)
-        return resolve_decision(decision)
+        return resolve_decision(self._with_exchange(decision))
+
+    def _with_exchange(self, decision: Decision) -> Decision:
+        """The decision with a remark where its backend cannot share the sequence as the others do."""
+        exchange = self._exchange_for(resolve_decision(decision).backend)
+        if exchange.needs_lse or not self._exchange.needs_lse:
+            return decision
+        remark = f"it looks at every key, so {exchange.describe()} instead of {self._exchange.describe()}"
+        return dataclasses.replace(decision, reason=f"{decision.reason}; {remark}")
+
+    @staticmethod
+    @abstractmethod
+    def _make_exchange(mesh: ProcessMesh, num_head_groups: int) -> Exchange:
+        """How a layer of this class shares a sequence on a mesh."""
 
     def _constant_needs(self) -> frozenset[str]:
         needs = {"causal"} if self.causal else set()
@@ -226,45 +291,27 @@ class AttentionLayer(nn.Module, ABC):
 
 
 class LocalAttention(AttentionLayer):
-    """Attention within this process: cross-attention, and everything when there is one process."""
+    """Attention within this process: to text, which all processes hold, and everything when there is one process."""
+
+    @staticmethod
+    def _make_exchange(mesh: ProcessMesh, num_head_groups: int) -> Exchange:  # noqa: ARG004
+        return SingleProcess()
 
 
 class UlyssesAttention(AttentionLayer):
-    """Attention over a sequence that processes share by heads (Jacobs et al., arXiv:2309.14509)."""
+    """Attention over a sequence that processes share by heads (Jacobs et al., arXiv:2309.14509).
+
+    On a mesh with a ring axis it shares the heads among all processes of the sequence.
+    """
+
+    @staticmethod
+    def _make_exchange(mesh: ProcessMesh, num_head_groups: int) -> Exchange:
+        return UlyssesExchange(mesh.sequence, num_head_groups)
 
 
 class USPAttention(AttentionLayer):
     """Attention over a sequence shared by heads and by key blocks (Fang and Zhao, arXiv:2405.07719)."""
 
-
-def resolve_decision(decision: Decision) -> _Resolved:
-    """The backend of a decision, with its options as the type it declares.
-
-    Raises ConfigError for options that contradict each other: here the set is complete.
-    """
-    backend = find_backend(decision.backend)
-    assert backend is not None, decision
-    options = build_options(backend.options_type, decision.options, f"options of {backend.name}")
-    return _Resolved(decision, backend, options)
-
-
-def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout | None, causal: bool) -> None:
-    """Raises ConfigError unless q, k, v are [batch, seq, heads, head_dim] that fit each other and the layout."""
-    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-    if not fits or q.shape[2] % max(1, k.shape[2]):
-        raise ConfigError(
-            "attention: expected q [batch, seq_q, heads, head_dim] and k, v [batch, seq_k, kv_heads, head_dim] with "
-            f"heads a multiple of kv_heads, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
-    if q.dtype != k.dtype or q.dtype != v.dtype:
-        raise ConfigError(f"attention: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if causal and q.shape[1] != k.shape[1]:
-        raise ConfigError(f"attention: causal needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}")
-    if layout is None:
-        return
-    if layout.num_tokens != k.shape[1]:
-        raise ConfigError(f"attention: the layout describes {layout.num_tokens} tokens, k has {k.shape[1]}")
-    if layout.valid_lengths is not None and len(layout.valid_lengths) != q.shape[0]:
-        raise ConfigError(
-            f"attention: valid_lengths holds {len(layout.valid_lengths)} samples, the batch has {q.shape[0]}"
-        )
+    @staticmethod
+    def _make_exchange(mesh: ProcessMesh, num_head_groups: int) -> Exchange:
+        return USPExchange(mesh, num_head_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Self
@@ -60,6 +61,11 @@ class TokenLayout:
     def has_padding(self) -> bool:
         """Whether some sample has fewer real text tokens than there is room for."""
         return self.valid_lengths is not None and any(n < self.num_text_tokens for n in self.valid_lengths)
+
+    def part(self, num_grid_tokens: int, *, with_text: bool) -> Self:
+        """The layout of keys that are a run of the grid's tokens, with the text around them or without."""
+        run = (1, 1, num_grid_tokens)
+        return dataclasses.replace(self, grid=run) if with_text else type(self)(run)
 
     def key_ranges(self, sample: int) -> tuple[tuple[int, int], ...]:
         """The non-empty [start, stop) ranges of the sequence that `sample` attends to, in order."""

@@ -24,6 +24,7 @@ from diffusion_runtime.attention.select import (
     select,
 )
 from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.parallel.groups import ProcessMesh
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
@@ -38,6 +39,9 @@ class AttentionPolicy:
     cli, config: the two levels' choices. device, dtype: where and in what the model will run, which may be settled
     before any weight is there. environment: the value of DIFFUSION_ATTENTION_BACKEND when the policy was made.
     forced: the choices that were forced when it was made; layers built with it keep them.
+    mesh: the processes that run the model together; what a model is given to cut its tokens with is mesh.sharding.
+    num_head_groups: groups of heads in which Ulysses computes a call, sending one while it computes the one before;
+    1 sends all heads before it computes.
     """
 
     cli: AttentionConfig = field(default_factory=AttentionConfig)
@@ -46,6 +50,8 @@ class AttentionPolicy:
     dtype: torch.dtype = torch.float32
     environment: str | None = field(default_factory=lambda: os.environ.get(ENVIRONMENT_VARIABLE))
     forced: tuple[ForcedChoice, ...] = field(default_factory=current_force)
+    mesh: ProcessMesh = field(default_factory=ProcessMesh)
+    num_head_groups: int = 1
 
     @cached_property
     def _said(self) -> set[str]:

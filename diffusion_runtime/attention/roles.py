@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+
 from diffusion_runtime.errors import ConfigError, nearest
 
 CATEGORIES = ("self", "cross")
+
+# Who knows the roles of every model family. It stands above and is not imported from here: it is asked by its name, and
+# only about a role that nobody has registered, so that a choice can be checked before its model is known.
+_DECLARED_IN = "diffusion_runtime.models.registry"
 
 _category_of: dict[str, str] = {category: category for category in CATEGORIES}
 
@@ -23,6 +29,13 @@ def register_role(name: str, category: str) -> None:
 def known_roles() -> tuple[str, ...]:
     """Every role that may be configured, categories included."""
     return tuple(_category_of)
+
+
+def is_role(name: object) -> bool:
+    """Whether `name` is a role, of a category, of this process or of any model family."""
+    if isinstance(name, str) and name not in _category_of:
+        importlib.import_module(_DECLARED_IN).register_declared_roles()
+    return name in _category_of
 
 
 def role_category(role: str) -> str:

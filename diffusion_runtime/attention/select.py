@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from diffusion_runtime.attention.backends.interface import FEATURES, Backend, Question
-from diffusion_runtime.attention.backends.packages import ImportingBackend
-from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
+from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.options import check_options, option_names
 from diffusion_runtime.attention.platforms import platform_candidates
@@ -52,7 +52,10 @@ class Decision:
     def log_line(self, role: str, hardware: Hardware) -> str:
         """What is logged once when a role's backend is settled."""
         if self.source == "platform":
-            return f"Defaulting to attention backend '{self.backend}' for role={role} ({hardware.describe()})"
+            backend = find_backend(self.backend)
+            versions = "" if backend is None else backend.versions(hardware)
+            place = f"{hardware.describe()}, {versions}" if versions else hardware.describe()
+            return f"Defaulting to attention backend '{self.backend}' for role={role} ({place})"
         return f"Using attention backend '{self.backend}' for role={role} ({self.source})"
 
 
@@ -176,7 +179,7 @@ def _try_choice(
     passed_over: list[Backend] = []
     for name in spec.candidates:
         backend = find_backend(name)
-        if backend is not None and not by_name and not backend.capability.serves(question):
+        if backend is not None and not by_name and not _serves(backend, question):
             rejected.append((name, f"{key}: not made for role {question.role!r}, the next choice decides"))
             passed_over.append(backend)
             continue
@@ -195,11 +198,19 @@ def refusals(name: str, question: Question) -> list[str]:
     """Every reason why the backend `name` cannot serve `question`; empty when it can.
 
     Where nothing else speaks against it and the question is about the machine of this process, its package is imported,
-    once a process: one that is installed and broken is refused like any other.
+    once a process: one that is installed and broken is refused like any other, and so is one that raises when asked.
     """
     backend = find_backend(name)
     if backend is None:
-        return [f"this version does not have it; it has {', '.join(available_names())}"]
+        broken = broken_backends().get(name)
+        return [broken or f"this version does not have it; it has {', '.join(available_names())}"]
+    try:
+        return _refusals(backend, question)
+    except Exception as error:  # whatever a stranger's probe or capability raises
+        return [unaskable(backend, error)]
+
+
+def _refusals(backend: Backend, question: Question) -> list[str]:
     availability = backend.probe(question.hardware)
     reasons = []
     if availability.version is None:
@@ -209,6 +220,14 @@ def refusals(name: str, question: Question) -> list[str]:
         broken = backend.import_error(question.hardware)
         reasons += [] if broken is None else [broken]
     return reasons
+
+
+def _serves(backend: Backend, question: Question) -> bool:
+    """Whether it is made for the role; one that raises when asked counts as made for it, and is then refused."""
+    try:
+        return backend.capability.serves(question)
+    except Exception:  # whatever a stranger's capability raises
+        return True
 
 
 def _unavailable(question: Question, source: str, key: str, refused: list[tuple[str, str]]) -> BackendUnavailableError:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from diffusion_runtime.attention.catalogue import capability_on, raised_line, us
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SPARSE_OPTIONS, SelfTestCase
+from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SelfTestCase
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import DTYPES, Hardware
@@ -29,8 +29,6 @@ _LAYER, _STEP = LayerInfo(1, 8), StepInfo(20, 50)
 # What a kernel may lose that rounds weights and result to the inputs' dtype and sums in float32: four times or more
 # what good kernels lose. A factor of 1.1 on the scale is an error of 0.1.
 _ROUNDING_BOUNDS = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
-# Backends that give up precision by design, whatever the dtype.
-_QUANTISED_BOUNDS: Mapping[str, float] = {"sage_attn": 0.06, "sage_attn_3": 0.3}
 
 
 @dataclass(frozen=True)
@@ -135,16 +133,22 @@ def quiet_log() -> Iterator[None]:
 
 
 def attention_by_definition(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float | None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q k^T) v in float64. visible: bool [batch, 1 or heads, seq_q, seq_k].
+    """softmax(scale q k^T + bias) v in float64. visible: bool [batch, 1 or heads, seq_q, seq_k]; bias: fits it.
 
     Returns out like q and lse [batch, heads, seq_q]; a query that sees nothing gets 0 and -inf.
     """
     repeats = q.shape[2] // k.shape[2]
     q_bhsd = q.double().transpose(1, 2) * (q.shape[3] ** -0.5 if scale is None else scale)
     k_bhsd, v_bhsd = (x.double().transpose(1, 2).repeat_interleave(repeats, dim=1) for x in (k, v))
-    scores = (q_bhsd @ k_bhsd.transpose(-1, -2)).masked_fill(~visible, float("-inf"))
+    scores = q_bhsd @ k_bhsd.transpose(-1, -2) + (0.0 if bias is None else bias.double())
+    scores = scores.masked_fill(~visible, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     return (weights @ v_bhsd).transpose(1, 2), lse
@@ -152,12 +156,16 @@ def attention_by_definition(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """q, k, v of one test on the CPU, [batch, seq, heads, head_dim]. Padded keys hold numbers that would show."""
+    """q, k, v of one test on the CPU, [batch, seq, heads, head_dim]. Padded keys hold numbers that would show.
+
+    mask: boolean [batch, 1, seq_q, seq_k], additive [1, heads, seq_q, seq_k], or None; it hides every key of a query.
+    """
 
     test: SelfTest
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    mask: torch.Tensor | None
 
     @classmethod
     def draw(cls, test: SelfTest) -> _Inputs:
@@ -169,7 +177,15 @@ class _Inputs:
         q, k, v = (torch.randn(BATCH, *shape, test.head_dim, generator=generator).to(dtype) for shape in shapes)
         padded = ~_visible_keys(case.layout)
         k[padded], v[padded] = 30.0, 30.0
-        return cls(test, q, k, v)
+        mask = None
+        if "boolean_mask" in case.needs:
+            mask = torch.rand(BATCH, 1, num_queries, num_keys, generator=generator) < 0.5
+            mask[:, :, 3] = False
+        elif "additive_mask" in case.needs:
+            mask = torch.randn(1, NUM_HEADS, num_queries, num_keys, generator=generator).to(dtype)
+            mask = mask.masked_fill(mask > 1, float("-inf"))
+            mask[:, 1, 3] = float("-inf")
+        return cls(test, q, k, v, mask)
 
     def call(self, backend: Backend, device: torch.device) -> AttentionCall:
         case = self.test.case
@@ -178,7 +194,7 @@ class _Inputs:
             q=q,
             k=k,
             v=v,
-            options=backend.options_type(**SPARSE_OPTIONS.get(self.test.backend, {})),
+            options=backend.options_type(**backend.self_test_options),
             layout=case.layout,
             layer=LayerInfo(_LAYER.index, _LAYER.num_layers, case.role),
             step=_STEP,
@@ -187,6 +203,7 @@ class _Inputs:
             scale=case.scale,
             causal="causal" in case.needs,
             return_lse="lse" in case.needs,
+            mask=None if self.mask is None else self.mask.to(device),
         )
 
 
@@ -221,7 +238,12 @@ def _judge(
         return None, f"the result is {said}, expected {list(q.shape)} {q.dtype}"
     if any(not torch.equal(used.cpu(), given) for used, given in ((call.q, q), (call.k, k), (call.v, v))):
         return None, "it changes q, k or v, which belong to the caller"
-    exact, exact_lse = attention_by_definition(q, k, v, visible, test.case.scale)
+    bias = None
+    if inputs.mask is not None and inputs.mask.dtype == torch.bool:
+        visible = visible & inputs.mask
+    else:
+        bias = inputs.mask
+    exact, exact_lse = attention_by_definition(q, k, v, visible, test.case.scale, bias)
     error = float((result.out.cpu().double() - exact).norm() / exact.norm())
     if not math.isfinite(error):
         return None, "the result holds numbers that are not finite"
@@ -243,7 +265,9 @@ def _judge(
 
 
 def _bound(test: SelfTest) -> float:
-    return max(_ROUNDING_BOUNDS[test.dtype], _QUANTISED_BOUNDS.get(test.backend, 0.0))
+    backend = find_backend(test.backend)
+    by_design = None if backend is None else backend.error_bound
+    return max(_ROUNDING_BOUNDS[test.dtype], by_design or 0.0)
 
 
 def _question(test: SelfTest, hardware: Hardware) -> Question:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from diffusion_runtime.attention.layout import TokenLayout
 
@@ -12,13 +10,6 @@ BATCH, NUM_HEADS = 2, 4
 # Two tiles of 128 and a rest; sparse methods find more than one tile along every axis.
 GRID = (4, 8, 9)
 _TEXT = 24
-# Options under which a sparse method is sparse on GRID, where its defaults would not be.
-SPARSE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "sliding_tile_attn": {"window": (1, 3, 3), "tile_size": (2, 2, 2)},
-    "video_sparse_attn": {"sparsity": 0.6},
-    "vmoba_attn": {"spatial_chunk_size": (2, 3), "st_chunk_size": (2, 3, 4)},
-    "sparse_video_gen_2_attn": {"svg2_num_q_centroids": 6, "svg2_num_k_centroids": 15, "svg2_top_p_kmeans": 0.6},
-}
 
 
 @dataclass(frozen=True)
@@ -54,6 +45,14 @@ CASES = (
     SelfTestCase("causal", frozenset({"causal"})),
     SelfTestCase("lse", frozenset({"lse"})),
     SelfTestCase("padding+gqa+scale+lse", frozenset({"key_padding", "gqa", "scale", "lse"}), layout=_AFTER),
+    SelfTestCase("boolean mask", frozenset({"boolean_mask"})),
+    SelfTestCase(
+        "boolean mask+padding+gqa+lse", frozenset({"boolean_mask", "key_padding", "gqa", "lse"}), layout=_BEFORE
+    ),
+    SelfTestCase("additive mask", frozenset({"additive_mask"})),
+    SelfTestCase(
+        "additive mask+padding+causal+lse", frozenset({"additive_mask", "key_padding", "causal", "lse"}), layout=_AFTER
+    ),
     # What a gate weighs is each method's own; a gate of 0 leaves what every method shares.
     SelfTestCase("gate of 0", frozenset({"gate"})),
 )

@@ -13,12 +13,15 @@ import typer
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.backends import EPILOG as BACKENDS_EPILOG
 from diffusion_runtime.cli.backends import backends
+from diffusion_runtime.cli.bench import bench
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
 from diffusion_runtime.cli.dotted_flags import rewrite_dotted_flags
 from diffusion_runtime.cli.failures import Failure
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
+from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
+from diffusion_runtime.cli.models import models
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.errors import UsageError
 
@@ -51,7 +54,8 @@ def run(arguments: Sequence[str]) -> int:
     )
     try:
         rewritten = rewrite_dotted_flags(arguments or ["--help"])
-        code = app(args=rewritten, prog_name="diffusion-runtime", standalone_mode=False)
+        # obj: what was typed, for a verb that starts itself again in several processes.
+        code = app(args=rewritten, prog_name="diffusion-runtime", standalone_mode=False, obj=tuple(rewritten))
         return code if isinstance(code, int) else 0
     except _ParserError as error:
         failure = Failure(UsageError.__name__, _parser_message(error), UsageError.exit_code, "")
@@ -94,6 +98,8 @@ def verbs(
 app.command("generate", epilog=GENERATE_EPILOG)(generate)
 app.command("backends", epilog=BACKENDS_EPILOG)(backends)
 app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
+app.command("models", epilog=MODELS_EPILOG)(models)
+app.add_typer(bench, name="bench")
 
 
 @app.command("info", epilog="[bold]Example[/]\n\ndiffusion-runtime info outputs/a-red-circle-moving-left-seed0.mp4")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,10 +22,15 @@ class AttentionFlags:
     config: str | None = None
     entries: Sequence[str] = ()
 
-    def collect(self) -> AttentionConfig | None:
-        """The command line's own level; None when no flag was given. Raises ConfigError."""
+    def collect(self) -> AttentionConfig | str | None:
+        """The command line's own level; None when no flag was given. Raises ConfigError.
+
+        A name of diffusers' own, given alone, stays a name: what it means depends on who runs the model.
+        """
         if self == AttentionFlags():
             return None
+        if self == AttentionFlags(self.backend) and dispatcher_name(self.backend) is not None:
+            return self.backend
         from diffusion_runtime.attention.config import AttentionConfig, parse_text
 
         stated = AttentionConfig.parse(self.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from diffusion_runtime.cli.outputs import Outputs
 from diffusion_runtime.cli.progress import ProgressLike, show_progress
 from diffusion_runtime.cli.tables import seconds_text
 from diffusion_runtime.cli.terminal import Terminal
+from diffusion_runtime.cli.together import Alone, Together
 from diffusion_runtime.errors import BatchFailedError
 from diffusion_runtime.request import GenerationRequest
 
@@ -66,10 +68,31 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Done:
+    """An item that an earlier run made, at `path`."""
+
+    request: GenerationRequest
+    path: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "sidecar": str(self.path.with_suffix(".json")),
+            "prompt": self.request.prompt,
+            "seed": self.request.seed,
+            "done_already": True,
+            "request": self.request.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
 class BatchResult:
+    """num_items: all of this run; done: those of the command that an earlier run made."""
+
     outcomes: tuple[Outcome, ...]
     num_items: int
     interrupted: bool = False
+    done: tuple[Done, ...] = ()
 
     @property
     def finished(self) -> list[Outcome]:
@@ -98,12 +121,15 @@ def run_batch(
     outputs: Outputs,
     terminal: Terminal,
     on_file: Callable[[Path], None] | None,
+    together: Together | None = None,
 ) -> BatchResult:
-    """Make every item. on_file: if any, told each file's path once the file is complete."""
+    """Make every item. on_file: if any, told each file's path once the file is complete. together: the processes that
+    make them; None for one alone."""
+    together = Alone() if together is None else together
     outcomes: list[Outcome] = []
     try:
         for number, item in enumerate(items, start=1):
-            outcome = _run_item(item, number, len(items), generate, outputs, terminal)
+            outcome = _run_item(item, number, len(items), generate, outputs, terminal, together)
             outcomes.append(outcome)
             if outcome.path is not None and on_file is not None:
                 on_file(outcome.path)
@@ -113,24 +139,33 @@ def run_batch(
 
 
 def _run_item(
-    item: Item, number: int, num_items: int, generate: Generate, outputs: Outputs, terminal: Terminal
+    item: Item,
+    number: int,
+    num_items: int,
+    generate: Generate,
+    outputs: Outputs,
+    terminal: Terminal,
+    together: Together,
 ) -> Outcome:
     request = item.request
     if item.failure is not None:
         terminal.error(f"{title_of(request, number, num_items)}: {item.failure.message}", item.failure.trace)
         return Outcome(request, item.failure)
     started = time.perf_counter()
-    try:
-        with show_progress(terminal, title_of(request, number, num_items)) as view:
-            media = generate(request, view.update)
-            write_started = time.perf_counter()
-            target = outputs.target(request)
-            path = media.save(target, overwrite=False)
-            timings = {**media.timings, "write": time.perf_counter() - write_started}
-    except Exception as error:  # whatever it is, the other items are still wanted
-        failure = Failure.of(error)
+    target = outputs.target(request)
+    path = None
+    with show_progress(terminal, title_of(request, number, num_items)) as view:
+        media, failure = together.attempt(lambda: generate(request, view.update))
+        write_started = time.perf_counter()
+        if media is not None:
+            save = functools.partial(media.save, target, overwrite=False)
+            path, failure = together.attempt(lambda: together.path_from_first(save))
+    if failure is not None:
         terminal.error(f"{title_of(request, number, num_items)}: {failure.message}", failure.trace)
         return Outcome(request, failure)
+    assert media is not None
+    assert path is not None
+    timings = {**media.timings, "write": time.perf_counter() - write_started}
     if path != target and outputs.file is not None:
         terminal.say(f"{target} exists already (or its sidecar does); this one is {path.name}")
     terminal.say(f"wrote {path}" + (f" ({seconds_text(timings)})" if num_items > 1 else ""))

@@ -49,6 +49,8 @@ def show_plan(
         ("device", description.device),
         ("dtype", description.dtype),
     ]
+    if description.degrees.num_processes > 1:
+        facts.append(("processes", f"{description.degrees.num_processes}: {description.degrees}"))
     facts += [(name, getattr(makeable[0], name)) for name in _SHARED]
     terminal.show(facts_table(facts, "\nWhat would run"))
     terminal.show(_attention_plan(description))

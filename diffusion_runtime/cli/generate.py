@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import typer
@@ -33,6 +34,7 @@ diffusion-runtime generate "a ring" --attention-backend torch_sdpa --dry-run
 
 # The parser reads the flags off this signature: its length is the number of flags there are.
 def generate(
+    context: typer.Context,
     prompts: options.Prompts = None,
     prompt: options.Prompt = None,
     prompt_file: options.PromptFile = None,
@@ -40,6 +42,8 @@ def generate(
     image_path: options.ImagePath = None,
     seed: options.Seed = None,
     model_path: options.ModelPath = None,
+    lora_path: options.LoraPath = None,
+    lora_scale: options.LoraScale = None,
     from_file: options.FromFile = None,
     config: options.ConfigPath = None,
     set_values: options.SetValues = None,
@@ -65,11 +69,12 @@ def generate(
     num_gpus: options.NumGpus = None,
     ulysses_degree: options.UlyssesDegree = None,
     ring_degree: options.RingDegree = None,
-    cfg_parallel: options.CfgParallel = False,
+    cfg_parallel: options.CfgParallel = None,
     output_path: options.OutputPath = None,
     file_format: options.Format = None,
     as_json: options.Json = False,
     dry_run: options.DryRun = False,
+    resume: options.Resume = False,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -80,10 +85,14 @@ def generate(
     Flags come before --config, then --from, then --preset, then the model.
     """
     from diffusion_runtime.cli.failures import Interrupted
-    from diffusion_runtime.cli.generation import OutputFlags, run_generate
+    from diffusion_runtime.cli.generation import SCHEMA, OutputFlags, run_generate
+    from diffusion_runtime.cli.launching import CommandLine, piped_prompts
+    from diffusion_runtime.cli.lora_flags import pair_loras
     from diffusion_runtime.cli.prompts import collect_prompts
+    from diffusion_runtime.cli.ranks import Rank
     from diffusion_runtime.cli.settings import Flags
     from diffusion_runtime.cli.terminal import Terminal
+    from diffusion_runtime.parallel.place import read_place
 
     request: dict[str, Any] = {
         "negative_prompt": negative_prompt,
@@ -104,12 +113,18 @@ def generate(
         prompts=collect_prompts(prompts or (), prompt or (), prompt_file),
         seeds=seed or (),
         request=request,
-        runtime={"model_path": model_path, "backend": backend, "device": device, "dtype": dtype},
+        runtime={
+            "model_path": model_path,
+            "backend": backend,
+            "device": device,
+            "dtype": dtype,
+            "lora": pair_loras(lora_path or (), lora_scale or ()),
+        },
         parallel={
             "num_gpus": num_gpus,
             "ulysses_degree": ulysses_degree,
             "ring_degree": ring_degree,
-            "cfg_parallel": cfg_parallel or None,
+            "cfg_parallel": cfg_parallel,
         },
         attention=AttentionFlags(
             attention_backend, attention_backend_config, attention_config, tuple(attention_entry or ())
@@ -120,9 +135,22 @@ def generate(
         preset=preset,
     )
     terminal = Terminal(quiet=quiet, verbose=verbose)
+    output_flags = OutputFlags(output_path, file_format, as_json, dry_run, resume)
+    num_typed = len(prompts or ()) + len(prompt or ())
+    command_line = CommandLine(context.obj, piped_prompts(prompt_file, flags.prompts, num_typed))
+    place = read_place()
+    if place is not None and dry_run:
+        # Nothing is run, so nobody needs the others; one of them says what would be.
+        flags = replace(flags, parallel={**flags.parallel, "num_gpus": num_gpus or place.world_size})
+        if not place.is_first:
+            raise typer.Exit
+    elif place is not None:
+        Rank(place, terminal, SCHEMA if as_json else None).run(
+            lambda together, voice: run_generate(flags, output_flags, voice, command_line, together)
+        )
     try:
         with terminal.log():
-            code = run_generate(flags, OutputFlags(output_path, file_format, as_json, dry_run), terminal)
+            code = run_generate(flags, output_flags, terminal, command_line)
     except KeyboardInterrupt as error:
         raise Interrupted from error
     raise typer.Exit(code)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.batch import BatchResult, Item, run_batch
+from diffusion_runtime.cli.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.failures import Failure
+from diffusion_runtime.cli.launching import CommandLine, launch_processes
 from diffusion_runtime.cli.outputs import Outputs, remove_empty
+from diffusion_runtime.cli.resume import find_finished
 from diffusion_runtime.cli.settings import Flags, Settings, settle
 from diffusion_runtime.cli.tables import attention_table, remarks_of, seconds_text
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.cli.together import Alone, Together
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import DiffusionRuntimeError
 
 if TYPE_CHECKING:
+    from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
     from diffusion_runtime.loading import PipelineDescription
     from diffusion_runtime.pipeline import RequestRules
 
@@ -30,12 +39,26 @@ class OutputFlags:
     file_format: str | None = None
     as_json: bool = False
     dry_run: bool = False
+    resume: bool = False
 
 
-def run_generate(flags: Flags, output_flags: OutputFlags, terminal: Terminal) -> int:
-    """The verb: returns its exit code. Raises DiffusionRuntimeError for whatever stops it before the first item."""
+def run_generate(
+    flags: Flags,
+    output_flags: OutputFlags,
+    terminal: Terminal,
+    command_line: CommandLine,
+    together: Together | None = None,
+) -> int:
+    """The verb: returns its exit code. Raises DiffusionRuntimeError for whatever stops it before the first item.
+
+    command_line: what it is to run again where several processes are asked for. together: the processes that run it
+    already, each of which calls this.
+    """
     started = time.perf_counter()
+    together = Alone() if together is None else together
     settings = settle(flags)
+    if together.world is not None:
+        settings = settings.on_processes(together.world.size)
     outputs = Outputs.parse(output_flags.output_path, output_flags.file_format)
     for request in settings.requests:
         if request.num_frames is not None:
@@ -49,39 +72,122 @@ def run_generate(flags: Flags, output_flags: OutputFlags, terminal: Terminal) ->
         description = inspect_pipeline(settings.runtime)
         items = resolve_all(description.rules, settings, outputs)
         return show_plan(description, items, outputs, terminal, as_json=output_flags.as_json)
-    made = outputs.prepare()
+    made = outputs.prepare() if together.is_first else ()
     try:
-        return _generate(settings, outputs, terminal, as_json=output_flags.as_json, started=started)
+        if together.world is None and settings.runtime.parallel.num_processes > 1:
+            return _launch(settings, outputs, output_flags, terminal, command_line)
+        return _generate(settings, outputs, output_flags, terminal, together, started)
     finally:
         remove_empty(made)
 
 
-def _generate(settings: Settings, outputs: Outputs, terminal: Terminal, *, as_json: bool, started: float) -> int:
+def _launch(
+    settings: Settings, outputs: Outputs, output_flags: OutputFlags, terminal: Terminal, command_line: CommandLine
+) -> int:
+    """Check what can be checked once, then run the command in several processes."""
+    # The first process says again what is said on the way.
+    with Terminal(quiet=True).log():
+        _, description, items = _settle_degrees(settings, outputs)
+    if output_flags.resume:
+        find_finished([item.request for item in items if item.failure is None], outputs, description.to_dict())
+    schema = SCHEMA if output_flags.as_json else None
+    device = "cpu" if description.device == "cpu" else "cuda"
+    return launch_processes(command_line, settings.runtime.parallel.num_processes, device, outputs, terminal, schema)
+
+
+def _settle_degrees(settings: Settings, outputs: Outputs) -> tuple[RuntimeConfig, PipelineDescription, list[Item]]:
+    """How processes share the work, once the requests are known: guidance branches are of use to those that have two.
+
+    The model's own defaults decide what a look at it assumes; where the requests say else, it is looked at again.
+    """
+    from diffusion_runtime.loading import inspect_pipeline
+
+    runtime = settings.runtime
+    description = inspect_pipeline(runtime)
+    items = resolve_all(description.rules, settings, outputs)
+    parallel = runtime.parallel
+    if parallel.num_processes > 1 and parallel.cfg_parallel is None and description.degrees.branches > 1:
+        guided = [description.rules.is_guided(item.request) for item in items if item.failure is None]
+        if not all(guided):
+            runtime = dataclasses.replace(runtime, parallel=dataclasses.replace(parallel, cfg_parallel=False))
+            description = inspect_pipeline(runtime)
+            items = resolve_all(description.rules, settings, outputs)
+    return runtime, description, items
+
+
+def _generate(
+    settings: Settings,
+    outputs: Outputs,
+    output_flags: OutputFlags,
+    terminal: Terminal,
+    together: Together,
+    started: float,
+) -> int:
     from diffusion_runtime.memory.allocator import tune_cpu_allocator
 
     tune_cpu_allocator()
     load_started = time.perf_counter()
     terminal.say(f"loading {settings.runtime.model_path}")
-    from diffusion_runtime.loading import inspect_pipeline, load_pipeline
+    from diffusion_runtime.loading import load_pipeline
 
     # The requests are checked against the model before its weights are read, which may take minutes.
-    description = inspect_pipeline(settings.runtime)
-    items = resolve_all(description.rules, settings, outputs)
+    runtime, description, items = _settle_degrees(settings, outputs)
     _warn_of_another_model(settings, description, terminal)
-    pipeline = load_pipeline(settings.runtime, on_stage=lambda stage: terminal.say(f"  {stage}"))
+    if description.degrees.num_processes > 1:
+        degrees = description.degrees
+        terminal.say(f"{degrees.num_processes} processes: {degrees} ({degrees.reason})")
+    done: tuple[Done, ...] = ()
+    if output_flags.resume:
+        items, done = _skip_finished(items, outputs, description, together)
+        for each in done:
+            terminal.say(f"done already: {each.path}")
+        if not items:
+            return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, together)
+    pipeline = load_pipeline(runtime, on_stage=lambda stage: terminal.say(f"  {stage}"), world=together.world)
     load_seconds = time.perf_counter() - load_started
+    prints_paths = together.is_first and not output_flags.as_json
     result = run_batch(
         items,
         lambda request, on_progress: pipeline(request, on_progress=on_progress),
         outputs,
         terminal,
-        None if as_json else (lambda path: put_on_stdout(str(path))),
+        (lambda path: put_on_stdout(str(path))) if prints_paths else None,
+        together,
     )
+    result = dataclasses.replace(result, done=done)
     timings = {"load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
+    return _end(result, timings, output_flags, terminal, together)
+
+
+def _end(
+    result: BatchResult, timings: dict[str, float], output_flags: OutputFlags, terminal: Terminal, together: Together
+) -> int:
     _say_end(result, timings, terminal)
-    if as_json:
+    if output_flags.as_json and together.is_first:
         put_on_stdout(json_text(to_json_object(result, timings)))
     return result.exit_code
+
+
+def _skip_finished(
+    items: list[Item], outputs: Outputs, description: PipelineDescription, together: Together
+) -> tuple[list[Item], tuple[Done, ...]]:
+    """The items that are still to be made, and those that an earlier run made. The first process looks."""
+    requests = [item.request for item in items if item.failure is None]
+
+    def look() -> str:
+        found = find_finished(requests, outputs, description.to_dict())
+        return json.dumps([None if path is None else str(path) for path in found])
+
+    found: Iterator[str | None] = iter(json.loads(together.from_first(look)))
+    waiting: list[Item] = []
+    done: list[Done] = []
+    for item in items:
+        path = None if item.failure is not None else next(found)
+        if path is None:
+            waiting.append(item)
+        else:
+            done.append(Done(item.request, Path(path)))
+    return waiting, tuple(done)
 
 
 def _warn_of_another_model(settings: Settings, description: PipelineDescription, terminal: Terminal) -> None:
@@ -91,7 +197,7 @@ def _warn_of_another_model(settings: Settings, description: PipelineDescription,
         terminal.warn(f"{now['path']} has changed since the file of --from was made; the result will differ")
 
 
-def resolve_all(rules: RequestRules, settings: Settings, outputs: Outputs) -> list[Item]:
+def resolve_all(rules: RequestRules | PassthroughRules, settings: Settings, outputs: Outputs) -> list[Item]:
     """Every request with the model's values filled in; one that cannot be is an item with its failure.
 
     Raises the first error when it is every item's.
@@ -102,7 +208,7 @@ def resolve_all(rules: RequestRules, settings: Settings, outputs: Outputs) -> li
     for request in settings.requests:
         try:
             resolved = rules.resolve(request, preset)
-            outputs.format_for(resolved)
+            outputs.format_for(resolved, has_sound=rules.makes_sound)
             items.append(Item(resolved))
         except DiffusionRuntimeError as error:
             errors.append(error)
@@ -124,8 +230,8 @@ def sum_timings(result: BatchResult) -> dict[str, float]:
 def to_json_object(result: BatchResult, timings: dict[str, float]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "items": [outcome.to_dict() for outcome in result.outcomes],
-        "num_items": result.num_items,
+        "items": [*(done.to_dict() for done in result.done), *(outcome.to_dict() for outcome in result.outcomes)],
+        "num_items": result.num_items + len(result.done),
         "interrupted": result.interrupted,
         "timings": {name: round(seconds, 4) for name, seconds in timings.items()},
         "exit_code": result.exit_code,

@@ -42,6 +42,13 @@ ModelPath: TypeAlias = Annotated[
     str | None,
     _flag(WHAT, "shapes (embedded), a diffusers folder, or a hub id.", "--model-path", metavar="MODEL"),
 ]
+LoraPath: TypeAlias = Annotated[
+    list[str] | None,
+    _flag(WHAT, "A LoRA in diffusers' format, merged at load; again for several.", "--lora-path", metavar="FILE"),
+]
+LoraScale: TypeAlias = Annotated[
+    list[float] | None, _flag(WHAT, "How strongly; once a file, in their order.", "--lora-scale", metavar="X")
+]
 FromFile: TypeAlias = Annotated[
     str | None, _flag(WHAT, "Repeat a generated file; other flags override it.", "--from", metavar="FILE")
 ]
@@ -127,23 +134,32 @@ AttentionEntries: TypeAlias = Annotated[list[str] | None, typer.Option("--dotted
 Device: TypeAlias = Annotated[str | None, _flag(WHERE, "auto, cpu, cuda, cuda:1, mps, ...", "--device", metavar="NAME")]
 Dtype: TypeAlias = Annotated[str | None, _flag(WHERE, "auto, float32, bfloat16 or float16.", "--dtype", metavar="NAME")]
 RuntimeBackend: TypeAlias = Annotated[
-    str | None, _flag(WHERE, "Whose transformer: auto or native.", "--backend", metavar="NAME")
+    str | None, _flag(WHERE, "Who runs the model: auto, native, diffusers.", "--backend", metavar="NAME")
 ]
-NumGpus: TypeAlias = Annotated[int | None, _flag(WHERE, "Processes, one a device.", "--num-gpus", metavar="N")]
+NumGpus: TypeAlias = Annotated[
+    int | None, _flag(WHERE, "Processes, one a device; degrees are chosen.", "--num-gpus", metavar="N")
+]
 UlyssesDegree: TypeAlias = Annotated[
     int | None, _flag(WHERE, "Processes that share the heads.", "--ulysses-degree", metavar="N")
 ]
 RingDegree: TypeAlias = Annotated[
     int | None, _flag(WHERE, "Processes that share the keys.", "--ring-degree", metavar="N")
 ]
-CfgParallel: TypeAlias = Annotated[bool, _flag(WHERE, "Guidance branches on two groups.", "--cfg-parallel")]
+CfgParallel: TypeAlias = Annotated[
+    bool | None, _flag(WHERE, "Guidance branches on two groups.", "--cfg-parallel/--no-cfg-parallel")
+]
 
 OutputPath: TypeAlias = Annotated[
     str | None,
     _flag(OUTPUT, "A file with extension, or a folder. Default: outputs/", "--output-path", "-o", metavar="PATH"),
 ]
-Format: TypeAlias = Annotated[str | None, _flag(OUTPUT, "mp4, gif, webp, png or npy.", "--format", metavar="NAME")]
+Format: TypeAlias = Annotated[
+    str | None, _flag(OUTPUT, "mp4, gif, webp, png, npy; wav is the sound alone.", "--format", metavar="NAME")
+]
 Json: TypeAlias = Annotated[bool, _flag(OUTPUT, "One JSON object on standard output.", "--json")]
+Resume: TypeAlias = Annotated[
+    bool, _flag(OUTPUT, "Continue a run that was interrupted: make what is missing.", "--resume")
+]
 DryRun: TypeAlias = Annotated[bool, _flag(OUTPUT, "Say what would run; load no weights, write nothing.", "--dry-run")]
 Quiet: TypeAlias = Annotated[bool, _flag(OUTPUT, "Errors only, and the paths.", "--quiet", "-q")]
 Verbose: TypeAlias = Annotated[bool, _flag(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")]

@@ -29,7 +29,7 @@ class Outputs:
     @classmethod
     def parse(cls, output_path: str | None, file_format: str | None) -> Outputs:
         """Raises ConfigError for an unknown format or extension, or two that contradict each other."""
-        from diffusion_runtime.media import FORMATS, check_format, format_of
+        from diffusion_runtime.media import check_format, format_of
 
         chosen = None if file_format is None else check_format(file_format)
         if output_path is None:
@@ -42,16 +42,18 @@ class Outputs:
         except ConfigError as error:
             raise ConfigError(f"--output-path: {error} For a folder of that name, end it with a slash.") from error
         if chosen is not None and chosen != named:
-            others = ", ".join("." + name for name in FORMATS if name == chosen)
-            raise ConfigError(f"--output-path {output_path} ends in .{named}, --format says {chosen}; use {others}")
+            raise ConfigError(f"--output-path {output_path} ends in .{named}, --format says {chosen}; use .{chosen}")
         return cls(path.parent, path, named)
 
-    def format_for(self, request: GenerationRequest) -> str:
-        """The format of a resolved request's file. Raises ConfigError for a video in a format that holds one image."""
+    def format_for(self, request: GenerationRequest, *, has_sound: bool | None = None) -> str:
+        """The format of a resolved request's file. has_sound: whether the model makes some; None is not known.
+
+        Raises ConfigError for a video in a format that holds one image, and for the sound of a model that makes none.
+        """
         from diffusion_runtime.media import check_format
 
         default = "png" if request.num_frames == 1 else "mp4"
-        return check_format(self.file_format or default, request.num_frames)
+        return check_format(self.file_format or default, request.num_frames, has_sound=has_sound)
 
     def target(self, request: GenerationRequest) -> Path:
         """The name a resolved request's file gets when it is free."""

@@ -19,7 +19,7 @@ from diffusion_runtime.errors import ConfigError, OutputError, RequestError, Usa
 from diffusion_runtime.request import GenerationRequest
 
 # What of a recipe's `runtime` is repeated. The device is not: the machine that repeats it may have another.
-_REPEATED_RUNTIME = ("model_path", "backend", "dtype", "attention", "attention_override")
+_REPEATED_RUNTIME = ("model_path", "backend", "dtype", "attention", "attention_override", "lora")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class Settings:
     file_presets: tuple[str, ...] = ()
     repeated_model: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def on_processes(self, num_processes: int) -> Settings:
+        """The same where so many processes run already. Raises ConfigError when others were asked for."""
+        parallel = self.runtime.parallel.with_world(num_processes)
+        return dataclasses.replace(self, runtime=dataclasses.replace(self.runtime, parallel=parallel))
 
     def preset_for(self, model_presets: Iterable[str]) -> str | None:
         """The preset that is the model's to apply, None when there is none. Raises ConfigError for an unknown name."""

@@ -19,13 +19,17 @@ _LIBRARY_LOGGERS = ("diffusers", "transformers", "huggingface_hub", "torch", "py
 
 
 class Terminal:
-    """For people. quiet: errors only. verbose: tracebacks, and the log down to debug, libraries included."""
+    """For people. quiet: errors only. verbose: tracebacks, and the log down to debug, libraries included.
 
-    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
+    silent: nothing at all, for a process that another one speaks for.
+    """
+
+    def __init__(self, *, quiet: bool = False, verbose: bool = False, silent: bool = False) -> None:
         from rich.console import Console
 
-        self.quiet = quiet
+        self.quiet = quiet or silent
         self.verbose = verbose
+        self.silent = silent
         self.console: Console = Console(stderr=True, highlight=False)
 
     @property
@@ -53,6 +57,8 @@ class Terminal:
     def _line(self, text: str, style: str) -> None:
         from rich.text import Text
 
+        if self.silent:
+            return
         # Text and not a string: a prompt may look like markup. soft_wrap: a path must stay in one piece.
         self.console.print(Text(printable(text), style=style), soft_wrap=True)
 

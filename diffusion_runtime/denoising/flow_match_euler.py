@@ -13,6 +13,7 @@ import torch
 
 from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
 from diffusion_runtime.denoising.schedule_loop import build_scheduler, run_schedule
+from diffusion_runtime.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,21 @@ class FlowMatchEulerSampler(Sampler):
 
     num_steps: predictions; flow_shift: s above; options: further settings of the scheduler class. sigmas: t of every
     step, None for the scheduler's own spacing.
+
+    Raises RequestError for a number of steps that the options do not allow.
     """
 
     num_steps: int
     flow_shift: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     sigmas: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_steps == 1 and self.options.get("shift_terminal"):
+            raise RequestError(
+                "num_inference_steps: expected 2 or more, got 1: the last step of this model's schedule is at a noise "
+                f"level of {self.options['shift_terminal']:g} (shift_terminal), the first one at 1"
+            )
 
     def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler

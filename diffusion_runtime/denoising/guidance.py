@@ -11,6 +11,7 @@ import torch
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError, nearest
+from diffusion_runtime.parallel.branches import BranchExchange
 
 MODES = ("batched", "two_pass")
 
@@ -29,12 +30,14 @@ def with_guidance(
     scale: float | Callable[[StepInfo], float],
     mode: str = "batched",
     combine: Combine = extrapolate,
+    branches: BranchExchange | None = None,
 ) -> Predict:
     """`combine` of both branches, in float32, out of a prediction that reads `step.branch`.
 
     predict: called with branch `both` and the latents twice, the conditional half first (`batched`); or with `cond`,
         then `uncond` (`two_pass`: half the memory, the same result within rounding).
     scale: a number, or one for every step; 1 or less runs the conditional branch alone.
+    branches: two groups of processes that run one branch each, whatever the mode; all combine them alike.
 
     Raises RequestError for an unknown mode.
     """
@@ -48,7 +51,10 @@ def with_guidance(
         factor = scale(step) if callable(scale) else scale
         if factor <= 1:
             return conditional(latents, step)
-        if mode == "batched":
+        if branches is not None:
+            mine = predict(latents, dataclasses.replace(step, branch=branches.branch))
+            cond, uncond = (velocity.float() for velocity in branches.exchange(mine))
+        elif mode == "batched":
             both = predict(torch.cat([latents, latents]), dataclasses.replace(step, branch="both")).float()
             cond, uncond = both.chunk(2)
         else:

@@ -10,7 +10,8 @@ import torch
 
 from diffusion_runtime.attention.info import StepInfo
 
-# (latents [batch, channels, frames, height, width], step) -> velocity of the same shape.
+# (latents [batch, channels, frames, height, width], step) -> velocity of the same shape. A model may have latents of
+# another shape, [batch, ...]: nothing here looks at more than their elements.
 Predict: TypeAlias = Callable[[torch.Tensor, StepInfo], torch.Tensor]
 # Called after every step with the latents it ended with.
 OnStep: TypeAlias = Callable[[StepInfo, torch.Tensor], None]

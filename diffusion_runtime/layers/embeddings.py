@@ -14,19 +14,29 @@ from diffusion_runtime.layers.linear import Linear
 MAX_PERIOD = 10000.0
 
 
-def patchify(latents: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
+def patchify(latents: torch.Tensor, patch: tuple[int, int, int], *, channels_first: bool = True) -> torch.Tensor:
     """[batch, channels, frames, height, width] to tokens in raster order,
-    [batch, tokens, channels * patch frames * patch height * patch width]."""
+    [batch, tokens, channels * patch frames * patch height * patch width]; the channels last in a token without
+    channels_first."""
     batch, channels = latents.shape[:2]
     frames, height, width = (size // side for size, side in zip(latents.shape[2:], patch, strict=True))
     blocks = latents.reshape(batch, channels, frames, patch[0], height, patch[1], width, patch[2])
-    return blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(batch, frames * height * width, -1)
+    order = (0, 2, 4, 6, 1, 3, 5, 7) if channels_first else (0, 2, 4, 6, 3, 5, 7, 1)
+    return blocks.permute(*order).reshape(batch, frames * height * width, -1)
 
 
-def unpatchify(tokens: torch.Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]) -> torch.Tensor:
-    """Tokens [batch, tokens, patch frames * patch height * patch width * channels] of a grid, in raster order, to
-    [batch, channels, frames, height, width]. Channels come last in a token here, and first in `patchify`."""
-    blocks = tokens.reshape(tokens.shape[0], *grid, *patch, -1)
+def unpatchify(
+    tokens: torch.Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int], *, channels_first: bool = False
+) -> torch.Tensor:
+    """Tokens of a grid, in raster order, to [batch, channels, frames, height, width].
+
+    tokens: [batch, tokens, patch frames * patch height * patch width * channels]; with channels_first the channels come
+    first in a token, as `patchify` puts them.
+    """
+    if channels_first:
+        blocks = tokens.reshape(tokens.shape[0], *grid, -1, *patch).movedim(4, -1)
+    else:
+        blocks = tokens.reshape(tokens.shape[0], *grid, *patch, -1)
     return blocks.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
@@ -44,28 +54,51 @@ class PatchEmbedding(nn.Module):
         return tokens
 
 
-def timestep_waves(timestep: torch.Tensor, num_channels: int) -> torch.Tensor:
-    """[batch] to float32 [batch, channels]: cosines, then sines, of the timestep at periods from 2 pi to
-    2 pi * MAX_PERIOD (Vaswani et al., arXiv:1706.03762)."""
+def timestep_waves(timestep: torch.Tensor, num_channels: int, scale: float = 1.0) -> torch.Tensor:
+    """[batch] to float32 [batch, channels]: cosines, then sines, of scale times the timestep at periods from 2 pi to
+    2 pi * MAX_PERIOD (Vaswani et al., arXiv:1706.03762).
+
+    scale: for models that take time in [0, 1]. It comes last: at hundreds of radians the order shows in the fifth
+    digit.
+    """
     half = num_channels // 2
     exponents = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
-    angles = timestep[:, None].float() * torch.exp(-math.log(MAX_PERIOD) * exponents)
+    angles = timestep[:, None].float() * torch.exp(-math.log(MAX_PERIOD) * exponents) * scale
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 class TimestepEmbedding(nn.Module):
-    """Waves of the timestep through a two-layer network, in the dtype of its weights."""
+    """Waves of the timestep through a two-layer network, in the dtype of its weights. hidden_dim: None is dim.
+    scale: of timestep_waves."""
 
-    def __init__(self, num_waves: int, dim: int) -> None:
+    def __init__(
+        self, num_waves: int, dim: int, hidden_dim: int | None = None, *, scale: float = 1.0, bias: bool = True
+    ) -> None:
         super().__init__()
+        hidden_dim = dim if hidden_dim is None else hidden_dim
         self.num_waves = num_waves
-        self.up = Linear(num_waves, dim)
-        self.down = Linear(dim, dim)
+        self.scale = scale
+        self.up = Linear(num_waves, hidden_dim, bias=bias)
+        self.down = Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, timestep: torch.Tensor) -> torch.Tensor:
         """[batch] to [batch, dim]."""
-        waves = timestep_waves(timestep, self.num_waves).to(self.up.weight.dtype)
+        waves = timestep_waves(timestep, self.num_waves, self.scale).to(self.up.weight.dtype)
         embedded: torch.Tensor = self.down(F.silu(self.up(waves)))
+        return embedded
+
+
+class VectorEmbedding(nn.Module):
+    """A vector, such as a pooled text, taken to the transformer's width by a two-layer network with SiLU between."""
+
+    def __init__(self, in_dim: int, dim: int) -> None:
+        super().__init__()
+        self.up = Linear(in_dim, dim)
+        self.down = Linear(dim, dim)
+
+    def forward(self, vector: torch.Tensor) -> torch.Tensor:
+        """[batch, in_dim] to [batch, dim]."""
+        embedded: torch.Tensor = self.down(F.silu(self.up(vector)))
         return embedded
 
 

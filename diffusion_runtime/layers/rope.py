@@ -19,42 +19,78 @@ def split_head_dim(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * side, side, side
 
 
-# Few entries: one grid a request, and a 720p table is 40 MB.
-@functools.lru_cache(maxsize=4)
 def grid_rotations(
     grid: tuple[int, int, int], head_dim: int, device: torch.device, theta: float = THETA
 ) -> torch.Tensor:
-    """Unit complex numbers [tokens, head_dim / 2], complex64, for the tokens of a grid in raster order.
+    """Unit complex numbers [tokens, head_dim / 2], complex64, for the tokens of a grid in raster order that starts at
+    position 0 on every axis. Kept for the next forward."""
+    return position_rotations(tuple(range(size) for size in grid), split_head_dim(head_dim), device, theta)
+
+
+# Few entries: one grid and one or two texts a request, and a 720p table is 40 MB.
+@functools.lru_cache(maxsize=8)
+def position_rotations(
+    axes: tuple[range, ...], channels: tuple[int, ...], device: torch.device, theta: float = THETA
+) -> torch.Tensor:
+    """Unit complex numbers [tokens, sum(channels) / 2], complex64, for the tokens of a box of positions.
+
+    axes: the positions along each axis; the tokens are all their combinations, the last axis running fastest.
+    channels: of a head that carry each axis, even numbers.
 
     Channel pair i of an axis with n channels turns by position / theta ** (2 i / n). Angles are taken in float64: in
     float32 the last frames of a long clip would already be off in the sixth digit. Kept for the next forward.
     """
     # Not an inference tensor, whatever mode the first caller is in: the next one may be in another.
     with torch.inference_mode(False), torch.no_grad():
-        axes = [
-            _axis_rotations(size, num_channels, theta)
-            for size, num_channels in zip(grid, split_head_dim(head_dim), strict=True)
-        ]
-        frames, rows, columns = (
-            axis.view(*(size if place == index else 1 for place, size in enumerate(grid)), -1).expand(*grid, -1)
-            for index, axis in enumerate(axes)
-        )
-        table = torch.cat([frames, rows, columns], dim=-1).flatten(0, 2)
-        return table.to(torch.complex64).to(device)
+        box = tuple(len(axis) for axis in axes)
+        tables = []
+        for place, (axis, num_channels) in enumerate(zip(axes, channels, strict=True)):
+            table = _axis_rotations(axis, num_channels, theta)
+            shape = [size if index == place else 1 for index, size in enumerate(box)]
+            tables.append(table.view(*shape, -1).expand(*box, -1))
+        whole = torch.cat(tables, dim=-1).flatten(0, -2)
+        return whole.to(torch.complex64).to(device)
 
 
-def _axis_rotations(num_positions: int, num_channels: int, theta: float) -> torch.Tensor:
+@functools.lru_cache(maxsize=8)
+def diagonal_rotations(
+    positions: range, channels: tuple[int, ...], device: torch.device, theta: float = THETA
+) -> torch.Tensor:
+    """As position_rotations, for tokens whose position is the same on every axis: [positions, sum(channels) / 2]."""
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([_axis_rotations(positions, num_channels, theta) for num_channels in channels], dim=-1)
+        return whole.to(torch.complex64).to(device)
+
+
+def followed_by_text(rotations: torch.Tensor, text: torch.Tensor | int) -> torch.Tensor:
+    """The rotations [tokens, head_dim / 2] of a grid, then those of the text behind it. text: rotations of its own, or
+    how many tokens stay as they are."""
+    if isinstance(text, int):
+        text = rotations.new_ones(text, rotations.shape[1])
+    return torch.cat([rotations, text])
+
+
+def _axis_rotations(positions: range, num_channels: int, theta: float) -> torch.Tensor:
     """complex128 [positions, channels / 2]."""
     powers = torch.arange(0, num_channels, 2, dtype=torch.float64) / max(1, num_channels)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), theta**-powers)
+    places = torch.arange(positions.start, positions.stop, positions.step, dtype=torch.float64)
+    angles = torch.outer(places, theta**-powers)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """x [batch, seq, heads, head_dim] with its channel pairs turned by `rotations` [seq, head_dim / 2].
+    """x [batch, seq, heads, head_dim] with its channel pairs turned by `rotations` [seq, head_dim / 2], or by those of
+    each sample [batch, seq, head_dim / 2].
 
     Computed in float32. A float32 `x` is overwritten and returned; another dtype gives a new tensor of that dtype.
     """
     working = x.float()
-    torch.view_as_complex(working.view(*x.shape[:-1], -1, 2)).mul_(rotations[:, None])
+    torch.view_as_complex(working.view(*x.shape[:-1], -1, 2)).mul_(rotations.unsqueeze(-2))
+    return working.to(x.dtype)
+
+
+def rotate_by_head(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    """As `rotate`, with rotations of each head's own [seq, heads, head_dim / 2]."""
+    working = x.float()
+    torch.view_as_complex(working.view(*x.shape[:-1], -1, 2)).mul_(rotations)
     return working.to(x.dtype)

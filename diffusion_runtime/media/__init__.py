@@ -1,8 +1,9 @@
-"""Generated frames and the files they are written to: mp4, gif, webp, png, npy, each with its recipe."""
+"""Generated frames and sound, and the files they are written to, each with its recipe."""
 
 from __future__ import annotations
 
-from diffusion_runtime.media.formats import FORMATS, check_format, format_of
+from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS, check_format, format_of
 from diffusion_runtime.media.generated import AttentionReportLike, GeneratedMedia
 from diffusion_runtime.media.publish import numbered
 from diffusion_runtime.media.reading import MediaFile, read_media_file, read_recipe
@@ -12,7 +13,9 @@ __all__ = [
     "FORMATS",
     "RECIPE_SCHEMA",
     "SIDECAR_SCHEMA",
+    "SOUND_FORMATS",
     "AttentionReportLike",
+    "Audio",
     "GeneratedMedia",
     "MediaFile",
     "check_format",

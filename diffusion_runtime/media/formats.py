@@ -1,4 +1,4 @@
-"""Which file formats there are, and which of them hold a video. Plain values: importing this loads nothing."""
+"""Which file formats there are, and what they hold. Plain values: importing this loads nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from diffusion_runtime.errors import ConfigError, nearest
 
 FORMATS = ("mp4", "gif", "webp", "png", "npy")
 IMAGE_FORMATS = ("png",)
+# Those that carry the sound of a video with its pictures; beside the others it is a file of its own.
+FORMATS_WITH_SOUND = ("mp4",)
+# Sound alone, for models that make some.
+SOUND_FORMATS = ("wav",)
 
 
 def format_of(path: str | Path) -> str:
-    """The format that a file name's extension stands for. Raises ConfigError for one that is not of FORMATS."""
+    """The format that a file name's extension stands for. Raises ConfigError for one that is not of FORMATS or
+    SOUND_FORMATS."""
     suffix = Path(path).suffix.lower().removeprefix(".")
-    if suffix not in FORMATS:
+    if suffix not in (*FORMATS, *SOUND_FORMATS):
         shown = f"the extension {'.' + suffix!r}" if suffix else "no extension"
         raise ConfigError(
             f"{str(path)!r} has {shown}; a result ends in {', '.join('.' + name for name in FORMATS)}."
@@ -22,11 +27,16 @@ def format_of(path: str | Path) -> str:
     return suffix
 
 
-def check_format(name: str, num_frames: int | None = None) -> str:
-    """`name`, when it is one of FORMATS and holds `num_frames` frames (None: not known yet). Else ConfigError."""
+def check_format(name: str, num_frames: int | None = None, *, has_sound: bool | None = None) -> str:
+    """`name`, when it is a format that holds `num_frames` frames, or sound where there is some (None: not known yet).
+    Else ConfigError."""
     plain = name.lower().removeprefix(".")
-    if plain not in FORMATS:
+    if plain not in (*FORMATS, *SOUND_FORMATS):
         raise ConfigError(f"format: unknown value {name!r}.{nearest(plain, FORMATS)}")
+    if plain in SOUND_FORMATS and has_sound is False:
+        raise ConfigError(
+            f"format: {plain} holds sound, and this model makes pictures alone; use one of {', '.join(FORMATS)}"
+        )
     if plain in IMAGE_FORMATS and num_frames is not None and num_frames > 1:
         others = ", ".join(other for other in FORMATS if other not in IMAGE_FORMATS)
         raise ConfigError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,8 +13,9 @@ from typing import Any, Protocol
 import numpy
 
 from diffusion_runtime.errors import OutputError
+from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import encode
-from diffusion_runtime.media.formats import check_format, format_of
+from diffusion_runtime.media.formats import FORMATS_WITH_SOUND, SOUND_FORMATS, check_format, format_of
 from diffusion_runtime.media.publish import publish_pair, temporary_file
 from diffusion_runtime.media.sidecar import (
     MAX_EMBEDDED_CHARACTERS,
@@ -21,6 +24,8 @@ from diffusion_runtime.media.sidecar import (
     finite_seconds,
     to_json,
 )
+
+logger = logging.getLogger("diffusion_runtime")
 
 
 class AttentionReportLike(Protocol):
@@ -42,7 +47,7 @@ class GeneratedMedia:
     frames: uint8 RGB [num_frames, height, width, 3]; fps: frames a second of the written video.
     recipe: plain values that repeat the generation: `request` (every GenerationRequest field, filled), `runtime`
         (RuntimeConfig fields) and whatever else is worth keeping; `schema` is added when it is missing.
-    attention_report: what attention ran. timings: seconds by stage.
+    attention_report: what attention ran. timings: seconds by stage. audio: the sound, of models that make some.
 
     Raises OutputError when the frames have another shape or type.
     """
@@ -52,6 +57,7 @@ class GeneratedMedia:
     recipe: Mapping[str, Any]
     attention_report: AttentionReportLike
     timings: Mapping[str, float] = field(default_factory=dict)
+    audio: Audio | None = None
 
     def __post_init__(self) -> None:
         shape = self.frames.shape
@@ -70,24 +76,50 @@ class GeneratedMedia:
     def save(self, path: str | Path, *, overwrite: bool = True) -> Path:
         """Write the file and its sidecar `NAME.json`; the extension picks the format. Returns the file's path.
 
-        With `overwrite=False` a taken name gets a number (`out-2.mp4`). Both files appear complete or not at all.
-        Raises ConfigError for an extension that is unknown or holds one image only, OutputError when writing fails.
+        Sound goes into an mp4; beside another format it is `NAME.wav`, which the sidecar and a line of the log say.
+        `NAME.wav` as the path is the sound alone. With `overwrite=False` a taken name gets a number (`out-2.mp4`). The
+        files appear complete or not at all.
+        Raises ConfigError for an extension that is unknown or cannot hold what was made, OutputError when writing
+        fails.
         """
         target = Path(path)
-        file_format = check_format(format_of(target), self.num_frames)
+        file_format = check_format(format_of(target), self.num_frames, has_sound=self.audio is not None)
         recipe = to_json(self.recipe)
         started = time.perf_counter()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with temporary_file(target.parent) as media_file, temporary_file(target.parent) as sidecar_file:
                 embedded = recipe if len(recipe) <= MAX_EMBEDDED_CHARACTERS else None
-                encode(file_format, self.frames, self.fps, embedded, media_file)
-                sidecar = self._sidecar(file_format, time.perf_counter() - started)
-                sidecar_file.write_text(to_json(sidecar, indent=2) + "\n", encoding="ascii")
-                return publish_pair(media_file, sidecar_file, target, overwrite=overwrite)
+                with self._written(file_format, embedded, media_file) as sound_file:
+                    sidecar = self._sidecar(file_format, time.perf_counter() - started)
+                    sidecar_file.write_text(to_json(sidecar, indent=2) + "\n", encoding="ascii")
+                    path = publish_pair(media_file, sidecar_file, target, overwrite=overwrite, sound=sound_file)
         except OSError as error:
             reason = error.strerror or str(error)
             raise OutputError(f"cannot write {target}: {reason}; nothing was left behind") from error
+        if sound_file is not None:
+            logger.warning("%s cannot carry sound; it is in %s", path, path.with_suffix(".wav"))
+        return path
+
+    @contextlib.contextmanager
+    def _written(self, file_format: str, recipe: str | None, media_file: Path) -> Iterator[Path | None]:
+        """Write the media file; gives the file of a sound that it does not carry, while that exists."""
+        if self.audio is not None and file_format in SOUND_FORMATS:
+            write_wav(self.audio, media_file)
+            yield None
+        elif self.audio is None or file_format in FORMATS_WITH_SOUND:
+            encode(file_format, self.frames, self.fps, recipe, media_file, self.audio)
+            yield None
+        else:
+            encode(file_format, self.frames, self.fps, recipe, media_file)
+            with temporary_file(media_file.parent) as sound_file:
+                write_wav(self.audio, sound_file)
+                yield sound_file
+
+    @staticmethod
+    def _describe_audio(file_format: str, audio: Audio) -> dict[str, Any]:
+        """is_beside: whether it is in a .wav of the same name instead of the file itself."""
+        return {**audio.describe(), "is_beside": file_format not in (*FORMATS_WITH_SOUND, *SOUND_FORMATS)}
 
     def _sidecar(self, file_format: str, write_seconds: float) -> dict[str, Any]:
         num_frames, height, width, _ = self.frames.shape
@@ -99,6 +131,7 @@ class GeneratedMedia:
                 "height": height,
                 "width": width,
                 "fps": self.fps,
+                **({} if self.audio is None else {"audio": self._describe_audio(file_format, self.audio)}),
             },
             "recipe": dict(self.recipe),
             "attention_report": self.attention_report.to_dict(),

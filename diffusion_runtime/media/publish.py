@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
 @contextlib.contextmanager
 def temporary_file(folder: Path) -> Iterator[Path]:
     """An empty file in `folder` under a name of its own; gone afterwards, unless it was renamed. Raises OSError."""
-    path = folder / f".{secrets.token_hex(8)}.partial"
+    path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.partial"
     # os.open and not tempfile: a result gets the rights the user's umask gives, not 0600.
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
@@ -21,35 +21,55 @@ def temporary_file(folder: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
+def remove_temporary_files(folder: Path, process: int) -> None:
+    """Remove what a process that was killed left of `temporary_file`, without a word about what cannot be."""
+    for path in folder.glob(f".{process}-*.partial"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def numbered(path: Path, number: int) -> Path:
     """`out.mp4`, `out-2.mp4`, `out-3.mp4`, ..."""
     return path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
-def publish_pair(media: Path, sidecar: Path, target: Path, *, overwrite: bool) -> Path:
-    """Give two finished temporary files of the same folder their names: `target`, and `target` with .json.
+def publish_pair(media: Path, sidecar: Path, target: Path, *, overwrite: bool, sound: Path | None = None) -> Path:
+    """Give finished temporary files of one folder their names: `target`, `target` with .json, and with .wav for a sound
+    that the media file cannot carry.
 
-    Without `overwrite` the first number is taken for which both names are free; the file system decides who gets a
-    name, so two processes never get the same one. The sidecar comes first: whoever sees the media file finds both.
+    Without `overwrite` the first number is taken for which all names are free; the file system decides who gets a
+    name, so two processes never get the same one. The media file comes last: whoever sees it finds the others.
     Returns the name of the media file. Raises OSError.
     """
+    files = [(sidecar, ".json"), *([] if sound is None else [(sound, ".wav")]), (media, target.suffix)]
     if overwrite:
-        os.replace(sidecar, target.with_suffix(".json"))
-        os.replace(media, target)
+        for source, suffix in files:
+            os.replace(source, target.with_suffix(suffix))
         return target
     number = 1
-    while True:
-        path = numbered(target, number)
-        if _take_name(sidecar, path.with_suffix(".json")):
-            try:
-                if _take_name(media, path):
-                    return path
-            except BaseException:
-                path.with_suffix(".json").unlink()
-                raise
-            # The sidecar's name was free and the file's was not: give it back, but keep the content for the next try.
-            os.replace(path.with_suffix(".json"), sidecar)
+    while not _take_names(files, numbered(target, number)):
         number += 1
+    return numbered(target, number)
+
+
+def _take_names(files: Sequence[tuple[Path, str]], path: Path) -> bool:
+    """Give all files (source, suffix) the name `path` with their suffix; none of them when one name is taken."""
+    taken: list[tuple[Path, Path]] = []
+    for source, suffix in files:
+        name = path.with_suffix(suffix)
+        try:
+            is_free = _take_name(source, name)
+        except BaseException:
+            for _, earlier in taken:
+                earlier.unlink()
+            raise
+        if not is_free:
+            # Give the other names back, but keep what the files hold for the next try.
+            for earlier_source, earlier in taken:
+                os.replace(earlier, earlier_source)
+            return False
+        taken.append((source, name))
+    return True
 
 
 def _take_name(source: Path, path: Path) -> bool:

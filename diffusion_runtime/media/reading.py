@@ -12,9 +12,11 @@ import numpy
 
 from diffusion_runtime.errors import OutputError
 from diffusion_runtime.media.encode import EXIF_DESCRIPTION
-from diffusion_runtime.media.formats import FORMATS
+from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS
 from diffusion_runtime.media.mp4_boxes import read_mp4
 from diffusion_runtime.media.sidecar import RECIPE_KEY, RECIPE_SCHEMA, parse_recipe, read_sidecar, sidecar_path
+
+_SOUND_SUFFIXES = tuple(f".{name}" for name in SOUND_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,11 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     Raises OutputError when the file is missing, unreadable, or has none.
     """
     source = Path(path)
-    if source.suffix.lower() == ".json":
+    if source.suffix.lower() in (".json", *_SOUND_SUFFIXES):
         if not source.is_file():
             raise OutputError(f"{source}: no such file")
-        sidecar = read_sidecar(source)
+        # A sound file has no room for a recipe.
+        sidecar = read_sidecar(sidecar_path(source))
         recipe = None if sidecar is None else _recipe_of(sidecar)
     else:
         recipe = None if (found := read_media_file(source).recipe) is None else dict(found)

@@ -21,7 +21,13 @@ from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError, nearest
 from diffusion_runtime.models.folder import INDEX_FILE
-from diffusion_runtime.models.weight_files import check_whole, find_weight_files, listed
+from diffusion_runtime.models.weight_files import (
+    check_whole,
+    find_weight_files,
+    listed,
+    refuse_quantised,
+    refuse_single_file,
+)
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -33,7 +39,7 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "shapes"
 # owner/name, which no path that starts with a dot, a slash or a tilde is.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # Only files of components: many repositories hold a second, single-file copy of the weights at the top.
-_HUB_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors")
+_HUB_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja", "*/*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Checkpoint:
     folder: holds `{stem}.safetensors`, `{stem}.safetensors.index.json` with its shards, or a variant of either such as
     `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they are read.
 
-    Raises ModelLoadError for files that are missing, truncated, damaged, pickled, or Git-LFS pointers.
+    Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised, or Git-LFS pointers.
     """
 
     def __init__(
@@ -107,13 +113,16 @@ class Checkpoint:
         check_whole(path)
         try:
             file = self._stack.enter_context(safe_open(path, framework="pt"))
+            dtypes: dict[str, str] = {}
             for name in file.keys():  # noqa: SIM118 - it is not a mapping
-                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                tensor = file.get_slice(name)
+                self.shapes[name], dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
                 self._file_of[name] = file
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
                 f"{path} is damaged or not a whole safetensors file ({error}); copy or download it again"
             ) from error
+        refuse_quantised(path, dtypes)
 
 
 def load_weights(
@@ -149,6 +158,26 @@ def load_weights(
         state[name] = target
     module.load_state_dict(state, assign=True)
     module.requires_grad_(False).eval()
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Every tensor of one safetensors file, on the CPU, and its metadata.
+
+    Raises ModelLoadError for a file that is missing, damaged, or of another kind.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ModelLoadError(f"{path}: {'this is a folder, give the file in it' if path.is_dir() else 'no such file'}")
+    if path.suffix != ".safetensors":
+        raise ModelLoadError(f"{path}: expected a .safetensors file; a pickle can run code when it is opened")
+    check_whole(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
+            return tensors, dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} is damaged or not a whole safetensors file ({error})") from error
 
 
 def own_pieces(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
@@ -193,8 +222,12 @@ def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
         raise ModelLoadError(f"the embedded model is not in {EMBEDDED_FOLDER}; install diffusion-runtime again")
     path = Path(model_path).expanduser()
     if path.is_dir():
+        if not (path / INDEX_FILE).exists():
+            for file in sorted(path.iterdir()):
+                refuse_single_file(file)
         return path
     if path.is_file():
+        refuse_single_file(path)
         raise ModelLoadError(f"{model_path} is a file; give the folder that holds {INDEX_FILE}, such as {path.parent}")
     if not _HUB_ID.fullmatch(model_path):
         raise ModelLoadError(

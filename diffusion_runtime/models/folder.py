@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, nearest
 
 INDEX_FILE = "model_index.json"
 LFS_PREFIX = b"version https://git-lfs"
@@ -46,6 +46,18 @@ def component_class(folder: Path, component: str) -> tuple[str, str]:
     if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
         raise ModelLoadError(f"{path}: key {component!r}: expected [library, class name], got {entry!r}")
     return pair[0], pair[1]
+
+
+def refuse_other_pipelines(folder: Path, known: Collection[str]) -> None:
+    """Raises ModelLoadError for a folder whose pipeline is none of `known`: it does something else with a transformer
+    of the same class, such as editing an image."""
+    path = folder / INDEX_FILE
+    name = read_json(path).get("_class_name")
+    if name is not None and name not in known:
+        raise ModelLoadError(
+            f"{path}: key '_class_name': expected {' or '.join(known)}, got {name!r}: this runtime has no native model "
+            "for what that pipeline does; `--backend diffusers` runs it"
+        )
 
 
 def read_config(folder: Path, component: str) -> ConfigFile:
@@ -103,6 +115,15 @@ class ConfigFile:
         if not plain or len(value) != length:
             raise self.error(key, f"a list of {length} numbers", value)
         return tuple(float(v) for v in value)
+
+    def refuse_unknown(self, known: Collection[str]) -> None:
+        """Raises ModelLoadError for a key that is not among `known`: what it asks for would be left out."""
+        for key in self.settings():
+            if key not in known:
+                raise ModelLoadError(
+                    f"{self.path}: key {key!r} is unknown to this runtime.{nearest(key, known)} The model was made for "
+                    "something newer, or is of another kind than its class says"
+                )
 
     def error(self, key: str, expected: str, value: object) -> ModelLoadError:
         """An error to raise for a key whose value is not what was expected."""

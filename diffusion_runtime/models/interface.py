@@ -19,6 +19,7 @@ from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
@@ -35,6 +36,20 @@ class LatentGeometry:
     spatial_factor: int
     temporal_factor: int
     patch: tuple[int, int, int]
+
+    # Whether a sample holds sound as well.
+    makes_sound: ClassVar[bool] = False
+
+    def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
+        """One sample as samplers and transformers see it: `latent_shape`, for a model that makes pictures alone.
+
+        Raises RequestError for sizes that do not divide.
+        """
+        return self.latent_shape(size.height, size.width, size.num_frames)
+
+    def parts(self, latents: torch.Tensor, size: ClipSize) -> LatentParts:
+        """Samples [batch, *sample_shape] taken apart, as decoders take them."""
+        return LatentParts(latents)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         """(channels, frames, height, width) of the latents of a clip of height x width pixels.
@@ -95,6 +110,15 @@ class ClipSize:
 
 
 @dataclass(frozen=True)
+class LatentParts:
+    """What samples hold. video: [batch, channels, frames, height, width]. audio: [batch, channels, length, bins], None
+    in a model that makes pictures alone."""
+
+    video: torch.Tensor
+    audio: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class ImageCondition:
     """The image that a video starts from, as a transformer takes it.
 
@@ -136,7 +160,8 @@ class DiffusionTransformer(nn.Module, ABC):
     ) -> torch.Tensor:
         """Velocity (noise minus data), in the shape and dtype of `latents`.
 
-        latents: [batch, channels, frames, height, width]. timestep: [batch], in [0, 1000].
+        latents: [batch, channels, frames, height, width], or [batch, *geometry.sample_shape] where that is another
+        shape. timestep: [batch], in [0, 1000].
         inputs: what the prediction is conditioned on. The same value comes at every step of a request.
         context: step, state and recorder of this forward pass; layouts are made here, from the latents.
         """
@@ -161,8 +186,11 @@ class DiffusionTransformer(nn.Module, ABC):
 class LatentDecoder(ABC):
     """Latents to frames, by a library's autoencoder.
 
-    library, implementation: who decodes, for the report of attention that a library runs itself.
+    library, implementation: who decodes, for the report of attention that a library runs itself. splits_rows: whether
+    it can decode a band of rows, given what lies beyond (layers/row_bands.py), as it decodes them within the whole.
     """
+
+    splits_rows: ClassVar[bool] = False
 
     library: str
     implementation: str
@@ -173,6 +201,13 @@ class LatentDecoder(ABC):
 
         latents: normalised, as the transformer works on them, [batch, channels, frames, height, width].
         """
+
+    def decode_audio(self, latents: torch.Tensor) -> Audio | None:
+        """The sound of one sample; None from a decoder that knows pictures alone.
+
+        latents: normalised, [1, channels, length, bins].
+        """
+        return None
 
 
 class ImageConditioner(ABC):
@@ -188,13 +223,17 @@ class ModelFamily(ABC):
 
     name: for messages. transformer_classes: the class names in model_index.json that it loads.
     roles: (role, category) of its attention layers. defaults: request values where neither the request nor the
-    folder's generation.json says any.
+    folder's generation.json says any. guidance_offset: what is added to its guidance_scale to make it
+    the factor of uncond + factor * (cond - uncond).
     """
 
     name: ClassVar[str]
     transformer_classes: ClassVar[tuple[str, ...]]
     roles: ClassVar[tuple[tuple[str, str], ...]]
     defaults: ClassVar[Mapping[str, Any]]
+    # Whether its decoder has LatentDecoder.splits_rows, so that every process needs one.
+    decoder_splits_rows: ClassVar[bool] = False
+    guidance_offset: ClassVar[float] = 0.0
 
     def request_defaults(self, folder: Path) -> Mapping[str, Any]:
         """`defaults` as they are for the model in this folder. Raises ModelLoadError."""
@@ -216,6 +255,15 @@ class ModelFamily(ABC):
 
     def takes_image(self, folder: Path) -> bool:
         """Whether requests may bring an image that the video starts from. Raises ModelLoadError."""
+        return False
+
+    def num_shared_heads(self, folder: Path) -> int | None:
+        """The heads of the self-attention that processes can share; None for a family whose transformer does not cut
+        its tokens with `context.sharding`. Raises ModelLoadError."""
+        return None
+
+    def needs_image(self, folder: Path) -> bool:
+        """Whether every request must bring one. Raises ModelLoadError."""
         return False
 
     def load_image_conditioner(self, folder: Path, device: torch.device, dtype: torch.dtype) -> ImageConditioner:

@@ -1,9 +1,10 @@
-"""Which safetensors files hold a component's weights, and whether they are whole."""
+"""Which safetensors files hold a component's weights, and whether they are whole and of a kind that can be read."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ _NUM_LISTED = 10
 _VARIANTS = ("fp32", "bf16", "fp16")
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_GGUF = ".gguf"
+# safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
+# without the scales that belong to it.
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
+
+# What to do instead, wherever weights are found to be quantised.
+_UNQUANTISED = "use the model's own folder, with weights in bfloat16, float16 or float32"
+UNQUANTISED = f"{_UNQUANTISED}; `--backend diffusers` runs what diffusers itself can load"
 
 
 def find_weight_files(folder: Path, stem: str) -> list[Path]:
@@ -32,6 +41,12 @@ def find_weight_files(folder: Path, stem: str) -> list[Path]:
             return [single]
     names = sorted(path.name for path in folder.iterdir())
     expected = f"{folder}: expected {stem}.safetensors, or {stem}.safetensors.index.json with its shards"
+    ggufs = [name for name in names if name.endswith(_GGUF)]
+    if ggufs:
+        raise ModelLoadError(
+            f"{expected}, found {listed(ggufs)}: GGUF weights are quantised, and this runtime does not read them; "
+            f"{_UNQUANTISED}"
+        )
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
         raise ModelLoadError(
@@ -58,6 +73,46 @@ def check_whole(path: Path) -> None:
         )
     if size < 8 or 8 + int.from_bytes(start[:8], "little") > size:
         raise ModelLoadError(f"{path} is cut off after {size} bytes; copy or download it again")
+
+
+def stored_dtypes(path: Path) -> dict[str, str]:
+    """What every tensor of a safetensors file is stored as, such as `BF16`; from the head of the file alone.
+
+    Raises ModelLoadError for a file that is cut off, damaged, or a Git-LFS pointer.
+    """
+    check_whole(path)
+    try:
+        with path.open("rb") as file:
+            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return {name: entry["dtype"] for name, entry in head.items() if name != "__metadata__"}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise ModelLoadError(
+            f"{path} is damaged or not a safetensors file ({error}); copy or download it again"
+        ) from error
+
+
+def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
+    """Raises ModelLoadError for a file with tensors stored as 8-bit numbers or fewer. dtypes: by tensor name."""
+    strange = {name: dtype for name, dtype in dtypes.items() if dtype not in _PLAIN_DTYPES}
+    if strange:
+        kinds = ", ".join(sorted(set(strange.values())))
+        raise ModelLoadError(
+            f"{path}: {len(strange)} of {len(dtypes)} tensors are stored as {kinds}, expected BF16, F16 or F32: "
+            f"{listed(strange)}. These weights are quantised, and this runtime does not read them; {UNQUANTISED}"
+        )
+
+
+def refuse_single_file(path: Path) -> None:
+    """Raises ModelLoadError for a checkpoint in one file where the folder of a model should be."""
+    if path.suffix == _GGUF:
+        raise ModelLoadError(
+            f"{path} is a GGUF file: its weights are quantised, and this runtime does not read them; {_UNQUANTISED}"
+        )
+    if path.suffix == ".safetensors":
+        raise ModelLoadError(
+            f"{path} is a checkpoint in one file; expected the folder of a diffusers model. diffusers converts many: "
+            "its pipeline's from_single_file(file), then save_pretrained(folder)"
+        )
 
 
 def _variants(folder: Path, stem: str) -> list[str]:

@@ -4,47 +4,103 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-# Whatever describes the token layout; an exchange may replace it but this row knows nothing of attention.
-Layout = TypeVar("Layout")
+
+class SequenceLayout(Protocol):
+    """What an exchange reads of a token layout; this row knows nothing else of attention."""
+
+    @property
+    def num_grid_tokens(self) -> int: ...
+
+    @property
+    def num_prefix_tokens(self) -> int: ...
+
+    @property
+    def num_suffix_tokens(self) -> int: ...
+
+    def part(self, num_grid_tokens: int, *, with_text: bool) -> Self:
+        """The layout of keys that are a run of the grid's tokens, with the text around them or without."""
+
+
+Layout = TypeVar("Layout", bound=SequenceLayout)
+
+
+class AttentionInputs(NamedTuple, Generic[Layout]):
+    """One attention call, whole or a part of it.
+
+    q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]. layout: where the keys of the whole
+    sequence sit; None for a grid alone, without padding. gate: as q, or None. mask: [batch or 1, heads or 1, seq_q
+    or 1, seq_k] over the whole sequence, or None. first_head: the index of q's first head among all num_heads_total.
+
+    On the way into an exchange q, k, v and gate hold this process's tokens: the text before the grid, its slice of the
+    grid with the padding of SequenceSharding, the text after the grid.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    layout: Layout | None
+    gate: torch.Tensor | None
+    mask: torch.Tensor | None
+    first_head: int
+    num_heads_total: int
+
+
+# Attention on what it is given: (out like q, log-sum-exp or None).
+Run = Callable[[AttentionInputs[Layout]], "tuple[torch.Tensor, torch.Tensor | None]"]
 
 
 class Exchange(ABC):
-    """How the processes that share a sequence attend to all of it.
+    """How the processes that share a sequence attend to all of it."""
 
-    needs_lse: whether `run` must return the log-sum-exp, as merging partial results takes.
-    """
+    @property
+    @abstractmethod
+    def needs_lse(self) -> bool:
+        """Whether `run` sees a part of the keys at a time, and must return the log-sum-exp to merge the parts by."""
 
-    needs_lse: ClassVar[bool] = False
+    @property
+    @abstractmethod
+    def splits_heads(self) -> bool:
+        """Whether `run` sees a part of the heads."""
 
     @abstractmethod
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: Layout,
-        run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout], tuple[torch.Tensor, torch.Tensor | None]],
-    ) -> torch.Tensor:
-        """q: [batch, local seq_q, heads, head_dim], k and v alike; returns out like q.
+    def check(self, num_heads: int, num_kv_heads: int, *, causal: bool) -> None:
+        """Raises ConfigError when a layer of these heads cannot be shared in this way."""
 
-        run(q, k, v, layout) computes attention on what it is given and returns (out, lse or None).
+    @abstractmethod
+    def with_every_key(self, num_heads: int) -> Exchange | None:
+        """The exchange for a backend that looks at every key, and at all heads of a process at once; None if none."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """How the sequence is shared, for people; empty when it is not."""
+
+    @abstractmethod
+    def attend(self, inputs: AttentionInputs[Layout], run: Run[Layout]) -> torch.Tensor:
+        """Attention of this process's queries to all keys, out like q. Raises ConfigError for lengths that do not fit.
+
+        run: called on parts of the inputs; a process with nothing to compute does not call it.
         """
 
 
 class SingleProcess(Exchange):
     """Nothing to exchange: the one process holds the whole sequence."""
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: Layout,
-        run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout], tuple[torch.Tensor, torch.Tensor | None]],
-    ) -> torch.Tensor:
-        return run(q, k, v, layout)[0]
+    needs_lse = False
+    splits_heads = False
+
+    def check(self, num_heads: int, num_kv_heads: int, *, causal: bool) -> None:
+        """Everything fits."""
+
+    def with_every_key(self, num_heads: int) -> Exchange:  # noqa: ARG002
+        return self
+
+    def describe(self) -> str:
+        return ""
+
+    def attend(self, inputs: AttentionInputs[Layout], run: Run[Layout]) -> torch.Tensor:
+        return run(inputs)[0]

@@ -18,16 +18,29 @@ class TokenizedPrompt:
     num_cut_tokens: int
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, text: str, max_tokens: int) -> TokenizedPrompt:
-    """The tokens of one cleaned prompt, special tokens included and never cut."""
+def tokenize(
+    tokenizer: PreTrainedTokenizerFast,
+    text: str,
+    max_tokens: int,
+    first: int = 0,
+    stop: int | None = None,
+    *,
+    add_special_tokens: bool = True,
+) -> TokenizedPrompt:
+    """The tokens of one cleaned prompt, special tokens included and never cut.
+
+    first, stop: where in the text the user's own words are; None is its end. Others are not remarked on.
+    add_special_tokens: False for a text that holds all of its special tokens, which may then be cut.
+    """
+    stop = len(text) if stop is None else stop
     # verbose=False: the tokenizer would print its own warning for a long prompt; the caller gives a better one.
-    whole = tokenizer(text, return_offsets_mapping=True, verbose=False)
-    kept = tokenizer(text, truncation=True, max_length=max_tokens, verbose=False)
+    whole = tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens, verbose=False)
+    kept = tokenizer(text, truncation=True, max_length=max_tokens, add_special_tokens=add_special_tokens, verbose=False)
     unknown_id = tokenizer.unk_token_id
     unknown = [
-        _word_around(text, start, stop)
-        for token, (start, stop) in zip(whole["input_ids"], whole["offset_mapping"], strict=True)
-        if token == unknown_id and stop > start
+        _word_around(text, start, end)
+        for token, (start, end) in zip(whole["input_ids"], whole["offset_mapping"], strict=True)
+        if token == unknown_id and end > start and first <= start < stop
     ]
     num_cut_tokens = len(whole["input_ids"]) - len(kept["input_ids"])
     return TokenizedPrompt(tuple(kept["input_ids"]), tuple(dict.fromkeys(filter(None, unknown))), num_cut_tokens)

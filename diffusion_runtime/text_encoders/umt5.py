@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+from diffusion_runtime.text_encoders.loading import (
+    check_model_type,
+    check_vocabulary,
+    load_encoder,
+    load_tokenizer,
+)
 from diffusion_runtime.text_encoders.prompt_cleaning import clean_prompt
-from diffusion_runtime.text_encoders.quiet import quiet_transformers
 from diffusion_runtime.text_encoders.tokenized import tokenize
 
 if TYPE_CHECKING:
@@ -20,6 +23,11 @@ if TYPE_CHECKING:
 
 # What the Wan transformers were trained with; tokenizers made for less say so in their model_max_length.
 MAX_TOKENS = 512
+
+_CONVERSION = (
+    "Where there is a spiece.model alone, transformers converts it: "
+    "T5TokenizerFast.from_pretrained(folder).save_pretrained(folder)"
+)
 
 
 class UMT5TextEncoder(TextEncoder):
@@ -61,67 +69,11 @@ def load_umt5(folder: Path, device: torch.device, dtype: torch.dtype) -> UMT5Tex
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
-    _check_class(folder / "text_encoder" / "config.json")
-    with quiet_transformers():
-        tokenizer = _load_tokenizer(folder / "tokenizer")
-        model = _load_model(folder / "text_encoder", dtype)
-    num_embeddings = model.config.vocab_size
-    if len(tokenizer) > num_embeddings:
-        raise ModelLoadError(
-            f"{folder / 'tokenizer'}: has {len(tokenizer)} tokens, the text encoder beside it knows {num_embeddings}; "
-            "the two are not of the same model"
-        )
-    torch.nn.Module.to(model, device)
-    return UMT5TextEncoder(model, tokenizer)
-
-
-def _check_class(config_file: Path) -> None:
-    try:
-        config: Any = json.loads(config_file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelLoadError(f"{config_file}: cannot be read ({error.strerror}); the folder is incomplete") from error
-    except ValueError as error:
-        raise ModelLoadError(f"{config_file}: expected JSON ({error}); the file is damaged, copy it again") from error
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind != "umt5":
-        raise ModelLoadError(f"{config_file}: model_type: expected 'umt5', got {kind!r}; this is not supported")
-
-
-def _load_model(folder: Path, dtype: torch.dtype) -> UMT5EncoderModel:
+    check_model_type(folder / "text_encoder", ("umt5",))
+    # Imported late: transformers takes seconds.
     from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
-    # With output_loading_info it returns a pair, which its annotation does not say.
-    load: Any = UMT5EncoderModel.from_pretrained
-    try:
-        model, found = load(folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        # transformers, tokenizers and safetensors raise a dozen kinds between them, some of them plain Exceptions.
-        raise ModelLoadError(f"{folder}: the text encoder cannot be loaded: {_first_line(error)}") from error
-    missing = sorted(found["missing_keys"])
-    if missing:
-        names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ModelLoadError(f"{folder}: the weights of the text encoder are incomplete, missing: {names}")
-    encoder: UMT5EncoderModel = model.eval().requires_grad_(False)
-    return encoder
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelLoadError(
-            f"{folder / 'tokenizer.json'} is missing; copy or download the whole folder. Where there is a spiece.model "
-            "alone, transformers converts it: T5TokenizerFast.from_pretrained(folder).save_pretrained(folder)"
-        )
-    try:
-        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        # The tokenizers library raises plain Exceptions for a damaged file.
-        raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
-    return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    tokenizer = load_tokenizer(folder / "tokenizer", remedy=_CONVERSION)
+    model = load_encoder(folder / "text_encoder", UMT5EncoderModel, device, dtype)
+    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
+    return UMT5TextEncoder(model, tokenizer)

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact_attention import LAYOUTS, assert_is_exact, exact, relative_error, visible_by
+from exact_attention import LAYOUTS, assert_is_exact, exact, random_mask, relative_error, visible_by
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from diffusion_runtime.attention import TokenLayout, attention, list_backends
+from diffusion_runtime.attention import (
+    AttentionCall,
+    AttentionState,
+    LayerInfo,
+    LocalAttention,
+    StepInfo,
+    TokenLayout,
+    attention,
+    force_attention_backend,
+    list_backends,
+)
+from diffusion_runtime.attention.backends.interface import NoOptions
+from diffusion_runtime.attention.backends.masks import aligned_rows
+from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 
 BACKENDS = ["torch_sdpa", "reference"]
@@ -120,6 +134,128 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         attention(*(torch.randn(shape) for shape in shapes), **arguments)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("boolean", [False, True])
+@pytest.mark.parametrize("shape", [(3, 4, 17, 17), (1, 4, 17, 17), (3, 1, 1, 17), (1, 1, 17, 17)])
+def test_masks_against_float64(
+    backend: str, layout_name: str, causal: bool, boolean: bool, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(7)
+    layout = LAYOUTS[layout_name]
+    q = torch.randn(3, 17, 4, 16)
+    k, v = torch.randn(2, 3, 17, 2, 16)
+    mask = random_mask(boolean, shape)
+    visible = visible_by(layout, 3, 17, causal)
+    unseen = ~visible.any(dim=1)
+    # What lengths cut off may hold anything, whatever the mask says of it.
+    k[unseen], v[unseen] = 1e4, float("nan")
+    expected = exact(q, k, v, visible, 0.3, mask)
+    arguments = {"backend": backend, "layout": layout, "causal": causal, "scale": 0.3, "mask": mask}
+    assert_is_exact(attention(q, k, v, **arguments), None, expected)  # type: ignore[call-overload]
+    out, lse = attention(q, k, v, return_lse=True, **arguments)  # type: ignore[call-overload]
+    assert_is_exact(out, lse, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("boolean", [False, True])
+def test_masks_in_other_dtypes(dtype: torch.dtype, boolean: bool) -> None:
+    torch.manual_seed(8)
+    q, k, v = torch.randn(3, 2, 17, 4, 16, dtype=dtype)
+    mask = random_mask(boolean, (2, 4, 17, 17), dtype)
+    expected = exact(q, k, v, torch.ones(2, 17, 17, dtype=torch.bool), 0.25, mask)
+    for backend in BACKENDS:
+        out, lse = attention(q, k, v, backend=backend, mask=mask, return_lse=True)
+        assert_is_exact(out, lse, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_mask_over_several_chunks_of_queries() -> None:
+    torch.manual_seed(9)
+    q, k, v = torch.randn(3, 1, 1500, 1, 8)
+    mask = random_mask(True, (1, 1, 1500, 1500))
+    out = attention(q, k, v, backend="reference", mask=mask)
+    assert torch.allclose(out, attention(q, k, v, backend="torch_sdpa", mask=mask), atol=1e-5)
+
+
+@pytest.mark.parametrize("boolean", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_masks_values_are_not_read_on_the_host(boolean: bool, return_lse: bool) -> None:
+    with FakeTensorMode():
+        q, k, v = torch.randn(3, 2, 17, 4, 16).unbind(0)
+        mask = torch.rand(2, 1, 1, 17) < 0.5 if boolean else torch.rand(2, 1, 1, 17)
+        layout = LAYOUTS["none"]
+        attention(q, k, v, backend="torch_sdpa", layout=layout, mask=mask, return_lse=return_lse)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2, 4, 17, dtype=torch.bool), r"fits \[2, 4, 17, 17\], got \[2, 4, 17\]"),
+        (torch.ones(3, 1, 1, 17, dtype=torch.bool), r"got \[3, 1, 1, 17\]"),
+        (torch.ones(2, 1, 17, 1, dtype=torch.bool), r"got \[2, 1, 17, 1\]"),
+        (torch.ones(2, 1, 1, 17, dtype=torch.int64), "boolean mask .* got torch.int64"),
+        (torch.ones(2, 1, 1, 17, dtype=torch.float64), "q's dtype torch.float32 .* got torch.float64"),
+        (torch.ones(2, 1, 1, 17, dtype=torch.bool, device="meta"), "the mask is on meta, q on cpu"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask: torch.Tensor, message: str) -> None:
+    q = torch.randn(2, 17, 4, 16)
+    with pytest.raises(ConfigError, match=message):
+        attention(q, q, q, mask=mask)
+    with pytest.raises(ConfigError, match=message):
+        LocalAttention(4, 16)(q, q, q, mask=mask)
+
+
+def test_a_layer_takes_masks_and_refuses_them_where_its_backend_does(blocky: str) -> None:
+    torch.manual_seed(10)
+    q, k, v = torch.randn(3, 2, 17, 4, 16)
+    mask = random_mask(True, (2, 1, 17, 17))
+    expected = attention(q, k, v, backend="reference", mask=mask)
+    assert torch.allclose(LocalAttention(4, 16)(q, k, v, mask=mask), expected, atol=1e-6)
+    with pytest.raises(BackendUnavailableError, match="cannot do boolean_mask"):
+        attention(q, k, v, backend=blocky, mask=mask)
+    with force_attention_backend(blocky):
+        layer = LocalAttention(4, 16)
+        layer(q, k, v)
+        with pytest.raises(BackendUnavailableError, match="cannot do additive_mask"):
+            layer(q, k, v, mask=torch.zeros(1, 1, 1, 17))
+
+
+@pytest.mark.parametrize("boolean", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_cudnn_computes_a_single_key_itself_with_its_mask(boolean: bool, causal: bool) -> None:
+    torch.manual_seed(11)
+    q = torch.randn(2, 1 if causal else 9, 4, 16)
+    k, v = torch.randn(2, 2, 1, 2, 16)
+    mask = random_mask(boolean, (2, 4, q.shape[1], 1))
+    mask[0, 0] = False if boolean else float("-inf")
+    call = AttentionCall(
+        *(q, k, v, NoOptions(), None, LayerInfo(), StepInfo(), AttentionState()),
+        causal=causal,
+        return_lse=True,
+        mask=mask,
+    )
+    cudnn = find_backend("cudnn_attn")
+    assert cudnn is not None
+    result = cudnn.run(call)
+    expected = exact(q, k, v, torch.ones(2, q.shape[1], 1, dtype=torch.bool), 0.25, mask)
+    assert_is_exact(result.out, result.lse, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 20), (1, 3, 5, 20), (2, 3, 5, 32), (1, 1, 1, 7)])
+def test_rows_are_aligned_without_a_change_of_numbers(shape: tuple[int, ...]) -> None:
+    bias = torch.randn(shape)
+    for given in (bias, bias[..., 1:], bias.transpose(2, 3).contiguous().transpose(2, 3)):
+        aligned = aligned_rows(given)
+        assert torch.equal(aligned, given)
+        strides = zip(aligned.shape[:3], aligned.stride()[:3], strict=True)
+        assert all(size == 1 or stride % 16 == 0 for size, stride in strides)
+        assert aligned.stride(-1) == 1
+    whole = torch.randn(2, 3, 5, 32)
+    assert aligned_rows(whole) is whole
 
 
 def test_mixed_dtypes_are_refused() -> None:

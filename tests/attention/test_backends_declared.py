@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
+from exact_attention import LAYOUTS, assert_is_exact, exact, random_mask, visible_by
 from machines import EVERYTHING, cuda, other
 
 from diffusion_runtime.attention import attention, list_backends, select_backend
 from diffusion_runtime.attention.backends.interface import FEATURES, NoOptions
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.attention.catalogue import capability_on
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
@@ -60,9 +61,11 @@ def test_a_declared_feature_is_exact_here_or_refused_here(name: str, feature: st
     layout = LAYOUTS["prefix"] if feature == "key_padding" else None
     if feature == "gqa":
         k, v = k[:, :, :2], v[:, :, :2]
+    mask = random_mask(feature == "boolean_mask", (3, 4, 17, 17)) if feature.endswith("_mask") else None
     arguments = {
         "backend": name,
         "layout": layout,
+        "mask": mask,
         "causal": feature == "causal",
         "scale": 0.2 if feature == "scale" else None,
         "return_lse": feature == "lse",
@@ -78,24 +81,21 @@ def test_a_declared_feature_is_exact_here_or_refused_here(name: str, feature: st
     result = attention(q, k, v, **arguments)  # type: ignore[call-overload]
     out, lse = result if feature == "lse" else (result, None)
     visible = visible_by(layout, 3, 17, feature == "causal")
-    assert_is_exact(out, lse, exact(q, k, v, visible, 0.2 if feature == "scale" else 0.125))
+    assert_is_exact(out, lse, exact(q, k, v, visible, 0.2 if feature == "scale" else 0.125, mask))
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_features_dtypes_and_head_sizes_are_refused_at_home_where_they_are_not_declared(name: str) -> None:
     backend, home = find_backend(name), HOMES[name]
     assert backend is not None
-    can = backend.capability
+    can = capability_on(backend, home)
     assert not refused(name, home)
     for feature in FEATURES:
         needs = () if feature == "gqa" else (feature,)
         said = refused(name, home, needs=needs, num_kv_heads=2 if feature == "gqa" else 4)
-        missing = feature not in can.features or (name == "flex_attn" and feature == "lse")
-        assert said == ([f"cannot do {feature}"] if missing else [])
+        assert said == ([] if feature in can.features else [f"cannot do {feature}"])
     for dtype in ("float32", "bfloat16", "float16", "float64"):
-        # The installed SageAttention is 2.x; version 1 is another test's.
-        missing = dtype not in can.dtypes or (name == "sage_attn" and dtype == "float32")
-        assert bool(refused(name, home, dtype=dtype)) == missing
+        assert bool(refused(name, home, dtype=dtype)) == (dtype not in can.dtypes)
     for head_dim in (4, 8, 64, 72, 96, 128, 160, 256, 264):
         assert bool(refused(name, home, head_dim=head_dim)) == (head_dim not in can.head_sizes)
 
@@ -169,7 +169,8 @@ def test_a_machine_that_lacks_something_is_told_what(name: str, hardware: Hardwa
         ("cudnn_attn", cuda((9, 0), cudnn=(9, 10)), {"head_dim": 256}),
         ("cudnn_attn", cuda((8, 0), cudnn=(9, 1)), {"head_dim": 128}),
         ("fa4", cuda((10, 3), "flash-attn-4"), {"head_dim": 256}),
-        ("flex_attn", cuda((9, 0), "triton"), {"needs": ("lse",)}),
+        ("flex_attn", cuda((9, 0), "triton"), {"needs": ("lse", "boolean_mask", "additive_mask")}),
+        ("cudnn_attn", cuda((10, 0)), {"needs": ("boolean_mask",), "num_kv_heads": 2}),
     ],
 )
 def test_what_versions_and_chips_add(name: str, hardware: Hardware, question: dict[str, object]) -> None:
@@ -185,6 +186,10 @@ def test_what_versions_and_chips_add(name: str, hardware: Hardware, question: di
         ("cudnn_attn", cuda((10, 0)), {"head_dim": 256}),
         ("fa4", cuda((10, 0), "flash-attn-4"), {"head_dim": 160}),
         ("flex_attn", other("cpu", programs=("g++",)), {"needs": ("lse",)}),
+        ("flex_attn", other("cpu", programs=("g++",)), {"needs": ("boolean_mask",)}),
+        ("fa", cuda((9, 0), *EVERYTHING), {"needs": ("boolean_mask",)}),
+        ("flashinfer_attn", cuda((9, 0), *EVERYTHING), {"needs": ("additive_mask",)}),
+        ("sage_attn", cuda((9, 0), *EVERYTHING), {"needs": ("boolean_mask",)}),
     ],
 )
 def test_what_versions_and_chips_take_away(name: str, hardware: Hardware, question: dict[str, object]) -> None:
@@ -195,3 +200,13 @@ def test_a_listing_agrees_with_the_homes() -> None:
     for name, home in HOMES.items():
         (info,) = [info for info in list_backends(home) if info.name == name]
         assert info.usable, (name, info.reason)
+
+
+@pytest.mark.parametrize("hardware", [HOPPER, cuda((10, 0), *EVERYTHING), other("rocm", *EVERYTHING), other("cpu")])
+@pytest.mark.parametrize("mask", ["boolean_mask", "additive_mask"])
+def test_a_call_with_a_mask_has_a_default_everywhere(hardware: Hardware, mask: str) -> None:
+    decision = select_backend(head_dim=128, dtype="bfloat16", device=hardware, num_heads=4, needs=(mask, "key_padding"))
+    backend = find_backend(decision.backend)
+    assert backend is not None
+    assert mask in capability_on(backend, hardware).features
+    assert all(why == f"cannot do {mask}" for _, why in decision.rejected if "cannot do" in why)

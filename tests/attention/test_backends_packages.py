@@ -6,7 +6,6 @@ numbers of the real packages are proved in test_backends_gpu.py.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import logging
 import sys
@@ -30,7 +29,8 @@ PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {
     "fa3": ("fa3", "flash_attn_interface", lambda: kernel_packages.flash_attn_interface(False)),
     "fa3 early": ("fa3", "flash_attn_interface", lambda: kernel_packages.flash_attn_interface(True)),
     "fa4": ("fa4", "flash_attn.cute", kernel_packages.flash_attn_cute),
-    "aiter": ("aiter", "aiter", kernel_packages.aiter),
+    "aiter": ("aiter", "aiter", lambda: kernel_packages.aiter(False)),
+    "aiter early": ("aiter", "aiter", lambda: kernel_packages.aiter(True)),
     "flashinfer": ("flashinfer_attn", "flashinfer", kernel_packages.flashinfer),
     "sage 1.0.6": ("sage_attn", "sageattention", kernel_packages.sageattention_1),
     "sage 2.2.0": ("sage_attn", "sageattention", kernel_packages.sageattention_2),
@@ -157,7 +157,7 @@ def test_sage_3_sends_grouped_queries_elsewhere_and_says_so_once(
 ) -> None:
     caplog.set_level(logging.INFO, "diffusion_runtime.attention")
     call = make_call("suffix", gqa=True)
-    results = [backend.run(dataclasses.replace(call, step=StepInfo(index=index, num_steps=3))) for index in range(3)]
+    results = [backend.run(call._replace(step=StepInfo(index=index, num_steps=3))) for index in range(3)]
     reason = "SageAttention 3 has no grouped queries"
     assert {result.implementation for result in results} == {f"torch_sdpa (flash by length): {reason}"}
     assert caplog.messages == [f"{reason}: these calls run on torch_sdpa"]

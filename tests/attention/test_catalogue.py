@@ -42,7 +42,8 @@ def info(name: str, hardware: Hardware) -> BackendInfo:
 def test_a_backend_that_raises_when_it_is_asked_is_listed_with_its_error(unaskable: None) -> None:
     broken = info("unaskable", H200)
     assert not broken.usable
-    assert broken.reason == "it cannot be asked: OSError: libbroken.so: cannot open shared object file"
+    said = f"{__name__}.UnaskableBackend cannot be asked: OSError: libbroken.so: cannot open shared object file"
+    assert broken.reason == said
     assert info("torch_sdpa", H200).usable
 
 

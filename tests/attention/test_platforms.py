@@ -153,10 +153,33 @@ def test_the_generation_follows_the_head_size() -> None:
         select_backend(head_dim=160, dtype="bfloat16", device=cuda((10, 0), "flash-attn-4"), num_heads=8, config="fa")
 
 
+@pytest.mark.parametrize(
+    ("hardware", "taken", "versions"),
+    [
+        (cuda((9, 0), *EVERYTHING), "fa", "cuda sm_90, torch 2.13.0, flash-attn-4 4.0.0b36"),
+        (cuda((8, 6), "flash-attn"), "fa", "cuda sm_86, torch 2.13.0, flash-attn 2.8.3"),
+        (cuda((10, 0)), "cudnn_attn", "cuda sm_100, torch 2.13.0, cuDNN 9.15"),
+        (
+            cuda((10, 0), *EVERYTHING, cudnn=(9, 4)),
+            "flashinfer_attn",
+            "cuda sm_100, torch 2.13.0, flashinfer-python 0.6.1",
+        ),
+        (cuda((10, 3), "flash-attn-4", cudnn=None), "fa4", "cuda sm_103, torch 2.13.0, flash-attn-4 4.0.0b36"),
+        (cuda((9, 0), cudnn=(9, 8)), "torch_sdpa", "cuda sm_90, torch 2.13.0, cuDNN 9.8"),
+        (cuda((9, 0), cudnn=None), "torch_sdpa", "cuda sm_90, torch 2.13.0"),
+        (other("rocm", "flash-attn"), "fa", "rocm, torch 2.13.0, flash-attn 2.8.3"),
+        (other("cpu"), "torch_sdpa", "cpu, torch 2.13.0"),
+    ],
+)
+def test_a_default_is_announced_with_the_versions_it_rests_on(hardware: Hardware, taken: str, versions: str) -> None:
+    line = f"Defaulting to attention backend '{taken}' for role=self ({versions})"
+    assert default_on(hardware).log_line("self", hardware) == line
+
+
 def test_log_lines_name_the_platform_and_its_versions(caplog: pytest.LogCaptureFixture) -> None:
     hopper = cuda((9, 0), *EVERYTHING)
     assert default_on(hopper).log_line("self", hopper) == (
-        "Defaulting to attention backend 'fa' for role=self (cuda sm_90, torch 2.13.0)"
+        "Defaulting to attention backend 'fa' for role=self (cuda sm_90, torch 2.13.0, flash-attn-4 4.0.0b36)"
     )
     chosen = select_backend(head_dim=128, dtype="bfloat16", device=hopper, num_heads=8, cli="fa2")
     assert chosen.log_line("cross", hopper) == "Using attention backend 'fa2' for role=cross (cli)"

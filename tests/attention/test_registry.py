@@ -23,7 +23,7 @@ from diffusion_runtime.hardware import Hardware
 
 DENSE = (
     *("aiter", "cudnn_attn", "fa", "fa2", "fa3", "fa4", "flashinfer_attn", "flex_attn"),
-    *("sage_attn", "sage_attn_3", "xformers"),
+    *("sage_attn", "sage_attn_3", "xformers", "measured"),
 )
 SPARSE = ("sliding_tile_attn", "sparse_video_gen_2_attn", "video_sparse_attn", "vmoba_attn")
 PLUGIN = """
@@ -44,10 +44,17 @@ class Plugin(Backend):
 SCRIPT = """
 import logging, torch
 logging.basicConfig(level=logging.INFO)
-from diffusion_runtime.attention import AttentionSpec, attention, list_backends
+from diffusion_runtime.attention import AttentionSpec, attention, list_backends, select_backend
+from diffusion_runtime.errors import BackendUnavailableError
 q = torch.randn(1, 4, 2, 8)
 print(AttentionSpec("PLUG").name, attention(q, q, q, backend="plug").shape[1])
 print([info.name for info in list_backends("cpu")])
+print({info.name: info.reason for info in list_backends("cpu")}["broken_attn"])
+for name in ("broken_attn", "Broken-Attn,plug"):
+    try:
+        print(select_backend(head_dim=8, dtype="float32", device="cpu", num_heads=2, config=name).rejected)
+    except BackendUnavailableError as error:
+        print(error.exit_code, error.reasons)
 """
 
 
@@ -58,7 +65,7 @@ def test_a_published_backend_is_found_and_a_broken_one_is_only_reported(tmp_path
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin-package\nVersion: 0.3\n")
     (info / "entry_points.txt").write_text(
-        "[diffusion_runtime.attention_backends]\nbroken = broken_package:Broken\nplugin = plugin_package:Plugin\n"
+        "[diffusion_runtime.attention_backends]\nbroken_attn = broken_package:Broken\nplugin = plugin_package:Plugin\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SCRIPT}"],
@@ -69,7 +76,16 @@ def test_a_published_backend_is_found_and_a_broken_one_is_only_reported(tmp_path
     )
     assert done.returncode == 0, done.stderr
     own = ["torch_sdpa", "reference", *DENSE, *sorted(SPARSE)]
-    assert done.stdout.splitlines() == ["plugin_attn 4", str([*own, "plugin_attn"])]
+    reason = "entry point 'broken_package:Broken' of package 'plugin-package' cannot be used: OSError: libbroken.so: "
+    reason += "cannot open shared object file"
+    refused = [("broken_attn", reason)]
+    assert done.stdout.splitlines() == [
+        "plugin_attn 4",
+        str([*own, "plugin_attn", "broken_attn"]),
+        reason,
+        f"3 {tuple(refused)}",
+        str(refused),
+    ]
     assert "broken_package:Broken" in done.stderr
     assert "libbroken.so" in done.stderr
 

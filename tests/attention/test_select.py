@@ -12,12 +12,17 @@ import torch
 from diffusion_runtime.attention import (
     AttentionConfig,
     AttentionSpec,
+    Availability,
+    Backend,
+    Capability,
     Decision,
     force_attention_backend,
+    list_backends,
     register_role,
     select_backend,
 )
 from diffusion_runtime.attention.backends import registry
+from diffusion_runtime.attention.backends.interface import Question
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
 
@@ -117,6 +122,56 @@ def test_an_explicit_choice_fails_with_every_reason(blocky: str) -> None:
 def test_a_missing_package_says_what_to_type(absent: str) -> None:
     with pytest.raises(BackendUnavailableError, match="is not installed; fix: pip install absent"):
         choose(cli=absent)
+
+
+class Raises(Capability):
+    """A capability whose author did not think of every machine."""
+
+    def refusals(self, question: Question) -> list[str]:
+        raise KeyError(question.hardware.platform)
+
+    def serves(self, question: Question) -> bool:
+        raise KeyError("roles")
+
+
+def raising_probe(self: Backend, hardware: Hardware) -> Availability:
+    raise OSError("libbroken.so: cannot open\nwith details")
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "said"),
+    [
+        ("probe", raising_probe, "OSError: libbroken.so: cannot open"),
+        ("capability", Raises(), "KeyError: 'cpu'"),
+    ],
+)
+def test_a_backend_that_raises_when_it_is_asked_is_refused(
+    absent: str, monkeypatch: pytest.MonkeyPatch, member: str, value: object, said: str
+) -> None:
+    backend = registry.find_backend(absent)
+    monkeypatch.setattr(type(backend), member, value)
+    with pytest.raises(BackendUnavailableError) as failure:
+        choose(config=absent)
+    assert failure.value.reasons == ((absent, f"{type(backend).__module__}.AbsentBackend cannot be asked: {said}"),)
+    # Others are suggested, and neither a list of names nor the platform's default stumbles over it.
+    assert "usable here for this role: torch_sdpa, reference" in str(failure.value)
+    decision = choose(config=f"{absent},reference")
+    assert (decision.backend, decision.rejected) == ("reference", list(failure.value.reasons))
+    assert choose().backend == "torch_sdpa"
+    (listed,) = [info for info in list_backends("cpu") if info.name == absent]
+    assert not listed.usable
+    assert f"cannot be asked: {said}" in listed.reason
+
+
+def test_a_backend_whose_own_file_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._OWN_MODULES, "later_attn", "diffusion_runtime.attention.backends.later")
+    monkeypatch.setattr(registry, "_broken", {})
+    said = "its module cannot be imported: ModuleNotFoundError: No module named 'diffusion_runtime.attention.backends"
+    for level in ({"config": "later_attn"}, {"config": {"per_role": {"self": "later_attn"}}}):
+        with pytest.raises(BackendUnavailableError, match=said):
+            choose(**level)
+    (listed,) = [info for info in list_backends("cpu") if info.name == "later_attn"]
+    assert listed.reason.startswith(said)
 
 
 def test_grouped_queries_are_a_need(blocky: str) -> None:

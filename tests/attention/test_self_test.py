@@ -22,6 +22,8 @@ from diffusion_runtime.attention import (
     unregister_backend,
 )
 from diffusion_runtime.attention.backends.reference import reference_attention, visible_keys
+from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.attention.options import option_names
 from diffusion_runtime.attention.self_test import (
     SelfTestResult,
     attention_by_definition,
@@ -35,7 +37,7 @@ from diffusion_runtime.hardware import Hardware
 CPU = Hardware()
 DENSE = ("torch_sdpa", "reference")
 SPARSE = ("sliding_tile_attn", "sparse_video_gen_2_attn", "video_sparse_attn", "vmoba_attn")
-ALL_FEATURES = frozenset({"key_padding", "gqa", "causal", "scale", "lse"})
+ALL_FEATURES = frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"})
 
 
 def results_of(name: str) -> dict[str, SelfTestResult]:
@@ -94,7 +96,7 @@ class Tampered(Backend):
 
 def right(call: AttentionCall) -> AttentionResult:
     out, lse = reference_attention(
-        call.q, call.k, call.v, visible=visible_keys(call), scale=call.scale, causal=call.causal
+        call.q, call.k, call.v, visible=visible_keys(call), scale=call.scale, causal=call.causal, mask=call.mask
     )
     return AttentionResult(out, lse if call.return_lse else None, "tampered")
 
@@ -102,13 +104,13 @@ def right(call: AttentionCall) -> AttentionResult:
 def scaled(factor: float) -> Callable[[AttentionCall], AttentionResult]:
     def run(call: AttentionCall) -> AttentionResult:
         scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
-        return right(dataclasses.replace(call, scale=scale * factor))
+        return right(call._replace(scale=scale * factor))
 
     return run
 
 
 def ignoring(**fields: object) -> Callable[[AttentionCall], AttentionResult]:
-    return lambda call: right(dataclasses.replace(call, **fields))  # type: ignore[arg-type]
+    return lambda call: right(call._replace(**fields))  # type: ignore[arg-type]
 
 
 def with_lse(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[AttentionCall], AttentionResult]:
@@ -130,7 +132,7 @@ def with_out(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Attent
 def other_key_heads(call: AttentionCall) -> AttentionResult:
     repeats = call.q.shape[2] // call.k.shape[2]
     k, v = (x.repeat(1, 1, repeats, 1) for x in (call.k, call.v))
-    return right(dataclasses.replace(call, k=k, v=v))
+    return right(call._replace(k=k, v=v))
 
 
 def mean_of_keys_in_place(call: AttentionCall) -> AttentionResult:
@@ -147,6 +149,7 @@ FAULTS = {
     "scale a tenth too large": (scaled(1.1), {"plain", "scale", "causal"}, "above the bound"),
     "scale of its own": (ignoring(scale=None), {"scale"}, "above the bound"),
     "padding is seen": (ignoring(layout=None), {"padding after", "padding before"}, "above the bound"),
+    "masks are not seen": (ignoring(mask=None), {"boolean mask", "additive mask"}, "above the bound"),
     "not causal": (ignoring(causal=False), {"causal"}, "above the bound"),
     "other key heads": (other_key_heads, {"gqa"}, "above the bound"),
     "lse to base 2": (with_lse(lambda lse: lse * math.log2(math.e)), {"lse"}, "log-sum-exp is off"),
@@ -197,6 +200,37 @@ def test_a_scale_a_tenth_too_large_shows_in_every_dtype(
     assert {result.test.dtype for result in plain} == {"float32", "bfloat16", "float16"}
     assert all(result.error is not None and 0.05 < result.error < 0.2 for result in plain)
     assert not any(result.passed for result in plain)
+
+
+def test_a_backend_declares_what_its_self_test_needs(tampered: type[Tampered], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        keep: float = 1.0
+
+    def run(call: AttentionCall) -> AttentionResult:
+        seen.append(call.options)
+        return scaled(1.1)(call)
+
+    monkeypatch.setattr(tampered, "fault", staticmethod(run), raising=False)
+    monkeypatch.setattr(tampered, "options_type", Options)
+    monkeypatch.setattr(tampered, "self_test_options", {"keep": 0.5})
+    assert not run_self_test(planned_tests("tampered", CPU)[0], "cpu").passed
+    monkeypatch.setattr(tampered, "error_bound", 0.3)
+    result = run_self_test(planned_tests("tampered", CPU)[0], "cpu")
+    assert (result.passed, result.bound) == (True, 0.3)
+    assert seen == [Options(0.5)] * 2
+
+
+def test_what_gives_up_precision_or_pairs_says_so() -> None:
+    lossy = {name for name in available_names() if (backend := find_backend(name)) and not backend.lossless}
+    assert lossy == {"sage_attn", "sage_attn_3", *SPARSE}
+    for name in available_names():
+        backend = find_backend(name)
+        assert backend is not None
+        assert backend.lossless <= (backend.error_bound is None)
+        assert set(backend.self_test_options) <= set(option_names(backend.options_type))
 
 
 def test_a_lost_device_is_noticed() -> None:

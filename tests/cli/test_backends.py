@@ -99,7 +99,9 @@ def test_a_broken_package_and_a_broken_entry_point_are_only_reported(tmp_path: P
     assert "on_sage" in unusable
     said = " ".join(unusable.split())
     assert "'sageattention' 1.0.6 is installed and cannot be imported: OSError: libbroken.so" in said
-    assert "'sageattention:Faulty' cannot be used: libbroken.so" in result.said
+    reason = "entry point 'sageattention:Faulty' of package 'published-backends' cannot be used: OSError: libbroken.so"
+    assert reason in result.said
+    assert reason in said
 
 
 def seconds_of(*arguments: str) -> float:

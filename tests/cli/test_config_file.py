@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from cli_support import REPOSITORY
 
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.cli.config_file import read_config
+from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.request import request_field_types
 
@@ -91,12 +93,12 @@ def test_settings_come_before_the_file(tmp_path: Path) -> None:
         ({"request": {"prompt": ["a", ""]}}, "request.prompt: .* empty prompt"),
         ({"runtime": {"modelpath": "x"}}, "runtime: unknown key 'modelpath'. Did you mean 'model_path'"),
         ({"runtime": {"dtype": 16}}, "runtime.dtype: expected a text, got 16"),
-        ({"runtime": {"backend": "diffusers"}}, "runtime.backend: unknown value 'diffusers'"),
+        ({"runtime": {"backend": "diffuser"}}, "runtime.backend: unknown value 'diffuser'"),
         ({"runtime": {"attention_override": "fa"}}, "unknown key 'attention_override'"),
         ({"runtime": {"attention": {"default": "torch_spda"}}}, "runtime.attention: .*'torch_spda'. Did you mean"),
         ({"runtime": {"attention": {"per_role": {"slef": "fa"}}}}, "runtime.attention: .*'slef'. Did you mean 'self'"),
         ({"runtime": {"parallel": 2}}, "runtime.parallel: expected a mapping, got 2"),
-        ({"runtime": {"parallel": {"num_gpus": 2}}}, "runtime.parallel: this version runs on one process"),
+        ({"runtime": {"parallel": {"num_gpus": "two"}}}, "runtime.parallel.num_gpus: expected a whole"),
         ({"presets": {"a": 1}}, "presets.a: expected a mapping"),
         ({"presets": {"a": {"seed": 1}}}, "presets.a: unknown key 'seed'"),
         ({"presets": {"a": {"heigth": 1}}}, "presets.a: unknown key 'heigth'. Did you mean 'height'"),
@@ -117,7 +119,7 @@ def test_a_mistake_names_the_file_and_the_key(tmp_path: Path, content: Any, said
         ("reqest.height=3", "unknown section 'reqest'. Did you mean 'request'"),
         ("request.heigth=3", "unknown key 'heigth'. Did you mean 'height'"),
         ("request.height=tall", "request.height: expected a whole number of 1 or more, got 'tall'"),
-        ("runtime.parallel.num_gpus=2", "this version runs on one process"),
+        ("runtime.parallel.num_gpus=0", "parallel.num_gpus: expected a whole number of 1 or more, got 0"),
         ("runtime.attention.per_role.slef.backend=fa", "'slef'"),
     ],
 )
@@ -143,7 +145,10 @@ def test_the_configs_that_come_along_are_right(name: str) -> None:
 def test_the_config_of_the_embedded_model_shows_every_key() -> None:
     content = yaml.safe_load((REPOSITORY / "configs" / "shapes.yaml").read_text(encoding="utf-8"))
     assert set(content["request"]) == set(request_field_types())
-    assert set(content["runtime"]) == {"model_path", "backend", "device", "dtype", "attention", "parallel"}
+    # Only the command line fills attention_override.
+    fields = {field.name for field in dataclasses.fields(RuntimeConfig)} - {"attention_override"}
+    assert set(content["runtime"]) == fields
+    assert set(content["runtime"]["parallel"]) == {field.name for field in dataclasses.fields(ParallelConfig)}
 
 
 def test_the_wan_config_holds_the_documented_values() -> None:

@@ -106,3 +106,13 @@ def test_predicted_names_are_the_free_ones(tmp_path: Path) -> None:
     (tmp_path / "x-3.json").touch()
     names = Outputs.parse(str(tmp_path / "x.mp4"), None).predict([VIDEO, VIDEO])
     assert [name.name for name in names] == ["x-2.mp4", "x-4.mp4"]
+
+
+def test_sound_alone_is_for_models_that_make_some() -> None:
+    outputs = Outputs.parse("here/", "wav")
+    assert outputs.target(VIDEO) == Path("here/a-red-circle-moving-left-seed7.wav")
+    assert Outputs.parse("here/x.wav", None).format_for(VIDEO, has_sound=True) == "wav"
+    with pytest.raises(ConfigError, match="wav holds sound, and this model makes pictures alone"):
+        outputs.format_for(VIDEO, has_sound=False)
+    with pytest.raises(ConfigError, match=r"x.mp4 ends in .mp4, --format says wav; use .wav"):
+        Outputs.parse("x.mp4", "wav")

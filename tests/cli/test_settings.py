@@ -65,6 +65,9 @@ def test_flags_come_first_and_what_nobody_says_is_left_open(recorded: str, confi
         "flow_shift": None,
         "sampler": None,
         "guidance_mode": None,
+        "true_cfg_scale": None,
+        "guidance_scale_2": None,
+        "image_path": None,
     }
     assert settings.runtime.model_path == "typed"
     assert settings.runtime.dtype == "bfloat16"
@@ -112,15 +115,25 @@ def test_an_unknown_preset_names_the_nearest(configured: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"num_gpus": 2}, {"ulysses_degree": 2}, {"ring_degree": 2}, {"cfg_parallel": True}]
+    ("parallel", "num_processes"),
+    [({"num_gpus": 2}, 2), ({"ulysses_degree": 3}, 3), ({"ring_degree": 2, "cfg_parallel": True}, 4), ({}, 1)],
 )
-def test_more_than_one_process_is_refused(parallel: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="one process"):
-        settle(Flags(prompts=["a"], parallel=parallel))
+def test_degrees_say_how_many_processes(parallel: dict[str, Any], num_processes: int) -> None:
+    assert settle(Flags(prompts=["a"], parallel=parallel)).runtime.parallel.num_processes == num_processes
 
 
-def test_one_process_is_what_there_is() -> None:
-    settle(Flags(prompts=["a"], parallel={"num_gpus": 1, "ulysses_degree": 1, "ring_degree": 1}))
+def test_a_recipe_of_many_processes_is_repeated_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.npy"
+    recipe = {"request": {"prompt": "recorded", "num_frames": 1}, "runtime": {"parallel": {"num_gpus": 8}}}
+    make_media(num_frames=1, recipe=recipe).save(path)
+    assert settle(Flags(repeat=str(path))).runtime.parallel.num_processes == 1
+
+
+def test_processes_that_run_already_must_be_as_many_as_asked_for() -> None:
+    settings = settle(Flags(prompts=["a"], parallel={"ring_degree": 2}))
+    assert settings.on_processes(4).runtime.parallel.num_processes == 4
+    with pytest.raises(ConfigError, match="does not make 3 processes"):
+        settings.on_processes(3)
 
 
 def test_no_prompt_says_where_one_could_come_from() -> None:

@@ -12,8 +12,9 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 
 # Top row first. A module may import rows below its own and its own folder, nothing else.
 ROWS = [
-    {"cli", "diffusers_bridge"},
-    {"loading", "quality", "diagnosis"},
+    {"cli"},
+    {"loading", "quality", "diagnosis", "benchmark"},
+    {"diffusers_bridge"},
     {"pipeline"},
     {"models"},
     {"text_encoders", "denoising", "memory"},
@@ -37,6 +38,7 @@ HOMES = {
     "huggingface_hub": ("models/checkpoint.py",),
     "imageio_ffmpeg": ("media/",),
     "typer": ("cli",),
+    "matplotlib": ("benchmark/plot.py",),
 }
 # The two files at the package root that only re-export are exempt; folder __init__ files are not.
 EXEMPT = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}

@@ -174,3 +174,10 @@ def test_a_value_the_class_refuses_is_a_load_error() -> None:
 def test_unknown_sampler_names_the_nearest() -> None:
     with pytest.raises(RequestError, match="unipc"):
         build_sampler("unipcc", 2, 3.0, {})
+
+
+def test_one_step_cannot_start_at_full_noise_and_end_elsewhere() -> None:
+    with pytest.raises(RequestError, match=r"num_inference_steps: expected 2 or more, got 1: .* \(shift_terminal\)"):
+        build_sampler("flow_match_euler", 1, 3.0, {"shift_terminal": 0.1})
+    assert build_sampler("flow_match_euler", 1, 3.0, {"shift_terminal": None})
+    assert build_sampler("flow_match_euler", 2, 3.0, {"shift_terminal": 0.1})

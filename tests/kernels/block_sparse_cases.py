@@ -84,13 +84,16 @@ def errors(
 
 
 def main() -> None:
-    """Every kind of plan and layout in float32; head sizes and float16 on one; bulk copies and pointers."""
-    small = (TileShape(32, 16, 4, 2, False), TileShape(16, 32, 4, 2, True))
-    for place, layout in LAYOUTS.items():
-        for kind in ("tiles", "small tiles", "clusters", "row mask"):
-            for shape in small:
-                print(place, kind, shape, errors(kind, layout, 16, torch.float32, shape, 0.25, "cpu"), flush=True)
-    for head_dim in (64, 72, 80, 96):
+    """Every kind of plan and layout in float32; head sizes and float16 on one; bulk copies, pointers, rests."""
+    small = (TileShape(32, 16, 4, 2, False, rest_rows=16), TileShape(16, 32, 4, 2, True))
+    kinds = ("tiles", "small tiles", "clusters", "row mask")
+    # Text before the grid differs from text after it in the order alone.
+    cases = [("suffix", kind, shape) for kind in kinds for shape in small]
+    cases += [("grid", kind, small[place % 2]) for place, kind in enumerate(kinds)]
+    cases += [("prefix", "small tiles", small[0]), ("prefix", "clusters", small[1])]
+    for place, kind, shape in cases:
+        print(place, kind, shape, errors(kind, LAYOUTS[place], 16, torch.float32, shape, 0.25, "cpu"), flush=True)
+    for head_dim in (64, 72):
         print(head_dim, errors("tiles", LAYOUTS["grid"], head_dim, torch.float16, small[0], 0.1, "cpu"), flush=True)
     for scale in (-0.3, 0.0):
         print(scale, errors("tiles", LAYOUTS["grid"], 16, torch.float32, small[0], scale, "cpu"), flush=True)

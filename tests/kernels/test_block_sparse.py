@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from sparse_plans import cluster_plan, row_mask_plan, tile_plan
 from diffusion_runtime.attention import SparsePlan, TokenLayout
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch, block_sparse_attention
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.kernels.block_sparse.pieces import list_tiles
 
 GRID = (5, 6, 7)
 LAYOUTS = {
@@ -104,6 +107,36 @@ def test_branch_adds_the_gated_mean_of_the_block_to_grid_queries() -> None:
         added = 0 if token < 6 else gate[:, token] * pooled[:, :, block[token]]
         torch.testing.assert_close(out[:, token], plain[:, token] + added)
     assert torch.equal(add_branch(plain, plan, PooledBranch(pooled, gate)), out)
+
+
+@pytest.mark.parametrize("kind", ["tiles", "small tiles", "clusters"])
+@pytest.mark.parametrize(("rows", "rest_rows"), [(16, 8), (32, 16), (32, 4), (32, 0), (64, 32)])
+def test_tiles_and_rests_hold_every_query_once(kind: str, rows: int, rest_rows: int) -> None:
+    """As the kernel reads the tables: a tile that starts with no more than a rest left is not its own."""
+    geometry = plans(LAYOUTS["grid"])[kind].q
+    tiles = list_tiles(geometry, rows, rest_rows)
+    for group, offsets in enumerate(geometry.offsets.tolist()):
+        held = []
+        for tile in range(tiles.count):
+            block = tile // tiles.per_block if tiles.per_block else int(tiles.blocks[group, tile])
+            start = (
+                offsets[block] + tile % tiles.per_block * rows if tiles.per_block else int(tiles.starts[group, tile])
+            )
+            if offsets[block + 1] - start > tiles.rest_rows:
+                held += range(start, min(start + rows, offsets[block + 1]))
+        for first, stop in itertools.pairwise(offsets) if tiles.rest_rows else ():
+            rest = first + (stop - first + rows - tiles.rest_rows - 1) // rows * rows
+            assert stop - rest <= tiles.rest_rows
+            held += range(rest, stop)
+        assert sorted(held) == list(range(210))
+
+
+def test_blocks_of_one_size_without_a_short_rest_have_no_tiles_for_rests() -> None:
+    def of_size(size: int) -> BlockGeometry:
+        return BlockGeometry(torch.arange(3 * size).int()[None], torch.arange(4).int()[None] * size, size, size)
+
+    rests = {size: list_tiles(of_size(size), 128, 64).rest_rows for size in (48, 64, 128, 160, 200, 256, 300)}
+    assert rests == {48: 0, 64: 0, 128: 0, 160: 64, 200: 0, 256: 0, 300: 64}
 
 
 def test_values_of_one_give_one() -> None:

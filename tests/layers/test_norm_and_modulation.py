@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
+from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm, modulated_rms_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -62,6 +62,20 @@ def test_modulated_layer_norm(batch: int, dtype: torch.dtype) -> None:
     normalized = F.layer_norm(x.double(), (24,), eps=EPS)
     expected = normalized * (1 + scale.double()[:, None]) + shift.double()[:, None]
     out = modulated_layer_norm(x, shift, scale, EPS)
+    assert out.dtype == dtype
+    assert torch.equal(x, before)
+    torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_modulated_rms_norm(batch: int, dtype: torch.dtype) -> None:
+    x = (3 * torch.randn(batch, 5, 24)).to(dtype)
+    before = x.clone()
+    shift, scale = torch.randn(batch, 24), torch.randn(batch, 24)
+    normalized = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+    expected = normalized * (1 + scale.double()[:, None]) + shift.double()[:, None]
+    out = modulated_rms_norm(x, shift, scale, EPS)
     assert out.dtype == dtype
     assert torch.equal(x, before)
     torch.testing.assert_close(out.double(), expected, **tolerance(dtype))

@@ -6,7 +6,15 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
-from diffusion_runtime.layers.rope import grid_rotations, rotate, split_head_dim
+from diffusion_runtime.layers.rope import (
+    diagonal_rotations,
+    followed_by_text,
+    grid_rotations,
+    position_rotations,
+    rotate,
+    rotate_by_head,
+    split_head_dim,
+)
 
 CPU = torch.device("cpu")
 
@@ -58,8 +66,41 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
 
 def test_the_table_can_be_used_in_and_out_of_inference_mode() -> None:
-    grid_rotations.cache_clear()
+    position_rotations.cache_clear()
     with torch.inference_mode():
         table = grid_rotations((2, 2, 2), 8, CPU)
     assert not table.is_inference()
     assert grid_rotations((2, 2, 2), 8, CPU) is table
+
+
+def test_positions_may_begin_below_zero_and_channels_be_given() -> None:
+    axes, channels = (range(1), range(-2, 3), range(-1, 1)), (4, 6, 6)
+    table = position_rotations(axes, channels, CPU, theta=256.0)
+    assert table.shape == (10, 8)
+    # Token (0, row -2, column 0) is the second one; pair 1 of the rows' three turns by -2 / 256 ** (2 / 6).
+    expected = torch.tensor(-2 / 256 ** (1 / 3))
+    torch.testing.assert_close(table[1, 2 + 1].angle(), expected)
+    torch.testing.assert_close(table[1, 5:], torch.ones(3, dtype=torch.complex64))
+
+
+def test_text_on_the_diagonal_and_text_that_is_not_turned() -> None:
+    channels = (4, 6, 6)
+    grid = position_rotations((range(1), range(2), range(2)), channels, CPU)
+    text = diagonal_rotations(range(1, 4), channels, CPU)
+    single = position_rotations((range(2, 3),) * 3, channels, CPU)
+    torch.testing.assert_close(text[1:2], single)
+    assert torch.equal(followed_by_text(grid, text), torch.cat([grid, text]))
+    plain = followed_by_text(grid, 3)
+    assert plain.shape == (7, 8)
+    x = torch.randn(1, 7, 2, 16)
+    assert torch.equal(rotate(x.clone(), plain)[:, 4:], x[:, 4:])
+
+
+def test_every_head_may_turn_by_its_own() -> None:
+    tables = [grid_rotations((1, 2, 3), 8, CPU, theta) for theta in (100.0, 7.0)]
+    x = torch.randn(2, 6, 2, 8)
+    expected = torch.cat([rotate(x[:, :, head : head + 1].clone(), table) for head, table in enumerate(tables)], dim=2)
+    assert torch.equal(rotate_by_head(x.clone(), torch.stack(tables, dim=1)), expected)
+    half = rotate_by_head(x.bfloat16(), torch.stack(tables, dim=1))
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), expected, rtol=2e-2, atol=2e-2)

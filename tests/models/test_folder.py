@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.folder import ConfigFile, component_class, read_config, read_json
+from diffusion_runtime.models.folder import ConfigFile, component_class, read_config, read_json, refuse_other_pipelines
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,17 @@ def test_values_are_checked_one_by_one() -> None:
             read()
     with pytest.raises(ModelLoadError, match="key 'absent' is missing"):
         file.whole_number("absent")
+
+
+def test_keys_and_pipelines_that_nobody_expects_are_named(tmp_path: Path) -> None:
+    file = ConfigFile(tmp_path / "config.json", {"_note": "x", "num_layers": 3, "num_layer": 3})
+    file.refuse_unknown(("num_layers", "num_layer"))
+    with pytest.raises(ModelLoadError, match=r"'num_layer' is unknown to this runtime. Did you mean 'num_layers'\?"):
+        file.refuse_unknown(("num_layers", "num_heads"))
+    index = tmp_path / "model_index.json"
+    for content in ('{"_class_name": "APipeline"}', "{}"):
+        index.write_text(content)
+        refuse_other_pipelines(tmp_path, ("APipeline", "BPipeline"))
+    index.write_text('{"_class_name": "AEditPipeline"}')
+    with pytest.raises(ModelLoadError, match=r"expected APipeline or BPipeline, got 'AEditPipeline'"):
+        refuse_other_pipelines(tmp_path, ("APipeline", "BPipeline"))

@@ -34,10 +34,10 @@ def test_a_wan_folder_is_of_the_wan_family(tiny_wan_folder: Path) -> None:
 
 def test_an_unsupported_class_is_named_with_the_ones_there_are(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        family_for_folder(folder_with(tmp_path, "FluxTransformer2DModel"))
-    assert "diffusers FluxTransformer2DModel" in str(caught.value)
+        family_for_folder(folder_with(tmp_path, "MochiTransformer3DModel"))
+    assert "diffusers MochiTransformer3DModel" in str(caught.value)
     assert "Supported: WanTransformer3DModel" in str(caught.value)
-    assert not is_supported("FluxTransformer2DModel")
+    assert not is_supported("MochiTransformer3DModel")
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from diffusion_runtime.attention.backends.interface import (
     HeadSizes,
 )
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
+from diffusion_runtime.attention.backends.masks import aligned_rows, as_additive, blank_hidden_rows, hide_later_keys
 from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware
@@ -32,7 +33,7 @@ def _capability(maximum_head_size: int) -> Capability:
         platforms=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),
         head_sizes=HeadSizes(minimum=8, maximum=maximum_head_size, multiple=8),
-        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse"}),
+        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"}),
         minimum_capability=(8, 0),
         maximum_capability=(12, 1),
     )
@@ -72,13 +73,20 @@ class CudnnBackend(Backend):
             return Availability(None, f"needs cuDNN {needed[0]}.{needed[1]} on this chip, torch has {version}", fix)
         return Availability(version)
 
+    def versions(self, hardware: Hardware) -> str:
+        return f"cuDNN {self.probe(hardware).version}"
+
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_ranges(call, _attend)
 
 
 def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> AttentionResult:
+    mask = call.mask
     if k.shape[1] == 1:
-        return _attend_to_one_key(call, q, k, v)
+        return blank_hidden_rows(_attend_to_one_key(call, q, k, v), mask)
+    if mask is not None and causal:
+        mask, causal = hide_later_keys(mask, q.shape[1]), False
+    bias = None if mask is None else aligned_rows(as_additive(mask, q.dtype))
     q_bhsd, k_bhsd, v_bhsd = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     repeats = q.shape[2] // k.shape[2]
     if call.return_lse:
@@ -86,14 +94,15 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
         if repeats > 1:
             k_bhsd, v_bhsd = k_bhsd.repeat_interleave(repeats, 1), v_bhsd.repeat_interleave(repeats, 1)
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q_bhsd, k_bhsd, v_bhsd, None, True, 0.0, causal, scale=call.scale
+            q_bhsd, k_bhsd, v_bhsd, bias, True, 0.0, causal, scale=call.scale
         )[:2]
-        return AttentionResult(out.transpose(1, 2), lse.reshape(q_bhsd.shape[:3]).float(), "cudnn")
+        result = AttentionResult(out.transpose(1, 2), lse.reshape(q_bhsd.shape[:3]).float(), "cudnn")
+        return blank_hidden_rows(result, mask)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         out = F.scaled_dot_product_attention(
-            q_bhsd, k_bhsd, v_bhsd, is_causal=causal, scale=call.scale, enable_gqa=repeats > 1
+            q_bhsd, k_bhsd, v_bhsd, attn_mask=bias, is_causal=causal, scale=call.scale, enable_gqa=repeats > 1
         )
-    return AttentionResult(out.transpose(1, 2), None, "cudnn")
+    return blank_hidden_rows(AttentionResult(out.transpose(1, 2), None, "cudnn"), mask)
 
 
 def _attend_to_one_key(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionResult:
@@ -103,5 +112,7 @@ def _attend_to_one_key(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v:
     if not call.return_lse:
         return AttentionResult(out, None, "one key")
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
-    scores = (q.float() * k.float().repeat_interleave(repeats, 2)).sum(-1)
-    return AttentionResult(out, (scale * scores).transpose(1, 2).contiguous(), "one key")
+    scores = scale * (q.float() * k.float().repeat_interleave(repeats, 2)).sum(-1).transpose(1, 2)
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        scores = scores + call.mask[..., 0]
+    return AttentionResult(out, scores.contiguous(), "one key")

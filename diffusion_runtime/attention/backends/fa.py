@@ -95,6 +95,9 @@ class AnyFlashAttention(ImportingBackend):
         fix = for_chip[0].install if for_chip else ""
         return Availability(None, reason, fix)
 
+    def versions(self, hardware: Hardware) -> str:
+        return _installed(hardware)[0].versions(hardware)
+
     def import_error(self, hardware: Hardware) -> str | None:
         installed = _installed(hardware)
         return installed[0].import_error(hardware) if installed else None

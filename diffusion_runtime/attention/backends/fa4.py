@@ -1,4 +1,9 @@
-"""FlashAttention-4: package flash-attn-4, pure Python, compiled by CuTe at the first call; sm_90 and sm_100/103."""
+"""FlashAttention-4: package flash-attn-4, pure Python, compiled by CuTe at the first call; sm_90 and sm_100/103.
+
+What it compiles depends on dtypes, head sizes, heads per key head, causality, the log-sum-exp and the varlen form, and
+not on lengths, but for whether all queries fit one tile. Each process compiles anew, unless
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the kernels on disk.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +34,12 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def _announce_compilation(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, causal: bool, form: str) -> None:
     """Say that a first call is about to compile: it takes seconds, which look like a hang."""
-    heads_per_key = q.shape[-2] // k.shape[-2]
-    key = (q.device, q.dtype, q.shape[-1], heads_per_key, causal, call.return_lse, form)
+    q_shape = q.shape
+    key = (q.device, q.dtype, q_shape[-1], q_shape[-2] // k.shape[-2], causal, call.return_lse, form)
     if key not in _compiled:
         _compiled.add(key)
         _logger.info(
-            "flash-attn-4 compiles its %s kernel for head_dim %d, %s: some seconds, once", form, q.shape[-1], q.dtype
+            "flash-attn-4 compiles its %s kernel for head_dim %d, %s: some seconds, once", form, q_shape[-1], q.dtype
         )
 
 

@@ -63,7 +63,10 @@ def _planned(
 
 @register_backend
 class FlashInferBackend(PackageBackend):
-    """BatchPrefillWithRaggedKVCacheWrapper, for padded batches and plain ones alike."""
+    """BatchPrefillWithRaggedKVCacheWrapper, for padded batches and plain ones alike.
+
+    Masks in general are not declared: its mask is part of a plan, and planning waits for the device at every new one.
+    """
 
     name = "flashinfer_attn"
     summary = "FlashInfer's prefill kernels"

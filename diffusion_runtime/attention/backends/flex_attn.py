@@ -23,6 +23,7 @@ from diffusion_runtime.attention.backends.interface import (
     HeadSizes,
 )
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
+from diffusion_runtime.attention.backends.masks import blank_hidden_rows, mask_feature
 from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import DTYPES, Hardware
@@ -45,9 +46,9 @@ def _capability(features: frozenset[str]) -> Capability:
     )
 
 
-_ON_GPU = _capability(frozenset({"key_padding", "gqa", "causal", "scale", "lse"}))
-# torch's CPU code returns no log-sum-exp.
-_ON_CPU = _capability(_ON_GPU.features - {"lse"})
+_ON_GPU = _capability(frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"}))
+# torch's CPU code returns no log-sum-exp, and what it generates for a mask of lengths that change does not compile.
+_ON_CPU = _capability(_ON_GPU.features - {"lse", "boolean_mask", "additive_mask"})
 
 
 def _on(hardware: Hardware) -> Capability:
@@ -56,7 +57,7 @@ def _on(hardware: Hardware) -> Capability:
 
 @register_backend
 class FlexBackend(Backend):
-    """torch.compile(flex_attention), without a score modification."""
+    """torch.compile(flex_attention); a mask in general is a modification of the scores, since its values are data."""
 
     name = "flex_attn"
     summary = "torch's FlexAttention, compiled"
@@ -76,6 +77,9 @@ class FlexBackend(Backend):
             return Availability(None, "it is compiled with triton, which is not installed", "pip install triton")
         return Availability(hardware.torch_version)
 
+    def competes(self, hardware: Hardware) -> bool:
+        return hardware.platform != "cpu"
+
     def run(self, call: AttentionCall) -> AttentionResult:
         return attend_by_ranges(call, _attend)
 
@@ -87,7 +91,9 @@ def _compiled(device_type: str) -> Callable[..., Any]:
 
 
 def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> AttentionResult:
-    form = (q.device, q.dtype, q.shape[3], q.shape[2], k.shape[2], causal, call.return_lse)
+    mask = call.mask
+    kind = None if mask is None else mask_feature(mask)
+    form = (q.device, q.dtype, q.shape[3], q.shape[2], k.shape[2], causal, call.return_lse, kind)
     if form not in _compiled_forms:
         _compiled_forms.add(form)
         wait = "up to a minute" if q.device.type == "cpu" else "some seconds"
@@ -97,14 +103,30 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
+            score_mod=None if mask is None else masking(mask.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
             block_mask=causal_blocks(q.shape[1], q.device) if causal else None,
             scale=call.scale,
             enable_gqa=q.shape[2] != k.shape[2],
             return_aux=AuxRequest(lse=True) if call.return_lse else None,
         )
     if not call.return_lse:
-        return AttentionResult(result.transpose(1, 2), None, "flex")
-    return AttentionResult(result[0].transpose(1, 2), result[1].lse.float(), "flex")
+        return blank_hidden_rows(AttentionResult(result.transpose(1, 2), None, "flex"), mask)
+    return blank_hidden_rows(AttentionResult(result[0].transpose(1, 2), result[1].lse.float(), "flex"), mask)
+
+
+def masking(mask: torch.Tensor) -> Callable[..., Any]:
+    """The score modification of a mask [batch, heads, seq_q, seq_k]: hide where it is False, or add it."""
+    if mask.dtype == torch.bool:
+
+        def hide(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return torch.where(mask[batch, head, query, key], score, float("-inf"))
+
+        return hide
+
+    def add(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return score + mask[batch, head, query, key]
+
+    return add
 
 
 def _is_not_later(_batch: Any, _head: Any, query: Any, key: Any) -> Any:

@@ -6,7 +6,9 @@ Adding one is one file that defines a `Backend` and a `@register_backend` above 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 # What a call may ask of a backend beyond softmax(q k^T / sqrt(head_dim)) v on unpadded [batch, seq, heads, head_dim].
-FEATURES = ("key_padding", "gqa", "causal", "scale", "lse", "gate")
+FEATURES = ("key_padding", "gqa", "causal", "scale", "lse", "gate", "boolean_mask", "additive_mask")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Question:
     """What is known of a layer when its backend is chosen.
 
     category: the role's category; needs: the FEATURES its calls use (gqa follows from the head counts).
+    keys_in_parts: a call sees a part of the keys, and the parts are merged by their log-sum-exps, as in a ring.
+    every_key_on_demand: a backend that needs every key gets them all, in spite of keys_in_parts.
     """
 
     role: str
@@ -60,6 +64,8 @@ class Question:
     num_heads: int
     num_kv_heads: int
     needs: frozenset[str] = frozenset()
+    keys_in_parts: bool = False
+    every_key_on_demand: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ class Capability:
 
     platforms: where it runs; dtypes: input types; head_sizes: see HeadSizes; features: a subset of FEATURES.
     minimum_capability, maximum_capability: inclusive range of compute capabilities on CUDA, None for no bound.
-    categories: the role categories it may serve.
+    categories: the role categories it may serve. needs_every_key: it chooses among all keys of the sequence, so a call
+    with a part of them means something else; without it, parts are merged by their log-sum-exps.
     """
 
     platforms: frozenset[str] = frozenset(PLATFORMS)
@@ -78,6 +85,7 @@ class Capability:
     minimum_capability: tuple[int, int] | None = None
     maximum_capability: tuple[int, int] | None = None
     categories: frozenset[str] = frozenset(CATEGORIES)
+    needs_every_key: bool = False
 
     def serves(self, question: Question) -> bool:
         """Whether the backend is made for the role at all; a general choice passes over roles it is not made for."""
@@ -104,6 +112,13 @@ class Capability:
         needs = set(question.needs)
         if question.num_kv_heads != question.num_heads:
             needs.add("gqa")
+        if question.keys_in_parts and self.needs_every_key and not question.every_key_on_demand:
+            reasons.append(
+                "ring attention gives each call a part of the keys, and it chooses among all of them; share the "
+                "sequence with ulysses_degree alone"
+            )
+        if question.keys_in_parts and not self.needs_every_key and "lse" not in self.features:
+            reasons.append("returns no log-sum-exp, which ring attention merges its parts by")
         reasons += [f"cannot do {feature}" for feature in sorted(needs - self.features)]
         return reasons
 
@@ -122,13 +137,16 @@ class NoOptions:
     """The options of a backend that has none."""
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+# Calls and results are made at every call of every layer: a tuple takes a quarter of a frozen dataclass's time.
+class AttentionCall(NamedTuple):
     """One attention call. q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim].
 
     options: an instance of the backend's options_type. layout: where the key tokens sit, None when nothing is padded.
     gate: [batch, seq_q, heads, head_dim] for backends with a gated branch. scale: None is 1 / sqrt(head_dim).
-    causal: query i sees keys 0..i; needs seq_q == seq_k.
+    causal: query i sees keys 0..i; needs seq_q == seq_k. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean
+    (True: attend) or added to the scaled scores in q's dtype; it hides keys beside those that layout and causal hide.
+    first_head, num_heads_total: where q's heads stand among all of the layer, which other processes may hold; None for
+    q's own number.
     """
 
     q: torch.Tensor
@@ -143,6 +161,9 @@ class AttentionCall:
     scale: float | None = None
     causal: bool = False
     return_lse: bool = False
+    mask: torch.Tensor | None = None
+    first_head: int = 0
+    num_heads_total: int | None = None
 
 
 class AttentionResult(NamedTuple):
@@ -157,17 +178,31 @@ class AttentionResult(NamedTuple):
 
 
 class Backend(ABC):
-    """One way to compute attention. Instances hold no state; what must live longer goes into AttentionCall.state."""
+    """One way to compute attention. Instances hold no state; what must live longer goes into AttentionCall.state.
+
+    lossless: computes the exact softmax up to rounding; False where precision or pairs are given up by design.
+    error_bound: the relative error in the Frobenius norm that precision given up by design may cost on normally
+    distributed inputs; None where rounding alone errs, or pairs are given up and the rest is exact.
+    self_test_options: options under which a small self-test exercises it, where its defaults would not.
+    """
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     summary: ClassVar[str]
     capability: ClassVar[Capability]
     options_type: ClassVar[type] = NoOptions
+    lossless: ClassVar[bool] = True
+    error_bound: ClassVar[float | None] = None
+    self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @abstractmethod
     def probe(self, hardware: Hardware) -> Availability:
         """Whether its packages are there, read off `hardware` without importing anything heavy."""
+
+    def versions(self, hardware: Hardware) -> str:
+        """What a log line says of its versions beside the platform's: `flash-attn-4 4.0.0b36`; may be empty."""
+        version = self.probe(hardware).version
+        return "" if version in (None, hardware.torch_version) else f"{self.name} {version}"
 
     # Not abstract: most backends serve whatever their capability says.
     def check(self, options: Any, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:  # noqa: B027
@@ -177,6 +212,21 @@ class Backend(ABC):
         them. num_steps: of the request that is about to start; None while no request is known. Raises ConfigError when
         these options cannot serve this layer. Layers ask; a call of `attention` does not.
         """
+
+    # Not abstract: most backends treat every head by itself.
+    def check_split_heads(self, options: Any) -> None:  # noqa: B027
+        """Whether these options can serve a layer whose heads are shared by processes; asked when `check` is.
+
+        Raises ConfigError when what one head attends to depends on heads that another process holds.
+        """
+
+    def competes(self, hardware: Hardware) -> bool:  # noqa: ARG002
+        """Whether a comparison of speed on `hardware` includes it unless it is named.
+
+        False for what is there to be right and not fast, for what takes a minute to start, and for what picks one of
+        the others.
+        """
+        return True
 
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:

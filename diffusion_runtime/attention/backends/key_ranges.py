@@ -15,7 +15,8 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 Ranges = tuple[tuple[int, int], ...]
 
 # (call, q, k, v, causal) -> result. q [batch, seq_q, heads, head_dim], k and v [batch, seq_k, kv_heads, head_dim] are
-# dense, seq_k is at least 1, and causal comes with seq_q == seq_k alone: query i sees keys 0..i.
+# dense, seq_k is at least 1, and causal comes with seq_q == seq_k alone: query i sees keys 0..i. Where the call has a
+# mask, it has been cut as q, k and v have been.
 Attend = Callable[[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor, bool], AttentionResult]
 
 
@@ -33,7 +34,7 @@ def attend_by_ranges(call: AttentionCall, attend: Attend) -> AttentionResult:
     implementations = []
     for ranges, samples in groups.items():
         q, k, v = (_take(x, samples) for x in (call.q, call.k, call.v))
-        result = _attend_ranges(call, q, k, v, ranges, attend)
+        result = _attend_ranges(_cut_mask(call, samples=samples), q, k, v, ranges, attend)
         for position, sample in enumerate(samples):
             out[sample] = result.out[position]
             if result.lse is not None:
@@ -56,6 +57,26 @@ def _take(x: torch.Tensor, samples: list[int]) -> torch.Tensor:
     return torch.stack([x[sample] for sample in samples])
 
 
+def _cut_mask(
+    call: AttentionCall,
+    *,
+    samples: list[int] | None = None,
+    queries: Ranges | None = None,
+    keys: Ranges | None = None,
+) -> AttentionCall:
+    """The call with the part of its mask that belongs to these samples, queries and keys; None keeps all."""
+    mask = call.mask
+    if mask is None:
+        return call
+    if samples is not None and mask.shape[0] > 1:
+        mask = _take(mask, samples)
+    if queries is not None and mask.shape[2] > 1:
+        mask = keep_ranges(mask, queries, dim=2)
+    if keys is not None:
+        mask = keep_ranges(mask, keys, dim=3)
+    return call._replace(mask=mask)
+
+
 def _empty_rows(q: torch.Tensor) -> torch.Tensor:
     """The log-sum-exp of queries that see nothing: -inf, [batch, heads, seq_q]."""
     return q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=torch.float32)
@@ -69,7 +90,7 @@ def _attend_ranges(
         return AttentionResult(torch.zeros_like(q), _empty_rows(q) if call.return_lse else None, "no keys")
     if call.causal:
         return _attend_ranges_causally(call, q, k, v, ranges, attend)
-    return attend(call, q, keep_ranges(k, ranges), keep_ranges(v, ranges), False)
+    return attend(_cut_mask(call, keys=ranges), q, keep_ranges(k, ranges), keep_ranges(v, ranges), False)
 
 
 def _attend_ranges_causally(
@@ -80,7 +101,8 @@ def _attend_ranges_causally(
     Cutting keys shifts the positions that a causal kernel counts. Cutting the queries at the same places shifts both
     alike; queries that stand in a gap are padding themselves, and see all keys before it.
     """
-    inside = attend(call, keep_ranges(q, ranges), keep_ranges(k, ranges), keep_ranges(v, ranges), True)
+    cut = _cut_mask(call, queries=ranges, keys=ranges)
+    inside = attend(cut, keep_ranges(q, ranges), keep_ranges(k, ranges), keep_ranges(v, ranges), True)
     out, lse = torch.zeros_like(q), _empty_rows(q)
     begin = 0
     for index, (start, stop) in enumerate(ranges):
@@ -92,7 +114,8 @@ def _attend_ranges_causally(
         gap = slice(stop, ranges[index + 1][0] if index + 1 < len(ranges) else q.shape[1])
         if gap.start < gap.stop:
             before = ranges[: index + 1]
-            padding = attend(call, q[:, gap], keep_ranges(k, before), keep_ranges(v, before), False)
+            cut = _cut_mask(call, queries=((gap.start, gap.stop),), keys=before)
+            padding = attend(cut, q[:, gap], keep_ranges(k, before), keep_ranges(v, before), False)
             out[:, gap] = padding.out
             if padding.lse is not None:
                 lse[:, :, gap] = padding.lse

@@ -40,6 +40,9 @@ class PackageBackend(ImportingBackend):
             return Availability(None, f"package {self.distribution!r} is not installed", self.install)
         return Availability(version)
 
+    def versions(self, hardware: Hardware) -> str:
+        return f"{self.distribution} {hardware.packages[self.distribution]}"
+
     def import_error(self, hardware: Hardware) -> str | None:
         failure = import_failure(self.module)
         if failure is None:
@@ -57,6 +60,16 @@ def import_failure(module: str) -> str | None:
     try:
         importlib.import_module(module)
     except Exception as error:  # whatever a stranger's package raises when it is imported
-        said = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {said[0]}"
+        return raised_line(error)
     return None
+
+
+def raised_line(error: BaseException) -> str:
+    """`OSError: libbroken.so: cannot open shared object file`."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def unaskable(backend: Backend, error: BaseException) -> str:
+    """Why a backend is refused whose own probe or capability raises; the class's path says whose package it is."""
+    return f"{type(backend).__module__}.{type(backend).__qualname__} cannot be asked: {raised_line(error)}"

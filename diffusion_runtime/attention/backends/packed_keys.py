@@ -55,7 +55,7 @@ def attend_by_lengths(call: AttentionCall, attend: Attend, attend_packed: Attend
         return attend(call, call.q, call.k, call.v, call.causal)
     batch = call.q.shape[0]
     ranges = [layout.key_ranges(sample) for sample in range(batch)]
-    if call.causal or len(set(ranges)) == 1:
+    if call.causal or call.mask is not None or len(set(ranges)) == 1:
         return attend_by_ranges(call, attend)
     k, v = (
         torch.cat([keep_ranges(x[sample], ranges[sample], dim=0) for sample in range(batch) if ranges[sample]])

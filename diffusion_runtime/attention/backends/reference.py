@@ -30,16 +30,21 @@ class ReferenceBackend(Backend):
     summary = "float32 reference in plain torch; slow, exact, everywhere"
     capability = Capability(
         dtypes=frozenset((*DTYPES, "float64")),
-        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse"}),
+        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"}),
     )
 
     def probe(self, hardware: Hardware) -> Availability:
         return Availability(version=hardware.torch_version)
 
+    def competes(self, hardware: Hardware) -> bool:  # noqa: ARG002
+        return False
+
     def run(self, call: AttentionCall) -> AttentionResult:
-        visible = visible_keys(call)
-        out, lse = reference_attention(call.q, call.k, call.v, visible=visible, scale=call.scale, causal=call.causal)
-        return AttentionResult(out, lse if call.return_lse else None, f"eager {str(lse.dtype).removeprefix('torch.')}")
+        out, lse = reference_attention(
+            call.q, call.k, call.v, visible=visible_keys(call), scale=call.scale, causal=call.causal, mask=call.mask
+        )
+        implementation = f"eager {str(lse.dtype).removeprefix('torch.')}"
+        return AttentionResult(out, lse.float() if call.return_lse else None, implementation)
 
 
 def visible_keys(call: AttentionCall) -> torch.Tensor | None:
@@ -61,8 +66,10 @@ def reference_attention(
     visible: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]; visible: bool [batch, seq_k].
+    mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or added to the scaled scores.
 
     Returns out [batch, seq_q, heads, head_dim] in q's dtype and lse [batch, heads, seq_q], natural log, in the
     working precision (float64 for float64 inputs, else float32). A query that sees no key gets 0 and -inf.
@@ -85,6 +92,9 @@ def reference_attention(
         if causal:
             query_index = torch.arange(start, start + scores.shape[2], device=q.device)
             scores = scores.masked_fill(key_index > query_index[:, None], float("-inf"))
+        if mask is not None:
+            rows = mask if mask.shape[2] == 1 else mask[:, :, start : start + _QUERY_CHUNK]
+            scores = scores.masked_fill(~rows, float("-inf")) if mask.dtype == torch.bool else scores + rows
         lse = torch.logsumexp(scores, dim=-1)
         # -inf minus -inf is not a number: rows that see nothing subtract 0 and come out as exp(-inf) = 0.
         weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from diffusion_runtime.attention.backends.interface import FEATURES, Backend
 from diffusion_runtime.attention.backends.names import KNOWN_NAMES, PEER_SPELLINGS, plain
+from diffusion_runtime.attention.backends.packages import raised_line
 from diffusion_runtime.errors import ConfigError, nearest
 
 ENTRY_POINT_GROUP = "diffusion_runtime.attention_backends"
@@ -28,6 +29,7 @@ _OWN_MODULES = {
     "sage_attn": "diffusion_runtime.attention.backends.sage_attn",
     "sage_attn_3": "diffusion_runtime.attention.backends.sage_attn_3",
     "xformers": "diffusion_runtime.attention.backends.xformers",
+    "measured": "diffusion_runtime.attention.backends.measured",
     "sliding_tile_attn": "diffusion_runtime.attention.sparse.sliding_tile",
     "sparse_video_gen_2_attn": "diffusion_runtime.attention.sparse.sparse_video_gen_2",
     "video_sparse_attn": "diffusion_runtime.attention.sparse.video_sparse",
@@ -38,6 +40,8 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 _backends: dict[str, Backend] = {}
 _aliases: dict[str, str] = dict(PEER_SPELLINGS)
 _entry_points_read = False
+# Those that are there and cannot be loaded: name -> why.
+_broken: dict[str, str] = {}
 
 BackendClass = TypeVar("BackendClass", bound=type[Backend])
 
@@ -77,16 +81,19 @@ def canonical_name(name: str) -> str:
         return canonical
     _read_entry_points()
     canonical = _aliases.get(spelled, spelled)
-    if canonical in _backends:
+    if canonical in _backends or canonical in _broken:
         return canonical
     known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends, *_aliases}
     raise ConfigError(f"unknown attention backend {name!r}.{nearest(spelled, known)}")
 
 
 def find_backend(name: str) -> Backend | None:
-    """The backend of a canonical name; None for a known name that this version does not have."""
-    if name not in _backends and name in _OWN_MODULES:
-        importlib.import_module(_OWN_MODULES[name])
+    """The backend of a canonical name; None for a known name that this version does not have or cannot load."""
+    if name not in _backends and name in _OWN_MODULES and name not in _broken:
+        try:
+            importlib.import_module(_OWN_MODULES[name])
+        except Exception as error:  # a backend's file stands or falls with the packages it imports
+            _broken[name] = f"its module cannot be imported: {raised_line(error)}"
     if name not in _backends:
         _read_entry_points()
     return _backends.get(name)
@@ -96,6 +103,15 @@ def available_names() -> tuple[str, ...]:
     """Canonical names of every backend that is here."""
     _read_entry_points()
     return tuple(dict.fromkeys([*_OWN_MODULES, *_backends]))
+
+
+def broken_backends() -> dict[str, str]:
+    """Names whose backend is published or ours and cannot be loaded -> why, with the entry point or what was raised.
+
+    Ours are loaded when they are asked for; `find_backend` of such a name gives None.
+    """
+    _read_entry_points()
+    return dict(_broken)
 
 
 def _read_entry_points() -> None:
@@ -108,4 +124,7 @@ def _read_entry_points() -> None:
         try:
             register_backend(entry_point.load())
         except Exception as error:  # whatever a stranger's module raises when it is imported
-            _logger.warning("attention backend entry point %r cannot be used: %s", entry_point.value, error)
+            package = "" if entry_point.dist is None else f" of package {entry_point.dist.name!r}"
+            reason = f"entry point {entry_point.value!r}{package} cannot be used: {raised_line(error)}"
+            _broken[plain(entry_point.name)] = reason
+            _logger.warning("attention backend %s: %s", entry_point.name, reason)

@@ -68,6 +68,9 @@ class SageBackend(PackageBackend):
 
     name = "sage_attn"
     summary = "SageAttention, int8 scores"
+    lossless = False
+    # What its papers leave on normally distributed inputs, with a margin.
+    error_bound = 0.06
     distribution = "sageattention"
     module = "sageattention"
     install = "pip install 'diffusion-runtime[sage]'"
@@ -103,6 +106,10 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     if version_1:
         out = function(q, k.clone(), v, tensor_layout="NHD", is_causal=causal, sm_scale=call.scale)
         return AttentionResult(out, None, "sageattention 1")
+    if call.return_lse and q.shape[2] != k.shape[2]:
+        # Builds of 2.x differ in whether the keys' mean, which corrects the log-sum-exp, meets every query head.
+        repeats = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
     result = function(q, k, v, tensor_layout="NHD", is_causal=causal, sm_scale=call.scale, return_lse=call.return_lse)
     if not call.return_lse:
         return AttentionResult(result, None, "sageattention 2")

@@ -2,6 +2,9 @@
 
 `import xformers.ops` fails where flash-attn-4 is installed without flash-attn: it takes any package called flash_attn
 for FlashAttention-2. That is seen here without importing either.
+
+Masks in general are not declared: only its CUTLASS kernel takes them, which is torch's `efficient` and wants them laid
+out its own way.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -31,6 +30,7 @@ from diffusion_runtime.attention.sparse.tiles import sequence_order, text_length
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
+from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
 from diffusion_runtime.kernels.block_sparse.api import PooledBranch, block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
@@ -42,12 +42,16 @@ SPARSE_CAPABILITY = Capability(
     head_sizes=HeadSizes(maximum=256),
     features=frozenset({"key_padding", "gqa", "scale", "lse"}),
     categories=frozenset({"self"}),
+    needs_every_key=True,
 )
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a planner sees. q: [B, seq, H, head_dim]; k: [B, seq, kv_heads, head_dim]; options: its backend's own."""
+    """What a planner sees. q: [B, seq, H, head_dim]; k: [B, seq, kv_heads, head_dim]; options: its backend's own.
+
+    first_head, num_heads_total: where these heads stand among all of the layer, as AttentionCall has them.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -57,6 +61,24 @@ class PlanRequest:
     step: StepInfo
     state: AttentionState
     scale: float | None = None
+    first_head: int = 0
+    num_heads_total: int | None = None
+
+    @classmethod
+    def of(cls, call: AttentionCall, layout: TokenLayout) -> Self:
+        """What a call asks of a planner."""
+        return cls(
+            q=call.q,
+            k=call.k,
+            options=call.options,
+            layout=layout,
+            layer=call.layer,
+            step=call.step,
+            state=call.state,
+            scale=call.scale,
+            first_head=call.first_head,
+            num_heads_total=call.num_heads_total,
+        )
 
     @property
     def batch(self) -> int:
@@ -65,6 +87,11 @@ class PlanRequest:
     @property
     def num_heads(self) -> int:
         return self.q.shape[2]
+
+    @property
+    def total_heads(self) -> int:
+        """Query heads of the layer, those of other processes included."""
+        return self.num_heads if self.num_heads_total is None else self.num_heads_total
 
     @property
     def num_kv_heads(self) -> int:
@@ -85,6 +112,7 @@ class SparseBackend(Backend):
     """
 
     capability: ClassVar[Capability] = SPARSE_CAPABILITY
+    lossless = False
 
     def probe(self, hardware: Hardware) -> Availability:
         if hardware.platform == "cuda" and "triton" not in hardware.packages:
@@ -117,16 +145,22 @@ class SparseBackend(Backend):
         reason = self.why_dense(call.options, layout, call.layer, call.step)
         if reason is not None:
             return self.run_dense(call, reason)
-        request = PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale)
+        request = PlanRequest.of(call, layout)
         plan = self.select_blocks(request)
         if plan.is_dense:
             return self.run_dense(call, "the pattern keeps every block")
         return self.run_sparse(call, plan)
 
-    def run_sparse(self, call: AttentionCall, plan: SparsePlan, branch: PooledBranch | None = None) -> AttentionResult:
-        """The kernel on a plan."""
+    def run_sparse(
+        self,
+        call: AttentionCall,
+        plan: SparsePlan,
+        branch: PooledBranch | None = None,
+        packed: PackedTokens | None = None,
+    ) -> AttentionResult:
+        """The kernel on a plan. packed: the call's tokens in the plan's geometries, from planners that packed them."""
         result = block_sparse_attention(
-            call.q, call.k, call.v, plan, scale=call.scale, return_lse=call.return_lse, branch=branch
+            call.q, call.k, call.v, plan, scale=call.scale, return_lse=call.return_lse, branch=branch, packed=packed
         )
         return AttentionResult(result.out, result.lse, f"block-sparse {result.implementation}")
 
@@ -135,7 +169,7 @@ class SparseBackend(Backend):
         dense = dense_backend(call)
         if call.state.is_first(f"{self.name}: {reason}"):
             _logger.info("%s runs dense: %s", self.name, reason)
-        plain = dataclasses.replace(call, options=dense.options_type(), gate=None)
+        plain = call._replace(options=dense.options_type(), gate=None)
         result = dense.run(plain)
         return AttentionResult(result.out, result.lse, f"dense {dense.name} ({result.implementation}): {reason}")
 

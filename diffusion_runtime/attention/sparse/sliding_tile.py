@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -52,6 +53,7 @@ class SlidingTileBackend(SparseBackend):
     aliases = ("sta",)
     summary = "sliding tile attention: a static window of tiles, one a head when tuned"
     options_type = SlidingTileOptions
+    self_test_options = MappingProxyType({"window": (1, 3, 3), "tile_size": (2, 2, 2)})
 
     def dense_reason(
         self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo
@@ -74,14 +76,22 @@ class SlidingTileBackend(SparseBackend):
             assert options.search_log_folder is not None, "check_mode asks for it"
             find_search_logs(options.search_log_folder)
 
+    def check_split_heads(self, options: SlidingTileOptions) -> None:
+        if options.sta_mode == SEARCHING:
+            raise ConfigError(
+                f"sta_mode {SEARCHING} measures all heads of a layer in one process; search with ulysses_degree 1 and "
+                "ring_degree 1, and generate with the tuned strategy on as many processes as you like"
+            )
+
     def plan(self, request: PlanRequest) -> SparsePlan:
         layout = check_grid(self.name, request.layout, request.q.shape[1], request.k.shape[1])
-        self._settle(request.options, layout, request.layer, request.step, request.state, request.num_heads)
+        self._settle(request.options, layout, request.layer, request.step, request.state, request.total_heads)
         return super().plan(request)
 
     def run(self, call: AttentionCall) -> AttentionResult:
         layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
-        self._settle(call.options, layout, call.layer, call.step, call.state, call.q.shape[2])
+        num_heads = PlanRequest.of(call, layout).total_heads
+        self._settle(call.options, layout, call.layer, call.step, call.state, num_heads)
         if call.options.sta_mode == SEARCHING:
             return self._search(call, layout)
         return super().run(call)
@@ -95,7 +105,10 @@ class SlidingTileBackend(SparseBackend):
             return _windowed_plan(request, (attended_tiles(num_tiles, options.window),))
         groups = head_groups(strategy, num_tiles, request.q.device)
         place = (request.step.index, request.layer.index)
-        return _windowed_plan(request, groups.attended[place], groups.group_of[place])
+        group_of = groups.group_of[place]
+        if request.num_heads < request.total_heads:
+            group_of = group_of[request.first_head : request.first_head + request.num_heads]
+        return _windowed_plan(request, groups.attended[place], group_of)
 
     def _settle(
         self,
@@ -131,7 +144,7 @@ class SlidingTileBackend(SparseBackend):
             StepInfo(branch=call.step.branch),
             lambda: _new_recorder(call, layout),
         )
-        request = PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale)
+        request = PlanRequest.of(call, layout)
         num_tiles = tile_counts(layout.grid, call.options.tile_size)
         grid = slice(layout.num_prefix_tokens, layout.num_prefix_tokens + layout.num_grid_tokens)
         losses = []

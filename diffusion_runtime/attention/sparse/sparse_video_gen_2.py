@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -67,6 +68,9 @@ class SparseVideoGen2Backend(SparseBackend):
     name = "sparse_video_gen_2_attn"
     summary = "attention between clusters of like tokens that hold most of the mass (Sparse VideoGen 2)"
     options_type: ClassVar[type] = SparseVideoGen2Options
+    self_test_options = MappingProxyType(
+        {"svg2_num_q_centroids": 6, "svg2_num_k_centroids": 15, "svg2_top_p_kmeans": 0.6}
+    )
 
     def dense_reason(
         self, options: SparseVideoGen2Options, layout: TokenLayout, layer: LayerInfo, step: StepInfo
@@ -84,7 +88,7 @@ class SparseVideoGen2Backend(SparseBackend):
 
     def run(self, call: AttentionCall) -> AttentionResult:
         layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
-        _warm_up(PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale))
+        _warm_up(PlanRequest.of(call, layout))
         return super().run(call)
 
     @torch.no_grad()

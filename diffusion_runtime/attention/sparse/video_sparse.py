@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 import torch
 
@@ -20,9 +21,11 @@ from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.attention.sparse.interface import SPARSE_CAPABILITY, PlanRequest, SparseBackend, check_grid
 from diffusion_runtime.attention.sparse.tiles import tile_counts, tile_geometry
-from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles, num_kept_tiles
+from diffusion_runtime.attention.sparse.video_sparse_coarse import TileMeans, attend_tiles, num_kept_tiles, tile_means
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch
+from diffusion_runtime.kernels.block_packing.api import pack_tokens
+from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
+from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch, reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
@@ -90,6 +93,7 @@ class VideoSparseBackend(SparseBackend):
     summary = "Video Sparse Attention: the best tiles of a coarse attention, plus that attention times a learned gate"
     capability = replace(SPARSE_CAPABILITY, features=SPARSE_CAPABILITY.features | {"gate"})
     options_type = VideoSparseOptions
+    self_test_options = MappingProxyType({"sparsity": 0.6})
 
     def dense_reason(
         self, options: VideoSparseOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo
@@ -104,7 +108,8 @@ class VideoSparseBackend(SparseBackend):
         return None
 
     def select_blocks(self, request: PlanRequest) -> SparsePlan:
-        return self._select(request, None)[0]
+        geometry = tile_geometry(request.layout, request.options.tile_size, request.q.device)
+        return self.select_tiles(request, tile_means(request.q, request.k, None, geometry))[0]
 
     def run(self, call: AttentionCall) -> AttentionResult:
         layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
@@ -112,7 +117,7 @@ class VideoSparseBackend(SparseBackend):
             raise ConfigError(
                 f"{self.name}: expected a gate like q {tuple(call.q.shape)}, got {tuple(call.gate.shape)}"
             )
-        request = PlanRequest(call.q, call.k, call.options, layout, call.layer, call.step, call.state, call.scale)
+        request = PlanRequest.of(call, layout)
         reason = self.why_dense(call.options, layout, call.layer, call.step)
         if reason is not None:
             result = self.run_dense(call, reason)
@@ -124,36 +129,57 @@ class VideoSparseBackend(SparseBackend):
                 self.name,
                 call.options.sparsity,
             )
-        plan, pooled = self._select(request, None if call.gate is None else call.v)
+        means, packed = _read_tokens(call, request)
+        plan, pooled = self.select_tiles(request, means)
         branch = None if pooled is None or call.gate is None else PooledBranch(pooled, call.gate)
-        return self.run_sparse(call, plan, branch)
+        return self.run_sparse(call, plan, branch, packed)
 
     def _add_coarse(
         self, result: AttentionResult, call: AttentionCall, gate: torch.Tensor, request: PlanRequest
     ) -> AttentionResult:
         """A dense result with the gated branch on top."""
         geometry = tile_geometry(request.layout, request.options.tile_size, call.q.device)
-        coarse = attend_tiles(call.q, call.k, call.v, geometry, scale=request.softmax_scale, num_kept=None)
+        means = tile_means(call.q, call.k, call.v, geometry)
+        coarse = attend_tiles(means, scale=request.softmax_scale, num_kept=None)
         assert coarse.pooled is not None
         every = torch.arange(geometry.num_blocks, dtype=torch.int32, device=call.q.device)
         plan = _plan(self.name, request, every.expand(1, geometry.num_blocks, -1), is_dense=True)
         out = add_branch(result.out, plan, PooledBranch(coarse.pooled, gate))
         return AttentionResult(out, result.lse, f"{result.implementation}, with the gated branch")
 
-    def _select(self, request: PlanRequest, v: torch.Tensor | None) -> tuple[SparsePlan, torch.Tensor | None]:
-        """The plan, and with values what the coarse branch gives each tile."""
-        geometry = tile_geometry(request.layout, request.options.tile_size, request.q.device)
-        num_kept = num_kept_tiles(request.options.sparsity, geometry.num_blocks)
-        coarse = attend_tiles(request.q, request.k, v, geometry, scale=request.softmax_scale, num_kept=num_kept)
+    def select_tiles(self, request: PlanRequest, means: TileMeans) -> tuple[SparsePlan, torch.Tensor | None]:
+        """The plan, and with means of values what the coarse branch gives each tile."""
+        num_kept = num_kept_tiles(request.options.sparsity, means.q.shape[2])
+        coarse = attend_tiles(means, scale=request.softmax_scale, num_kept=num_kept)
         assert coarse.kept is not None
         return _plan(self.name, request, coarse.kept.flatten(0, 1), is_dense=False), coarse.pooled
+
+
+def _read_tokens(call: AttentionCall, request: PlanRequest) -> tuple[TileMeans, PackedTokens | None]:
+    """The means of all tiles, those of values where there is a gate, and from the same pass the kernel's rows."""
+    geometry = tile_geometry(request.layout, request.options.tile_size, call.q.device)
+    num_grid_tokens = request.layout.num_grid_tokens
+    if not reads_packed_rows(call.q, geometry, geometry, num_grid_tokens):
+        return tile_means(call.q, call.k, None if call.gate is None else call.v, geometry), None
+    packed = pack_tokens(
+        call.q,
+        call.k,
+        call.v,
+        geometry,
+        geometry,
+        num_grid_tokens=num_grid_tokens,
+        text_lengths=request.text_lengths(),
+        averaged="qk" if call.gate is None else "qkv",
+    )
+    assert packed.q_means is not None
+    assert packed.k_means is not None
+    return TileMeans(packed.q_means, packed.k_means, packed.v_means), packed
 
 
 def _plan(method: str, request: PlanRequest, kept: torch.Tensor, *, is_dense: bool) -> SparsePlan:
     """kept: int32 [1 or B * H, tiles, kept tiles]."""
     geometry = tile_geometry(request.layout, request.options.tile_size, request.q.device)
-    num_rows, num_tiles, num_kept = kept.shape
-    rows = torch.arange(request.batch * request.num_heads, dtype=torch.int32, device=kept.device)
+    group_of, kv_count = _lists_of_heads(request.batch, request.num_heads, *kept.shape, kept.device)
     return SparsePlan(
         method=method,
         batch=request.batch,
@@ -161,10 +187,20 @@ def _plan(method: str, request: PlanRequest, kept: torch.Tensor, *, is_dense: bo
         num_kv_heads=request.num_kv_heads,
         q=geometry,
         kv=geometry,
-        group_of=(rows % num_rows).view(request.batch, request.num_heads),
-        kv_count=torch.full((num_rows, num_tiles), num_kept, dtype=torch.int32, device=kept.device),
+        group_of=group_of,
+        kv_count=kv_count,
         kv_index=kept,
         num_grid_tokens=request.layout.num_grid_tokens,
         text_lengths=request.text_lengths(),
         is_dense=is_dense,
     )
+
+
+@lru_cache(maxsize=32)
+def _lists_of_heads(
+    batch: int, num_heads: int, num_rows: int, num_tiles: int, num_kept: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """group_of and kv_count of a plan whose lists are all of one length; kept, since the shapes say it all."""
+    rows = torch.arange(batch * num_heads, dtype=torch.int32, device=device)
+    counts = torch.full((num_rows, num_tiles), num_kept, dtype=torch.int32, device=device)
+    return (rows % num_rows).view(batch, num_heads), counts

@@ -19,6 +19,15 @@ _CHUNK = 1 << 25
 
 
 @dataclass(frozen=True)
+class TileMeans:
+    """float32 [B, heads, N, head_dim]; v: None where the selection alone is wanted."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class CoarseResult:
     """B batch, H query heads, N tiles.
 
@@ -36,27 +45,23 @@ def num_kept_tiles(sparsity: float, num_tiles: int) -> int:
     return min(max(math.ceil((1.0 - sparsity) * num_tiles - 1e-6), 1), num_tiles)
 
 
-def attend_tiles(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    geometry: BlockGeometry,
-    *,
-    scale: float,
-    num_kept: int | None,
-) -> CoarseResult:
+def tile_means(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, geometry: BlockGeometry) -> TileMeans:
+    """q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; geometry: the tiles, shared by all heads."""
+    v_means = None if v is None else block_means(v, geometry)
+    return TileMeans(block_means(q, geometry), block_means(k, geometry), v_means)
+
+
+def attend_tiles(means: TileMeans, *, scale: float, num_kept: int | None) -> CoarseResult:
     """Attention among tiles' means in float32.
 
-    q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; geometry: the tiles, shared by all heads. v: None for
-    the selection alone. num_kept: key tiles to keep for each query tile; None for the pooled values alone.
+    num_kept: key tiles to keep for each query tile; None for the pooled values alone.
     """
-    q_means, k_means = block_means(q, geometry), block_means(k, geometry)
-    v_means = None if v is None else block_means(v, geometry)
-    batch, num_heads, num_tiles, _ = q_means.shape
+    q_means, k_means, v_means = means.q, means.k, means.v
+    batch, num_heads, num_tiles, head_dim = q_means.shape
     repeats = num_heads // k_means.shape[1]
     kept = None
     if num_kept is not None:
-        kept = torch.empty(batch, num_heads, num_tiles, num_kept, dtype=torch.int32, device=q.device)
+        kept = torch.empty(batch, num_heads, num_tiles, num_kept, dtype=torch.int32, device=q_means.device)
     pooled = None if v_means is None else torch.empty_like(q_means)
     step = max(1, _CHUNK // (num_tiles * num_tiles * repeats))
     for sample in range(batch):
@@ -64,7 +69,7 @@ def attend_tiles(
             kv_heads = slice(start, min(start + step, k_means.shape[1]))
             heads = slice(kv_heads.start * repeats, kv_heads.stop * repeats)
             # Query heads that share a key head stand below each other, so that keys are not repeated.
-            stacked = q_means[sample, heads].reshape(-1, repeats * num_tiles, q.shape[3])
+            stacked = q_means[sample, heads].reshape(-1, repeats * num_tiles, head_dim)
             scores = scale * stacked @ k_means[sample, kv_heads].transpose(1, 2)
             if kept is not None and num_kept is not None:
                 kept[sample, heads] = highest(scores, num_kept).view(-1, num_tiles, num_kept)

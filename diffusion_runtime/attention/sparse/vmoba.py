@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
 from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
 from diffusion_runtime.attention.sparse.vmoba_selection import select_chunks
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means.api import block_means
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
@@ -96,6 +98,7 @@ class VMobaBackend(SparseBackend):
     aliases = ("vmoba",)
     summary = "V-MoBA: every query selects chunks of keys, cut in time and space by turns"
     options_type = VMobaOptions
+    self_test_options = MappingProxyType({"spatial_chunk_size": (2, 3), "st_chunk_size": (2, 3, 4)})
 
     def dense_reason(self, options: VMobaOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
         if step.index < options.first_full_step:
@@ -111,6 +114,13 @@ class VMobaBackend(SparseBackend):
         if options.moba_select_mode == "threshold" and options.moba_threshold >= 1:
             return "moba_threshold keeps every chunk"
         return None
+
+    def check_split_heads(self, options: VMobaOptions) -> None:
+        if options.moba_threshold_type in ("overall", "block"):
+            raise ConfigError(
+                f"moba_threshold_type {options.moba_threshold_type} compares all heads of a layer, which processes "
+                "share here; use query_head or head_global, or ulysses_degree 1"
+            )
 
     def select_blocks(self, request: PlanRequest) -> SparsePlan:
         options: VMobaOptions = request.options

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.block_packing.tokens import TAIL_ROWS, PackedTokens, row_width
 from diffusion_runtime.kernels.block_sparse import flash4, triton
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
 
@@ -43,24 +45,30 @@ def block_sparse_attention(
     scale: float | None = None,
     return_lse: bool = False,
     branch: PooledBranch | None = None,
+    packed: PackedTokens | None = None,
     implementation: str = "auto",
 ) -> BlockSparseResult:
     """softmax(scale q k^T) v over the pairs that `plan` keeps, plus `branch`.
 
     q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; scale: None is 1 / sqrt(head_dim). A query that sees
     nothing gives 0 and a log-sum-exp of -inf; the log-sum-exp knows nothing of `branch`.
+    packed: q, k and v as pack_tokens gives them in the plan's own geometries and text lengths, for planners that read
+    every token anyway: see reads_packed_rows. Other implementations read q, k and v.
     implementation: one of IMPLEMENTATIONS; `auto` is the fastest that can compute this plan on this device.
 
-    Raises ConfigError when the tensors do not fit the plan, or the implementation that was asked for cannot run.
+    Raises ConfigError when the tensors or the packed rows do not fit the plan, or the implementation that was asked for
+    cannot run.
     """
     _check(q, k, v, plan)
+    if packed is not None:
+        _check_packed(packed, q, plan)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     chosen = _choose(implementation, q, plan)
     if chosen == "reference":
         out, lse = block_sparse_reference(q, k, v, plan, scale=scale)
         lse = lse.float()
     elif chosen == "triton":
-        out, lse = triton.block_sparse_triton(q, k, v, plan, scale=scale, branch=branch)
+        out, lse = triton.block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, packed=packed)
         branch = None
     else:
         out, lse = flash4.block_sparse_flash4(q, k, v, plan, scale=scale)
@@ -88,6 +96,16 @@ def refusal(implementation: str, q: torch.Tensor, plan: SparsePlan) -> str | Non
     return triton.refusal(q, plan) if implementation == "triton" else flash4.refusal(q, plan)
 
 
+def reads_packed_rows(
+    q: torch.Tensor, q_geometry: BlockGeometry, kv_geometry: BlockGeometry, num_grid_tokens: int
+) -> bool:
+    """Whether `auto` would pack tensors like q for a plan of these blocks without row masks."""
+    return (
+        flash4.refusal_of_blocks(q, q_geometry, kv_geometry, num_grid_tokens) is not None
+        and triton.refusal_of_size(q, q_geometry.num_tokens) is None
+    )
+
+
 def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan) -> str:
     if implementation == "auto":
         return next(name for name in ("flash4", "triton", "reference") if refusal(name, q, plan) is None)
@@ -109,3 +127,19 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SparsePlan) 
         )
     if q.device != plan.device:
         raise ConfigError(f"block-sparse attention: q is on {q.device}, the plan on {plan.device}; use plan.to()")
+
+
+def _check_packed(packed: PackedTokens, q: torch.Tensor, plan: SparsePlan) -> None:
+    # Rows in another order would give wrong numbers; to compare orders by value would wait for the device.
+    if packed.q_geometry is not plan.q or packed.kv_geometry is not plan.kv:
+        raise ConfigError(
+            f"block-sparse attention: the rows were packed in other geometries than those of {plan.method}"
+        )
+    width, rows = row_width(q.shape[3]), plan.batch * plan.num_tokens
+    expected_q = (rows * plan.num_heads + TAIL_ROWS, width)
+    expected_kv = (rows * plan.num_kv_heads + TAIL_ROWS, width)
+    if packed.q.shape != expected_q or packed.k.shape != expected_kv or packed.q.dtype != q.dtype:
+        raise ConfigError(
+            f"block-sparse attention: expected packed rows of {q.dtype}, q {expected_q} and k, v {expected_kv}, got "
+            f"{packed.q.dtype}, q {tuple(packed.q.shape)} and k {tuple(packed.k.shape)}"
+        )

@@ -10,8 +10,9 @@ import importlib.util
 
 import torch
 
+from diffusion_runtime.kernels.block_packing.triton import reorder_tokens
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.block_sparse.triton import reorder_tokens
 
 _TILE = 128
 
@@ -26,6 +27,14 @@ def _is_installed() -> bool:
 
 def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
     """Why this plan cannot be computed here on tensors like q; None when it can."""
+    reason = refusal_of_blocks(q, plan.q, plan.kv, plan.num_grid_tokens)
+    if reason is None and plan.row_mask is not None:
+        reason = "knows no row masks"
+    return reason
+
+
+def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: BlockGeometry, num_grid: int) -> str | None:
+    """Why no plan of these blocks, without row masks, can be computed here on tensors like q; None when any can."""
     if not q.is_cuda:
         return f"needs a CUDA GPU, the tensors are on {q.device}"
     if torch.cuda.get_device_capability(q.device) != (9, 0):
@@ -38,11 +47,11 @@ def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
         return f"takes bfloat16 and float16, not {q.dtype}"
     if q.shape[-1] not in (64, 128):
         return f"takes head sizes 64 and 128 here, not {q.shape[-1]}"
-    if plan.num_text_tokens or plan.row_mask is not None:
-        return "knows neither text beside the grid nor row masks"
-    if plan.q.num_groups > 1 or plan.kv.num_groups > 1:
+    if q_blocks.num_tokens > num_grid:
+        return "knows no text beside the grid"
+    if q_blocks.num_groups > 1 or kv_blocks.num_groups > 1:
         return "needs blocks that all heads share"
-    sizes = (plan.q.uniform_block_size, plan.kv.uniform_block_size)
+    sizes = (q_blocks.uniform_block_size, kv_blocks.uniform_block_size)
     if any(size is None or size % _TILE for size in sizes):
         return f"needs blocks of equal size, a multiple of {_TILE} tokens"
     return None

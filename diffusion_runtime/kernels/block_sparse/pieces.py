@@ -76,25 +76,43 @@ def list_pieces(kernels: ModuleType, plan: SparsePlan, piece: int) -> Pieces:
 
 @dataclass(frozen=True)
 class Tiles:
-    """count: tiles a head; per_block: how many each block has, or 0 when the tables say which block each tile is of."""
+    """Tiles of queries that do not cross blocks; some may be empty, since sizes stay on the device.
+
+    count: tiles a head; per_block: how many each block has, or 0 when the tables say which block each tile is of.
+    rest_rows: rests of a block of at most so many queries are not among them, but a shorter tile of their own, one a
+        block; 0 when there are none.
+    """
 
     count: int
     per_block: int
     blocks: torch.Tensor
     starts: torch.Tensor
+    rest_rows: int
 
 
-def list_tiles(geometry: BlockGeometry, rows: int) -> Tiles:
-    """Tiles of at most `rows` queries that do not cross blocks; some may be empty, since sizes stay on the device."""
-    per_block = -(-geometry.max_block_size // rows)
+def list_tiles(geometry: BlockGeometry, rows: int, rest_rows: int = 0) -> Tiles:
+    """Tiles of at most `rows` queries, and what is left of a block as one of `rest_rows` where that is enough."""
+    rest_rows = rest_rows if _has_rests(geometry, rows, rest_rows) else 0
+    before_next = rows - 1 - rest_rows
+    per_block = (geometry.max_block_size + before_next) // rows
     grid_tokens = geometry.num_tokens
     if geometry.num_groups == 1 and geometry.num_blocks * per_block <= 2 * (grid_tokens // rows + geometry.num_blocks):
-        return Tiles(geometry.num_blocks * per_block, per_block, geometry.offsets, geometry.offsets)
-    count = grid_tokens // rows + geometry.num_blocks
-    ends = ((geometry.sizes + rows - 1) // rows).cumsum(1).to(torch.int32)
+        count = geometry.num_blocks * per_block
+        return Tiles(count, per_block, geometry.offsets, geometry.offsets, rest_rows)
+    count = (grid_tokens + before_next * geometry.num_blocks) // rows
+    ends = ((geometry.sizes + before_next) // rows).cumsum(1).to(torch.int32)
     tiles = torch.arange(count, dtype=torch.int32, device=ends.device).expand(geometry.num_groups, -1).contiguous()
     blocks = torch.searchsorted(ends, tiles, right=True, out_int32=True).clamp_(max=geometry.num_blocks - 1)
     before = torch.nn.functional.pad(ends, (1, 0))[:, :-1].gather(1, blocks.long())
-    # Tiles past the last one start at the end of the last block: nothing is left for them.
+    # Tiles past the last one start where the last block has no whole tile left: nothing is there for them.
     starts = geometry.offsets.gather(1, blocks.long()) + (tiles - before) * rows
-    return Tiles(count, 0, blocks, starts.to(torch.int32))
+    return Tiles(count, 0, blocks, starts.to(torch.int32), rest_rows)
+
+
+def _has_rests(geometry: BlockGeometry, rows: int, rest_rows: int) -> bool:
+    """Whether a block may have a rest of 1 to `rest_rows` queries beside whole tiles, as far as the host knows."""
+    if geometry.max_block_size <= rest_rows:
+        return False
+    if geometry.uniform_block_size is not None:
+        return 0 < geometry.uniform_block_size % rows <= rest_rows
+    return rest_rows > 0

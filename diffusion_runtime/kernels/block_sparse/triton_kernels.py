@@ -1,7 +1,7 @@
 """The Triton kernels of block-sparse attention. Shapes: B batch, H heads, N tokens, D head_dim, W its power of two.
 
-q, k and v are first packed: rows in the order of the plan, one head after the other, [B * H * N + tail, W]. A block is
-then a run of rows that one bulk copy fetches, and a block that is shorter than a copy is masked, never padded.
+q, k and v come packed: rows in the order of the plan, one head after the other, [B * H * N + tail, W]. A block is then
+a run of rows that one bulk copy fetches, and a block that is shorter than a copy is masked, never padded.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -17,48 +17,14 @@ CHUNK = tl.constexpr(16)
 
 
 @triton.jit
-def pack_rows(
-    source,
-    order,
-    text_lengths,
-    packed,
-    num_rows,
-    num_grid,
-    num_heads,
-    order_stride,
-    stride_b,
-    stride_n,
-    stride_h,
-    out_b,
-    out_h,
-    out_n,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-):
-    """packed[b, h, position] = source[b, order[position], h], zero for padded text and past the end.
-
-    Grid: (rows / BLOCK, B * H). order_stride is 0 when all heads share the order.
-    """
-    positions = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1)
-    b = head // num_heads
-    h = head % num_heads
-    inside = positions < num_rows
-    tokens = tl.load(order + head.to(tl.int64) * order_stride + positions, mask=inside, other=0).to(tl.int64)
-    readable = inside
-    if HAS_LENGTHS:
-        readable = inside & (positions < num_grid + tl.load(text_lengths + b))
-    columns = tl.arange(0, W)
-    rows = source + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    values = tl.load(
-        rows + tokens[:, None] * stride_n + columns[None, :],
-        mask=readable[:, None] & (columns[None, :] < D),
-        other=0.0,
-    )
-    target = packed + b.to(tl.int64) * out_b + h.to(tl.int64) * out_h + positions.to(tl.int64)[:, None] * out_n
-    tl.store(target + columns[None, :], values, mask=inside[:, None])
+def _listed_row(group_of, row, num_heads, repeats, PER_HEAD: tl.constexpr):
+    """(selection, kv geometry) of a row of lists: rows are selections, or with PER_HEAD heads."""
+    selection = row
+    geometry = 0
+    if PER_HEAD:
+        selection = tl.load(group_of + row)
+        geometry = row // num_heads * (num_heads // repeats) + row % num_heads // repeats
+    return selection, geometry
 
 
 @triton.jit
@@ -87,11 +53,7 @@ def list_short_pieces(
     """
     q_block = tl.program_id(0)
     row = tl.program_id(1)
-    selection = row
-    geometry = 0
-    if PER_HEAD:
-        selection = tl.load(group_of + row)
-        geometry = row // num_heads * (num_heads // repeats) + row % num_heads // repeats
+    selection, geometry = _listed_row(group_of, row, num_heads, repeats, PER_HEAD)
     source = selection.to(tl.int64) * num_q_blocks + q_block
     target = row.to(tl.int64) * num_q_blocks + q_block
     count = tl.load(kv_count + source)
@@ -146,11 +108,7 @@ def list_merged_pieces(
     """
     q_block = tl.program_id(0)
     row = tl.program_id(1)
-    selection = row
-    geometry = 0
-    if PER_HEAD:
-        selection = tl.load(group_of + row)
-        geometry = row // num_heads * (num_heads // repeats) + row % num_heads // repeats
+    selection, geometry = _listed_row(group_of, row, num_heads, repeats, PER_HEAD)
     source = selection.to(tl.int64) * num_q_blocks + q_block
     target = (row.to(tl.int64) * num_q_blocks + q_block) * capacity
     count = tl.load(kv_count + source)
@@ -283,6 +241,8 @@ def attend(
     ROWS: tl.constexpr,
     PIECE: tl.constexpr,
     TILES_PER_BLOCK: tl.constexpr,
+    LEFT: tl.constexpr,
+    REST_OF: tl.constexpr,
     PIECES_PER_HEAD: tl.constexpr,
     HAS_TEXT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
@@ -295,6 +255,8 @@ def attend(
     """One tile of at most ROWS queries of one block and head against the pieces that its block lists, then the text.
 
     Grid: (num_tiles + text tiles, B * H). Tiles past the grid's are those of text queries, which see everything.
+    What is left of a block after whole tiles may be a launch of its own, with fewer rows: this one leaves rests of at
+    most LEFT queries to it; with REST_OF it is that launch, for rests of tiles of REST_OF rows, one tile a block.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -311,13 +273,20 @@ def attend(
     start = num_grid + (tile - num_tiles) * ROWS
     stop = num_grid + valid_text
     if not is_text:
-        if TILES_PER_BLOCK > 0:
+        if REST_OF > 0:
+            block = tile
+            start = tl.load(q_offsets + block)
+            size = tl.load(q_offsets + block + 1) - start
+            start += (size + REST_OF - ROWS - 1) // REST_OF * REST_OF
+        elif TILES_PER_BLOCK > 0:
             block = tile // TILES_PER_BLOCK
             start = tl.load(q_offsets + block) + tile % TILES_PER_BLOCK * ROWS
         else:
             block = tl.load(tile_blocks + head.to(tl.int64) * tile_stride + tile)
             start = tl.load(tile_starts + head.to(tl.int64) * tile_stride + tile)
         stop = tl.load(q_offsets + block + 1)
+        if stop - start <= LEFT:
+            stop = start
     if start < stop:
         row = head
         if not PIECES_PER_HEAD:

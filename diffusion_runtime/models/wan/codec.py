@@ -25,6 +25,7 @@ class WanDecoder(LatentDecoder):
     """AutoencoderKLWan's decoder. Computes in its weights' dtype."""
 
     library = "diffusers"
+    splits_rows = True
 
     def __init__(self, autoencoder: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         weight = next(autoencoder.parameters())

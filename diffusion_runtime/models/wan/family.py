@@ -32,6 +32,7 @@ class WanFamily(ModelFamily):
     name = "wan"
     transformer_classes = ("WanTransformer3DModel",)
     roles = (("self", "self"), ("cross", "cross"))
+    decoder_splits_rows = True
     # 480p as in Wan 2.1's own examples: flow shift 3 and guidance 5 to 6 for 1.3B, five seconds at 16 frames a second.
     defaults: ClassVar[Mapping[str, Any]] = {
         "negative_prompt": "",
@@ -57,6 +58,9 @@ class WanFamily(ModelFamily):
         pipeline = read_pipeline_config(folder)
         experts = self.expert_defaults if pipeline.boundary is not None else {}
         return {**self.defaults, **experts, **(self.image_defaults if pipeline.takes_image else {})}
+
+    def num_shared_heads(self, folder: Path) -> int:
+        return read_transformer_config(folder).num_heads
 
     def geometry(self, folder: Path) -> LatentGeometry:
         return read_geometry(folder)

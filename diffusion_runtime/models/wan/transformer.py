@@ -11,6 +11,7 @@ B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.rope import grid_rotations, rotate
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, LatentGeometry
 from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.parallel.sharding import SequenceSharding
 
 
 class WanSelfAttention(nn.Module):
@@ -185,11 +187,12 @@ class WanTransformer(DiffusionTransformer):
         grid = self.geometry.grid(latents.shape)
         text = inputs.text.embeddings
         dtype = self.out.weight.dtype
-        x = self.patch_embedding(_with_image(latents, inputs.image).to(dtype))
+        sharding = context.sharding
+        x = sharding.shard(self.patch_embedding(_with_image(latents, inputs.image).to(dtype)))
         block_inputs = _BlockInputs(
-            runs=self._runs(timestep, grid, inputs.image, dtype),
+            runs=self._runs(timestep, grid, inputs.image, sharding),
             text=self._text(text, context),
-            rotations=grid_rotations(grid, self.config.head_dim, x.device),
+            rotations=sharding.shard(grid_rotations(grid, self.config.head_dim, x.device), dim=0),
             grid_context=context.with_layout(TokenLayout(grid)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
         )
@@ -199,24 +202,32 @@ class WanTransformer(DiffusionTransformer):
         for run in block_inputs.runs:
             shift, scale = (self.out_modulation + run.embedding[:, None].float()).unbind(1)
             runs.append((run.tokens, shift, scale))
-        tokens = self.out(_modulated(x, runs, self.config.eps))
+        tokens = sharding.gather(self.out(_modulated(x, runs, self.config.eps)), math.prod(grid))
         return unpatchify(tokens, grid, self.config.patch).to(latents.dtype)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         return _with_image(latents, inputs.image)
 
     def _runs(
-        self, timestep: torch.Tensor, grid: tuple[int, int, int], image: ImageCondition | None, dtype: torch.dtype
+        self,
+        timestep: torch.Tensor,
+        grid: tuple[int, int, int],
+        image: ImageCondition | None,
+        sharding: SequenceSharding,
     ) -> tuple[_Run, ...]:
-        """The tokens of an image at timestep 0, and the rest at `timestep`."""
-        num_image_tokens = 0 if image is None else grid[1] * grid[2]
-        later = self._run(slice(num_image_tokens, None), timestep, dtype)
-        if num_image_tokens == 0:
-            return (later,)
-        return self._run(slice(0, num_image_tokens), torch.zeros_like(timestep), dtype), later
+        """The tokens of an image at timestep 0, and the rest at `timestep`; those of them that this process holds."""
+        num_tokens, num_image_tokens = math.prod(grid), 0 if image is None else grid[1] * grid[2]
+        image_tokens = sharding.local(slice(0, num_image_tokens), num_tokens)
+        later = sharding.local(slice(num_image_tokens, num_tokens), num_tokens)
+        runs = []
+        if image_tokens.start < image_tokens.stop:
+            runs.append(self._run(image_tokens, torch.zeros_like(timestep)))
+        if later.start < later.stop:
+            runs.append(self._run(later, timestep))
+        return tuple(runs)
 
-    def _run(self, tokens: slice, timestep: torch.Tensor, dtype: torch.dtype) -> _Run:
-        embedding = self.time_embedding(timestep).to(dtype)
+    def _run(self, tokens: slice, timestep: torch.Tensor) -> _Run:
+        embedding = self.time_embedding(timestep).to(self.out.weight.dtype)
         time = self.time_projection(F.silu(embedding)).unflatten(-1, (6, -1)).float()
         return _Run(tokens, embedding, time)
 

@@ -307,6 +307,7 @@ def test_a_plan_is_made_without_reading_the_device() -> None:
     plan = plan_attention(q, q[:, :, :2], backend=VSA, options={"sparsity": 0.9}, layout=layout)
     assert plan.kv_index.shape == (8, 624, 63)
     geometry = tile_geometry(layout, (4, 4, 4), "meta")
-    pooled = video_sparse_coarse.attend_tiles(q, q, q, geometry, scale=1.0, num_kept=None).pooled
+    means = video_sparse_coarse.tile_means(q, q, q, geometry)
+    pooled = video_sparse_coarse.attend_tiles(means, scale=1.0, num_kept=None).pooled
     assert pooled is not None
     assert pooled.shape == (2, 4, 624, 16)

@@ -1,0 +1,202 @@
+"""`measured`: of the lossless backends that can serve a call, the one that was fastest on this machine.
+
+The first call of a shape class runs and times them all, on its own tensors, and what was found is kept on disk: later
+calls, and later processes, take it without measuring. Nothing is measured while a CUDA graph is captured; a call
+before the capture, which graphs need anyway, measures. Under torch.compile the choice is a graph break.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    Backend,
+    Capability,
+    Question,
+)
+from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
+from diffusion_runtime.attention.backends.registry import available_names, find_backend, register_backend
+from diffusion_runtime.attention.backends.torch_sdpa import TorchSdpaBackend
+from diffusion_runtime.attention.contest import time_candidates, with_own_options
+from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, machine_facts
+from diffusion_runtime.attention.platforms import platform_candidates
+from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.attention.select import refusals
+from diffusion_runtime.attention.shape_class import call_needs, padding_class, shape_class
+from diffusion_runtime.hardware import Hardware, detect_hardware
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+
+
+@dataclass(frozen=True)
+class MeasuredOptions:
+    """measure: whether calls may be timed. False takes what was measured before, else the platform's order."""
+
+    measure: bool = True
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """Who serves a call, and why in one word or two for the report."""
+
+    backend: Backend
+    why: str
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        result = self.backend.run(with_own_options(self.backend, call))
+        return result._replace(implementation=f"{self.backend.name}: {result.implementation} ({self.why})")
+
+
+def candidates(hardware: Hardware) -> list[Backend]:
+    """The lossless backends that are installed here and made to be fast: the platform's first choice first."""
+    found = []
+    names = dict.fromkeys((*platform_candidates(hardware), *available_names()))
+    for name in names:
+        try:
+            backend = find_backend(name)
+            if backend is None or not backend.lossless or not backend.competes(hardware):
+                continue
+            if backend.probe(hardware).version is not None:
+                found.append(backend)
+        except Exception as error:  # a backend's file stands or falls with the packages it imports
+            _logger.debug("measured leaves %s out: %s", name, error)
+    return found
+
+
+class _AnyCandidate(NarrowedCapability):
+    """What any candidate can do, each call by one of them."""
+
+    def refusals(self, question: Question) -> list[str]:
+        if any(not refusals(backend.name, question) for backend in candidates(question.hardware)):
+            return []
+        return self.on(question.hardware).refusals(question) or ["no lossless backend here can do all of this at once"]
+
+
+def _on(hardware: Hardware) -> Capability:
+    """torch's, which is always a candidate and bounds neither head sizes nor roles, and what others add to it."""
+    capabilities = [_capability_of(backend, hardware) for backend in candidates(hardware)]
+    return dataclasses.replace(
+        TorchSdpaBackend.capability,
+        dtypes=frozenset().union(*(can.dtypes for can in capabilities)),
+        features=frozenset().union(*(can.features for can in capabilities)),
+    )
+
+
+def _capability_of(backend: Backend, hardware: Hardware) -> Capability:
+    can = backend.capability
+    return can.on(hardware) if isinstance(can, NarrowedCapability) else can
+
+
+@register_backend
+class MeasuredBackend(Backend):
+    """Picks one of the others, call shape by call shape; the report says which, and that it was measured."""
+
+    name = "measured"
+    summary = "the fastest lossless backend for each call shape, measured once and remembered on disk"
+    options_type = MeasuredOptions
+    # A test of it is a test of those it picks from; looking at a machine must not measure.
+    self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"measure": False})
+    capability = _AnyCandidate(
+        dtypes=TorchSdpaBackend.capability.dtypes, features=TorchSdpaBackend.capability.features, on=_on
+    )
+
+    def probe(self, hardware: Hardware) -> Availability:
+        return Availability(f"among {len(candidates(hardware))}")
+
+    def competes(self, hardware: Hardware) -> bool:  # noqa: ARG002
+        return False
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        if torch.compiler.is_compiling():
+            # Not a decorator: that would load the compiler where nobody compiles.
+            pick: _Pick = torch.compiler.disable(_pick)(call)  # type: ignore[no-untyped-call]
+            return pick.run(call)
+        return _pick(call).run(call)
+
+
+# By exact shape: what this process has settled. A shape class may have many shapes, and a lookup must be quick.
+_settled: dict[tuple[object, ...], _Pick] = {}
+_measuring = threading.Lock()
+
+
+def forget() -> None:
+    """Settle every shape anew, from the disk or by measuring: for a process that moved its cache."""
+    _settled.clear()
+
+
+def _pick(call: AttentionCall) -> _Pick:
+    key = (
+        call.q.device,
+        call.q.dtype,
+        call.q.shape,
+        call.k.shape,
+        call.layer.role,
+        padding_class(call),
+        call.scale is None,
+        call.causal,
+        call.return_lse,
+        None if call.mask is None else (call.mask.shape, call.mask.dtype),
+        call.gate is None,
+        call.options.measure,
+    )
+    pick = _settled.get(key)
+    if pick is None:
+        with _measuring:
+            pick, is_final = _settle(call)
+        if is_final:
+            _settled[key] = pick
+    return pick
+
+
+def _settle(call: AttentionCall) -> tuple[_Pick, bool]:
+    """Who serves a call, and whether that holds for later ones: remembered, measured, or next best."""
+    hardware = detect_hardware(str(call.q.device))
+    question = Question(
+        role=call.layer.role,
+        category=role_category(call.layer.role),
+        head_dim=call.q.shape[3],
+        dtype=str(call.q.dtype).removeprefix("torch."),
+        hardware=hardware,
+        num_heads=call.q.shape[2],
+        num_kv_heads=call.k.shape[2],
+        needs=call_needs(call),
+    )
+    able = [backend for backend in candidates(hardware) if not refusals(backend.name, question)]
+    assert able, f"selection promised that something lossless can serve {question}"
+    if len(able) == 1:
+        return _Pick(able[0], "only candidate"), True
+    names = {backend.name: backend for backend in able}
+    cache = MeasuredCache(machine_facts(hardware, able))
+    kind = shape_class(call)
+    choice = cache.read(kind)
+    if choice is not None and choice.backend in names:
+        return _Pick(names[choice.backend], "measured"), True
+    if not call.options.measure:
+        return _Pick(able[0], "not measured"), True
+    if _must_not_measure(call):
+        return _Pick(able[0], "not measured"), False
+    times = time_candidates(call, able)
+    if not times:
+        return _Pick(able[0], "not measured"), False
+    fastest = min(times, key=lambda name: times[name])
+    choice = cache.write(kind, Choice(fastest, times))
+    said = ", ".join(f"{name} {choice.milliseconds[name]:.3g} ms" for name in sorted(times, key=lambda n: times[n]))
+    _logger.info("measured attention for %s: %s", kind, said)
+    # Of two processes that measured at once, the first decided.
+    return _Pick(names.get(choice.backend, names[fastest]), "measured"), True
+
+
+def _must_not_measure(call: AttentionCall) -> bool:
+    """While a CUDA graph is captured nothing may wait for the device; tensors without data take no time."""
+    return call.q.is_meta or (call.q.is_cuda and torch.cuda.is_current_stream_capturing())

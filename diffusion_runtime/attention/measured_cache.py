@@ -1,0 +1,143 @@
+"""Which backend was fastest, on disk: one small file a machine and shape class.
+
+A file of its own for each class makes writers independent: a file appears whole or not at all, and of two processes
+that measure the same class at the same time the first to finish decides for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import Backend
+from diffusion_runtime.hardware import Hardware
+
+ENVIRONMENT_VARIABLE = "DIFFUSION_RUNTIME_CACHE"
+SCHEMA = "diffusion_runtime.measured_attention/1"
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that was fastest. milliseconds: the median of a call, by backend, of all that were timed."""
+
+    backend: str
+    milliseconds: Mapping[str, float]
+
+    @classmethod
+    def from_file(cls, path: Path) -> Choice:
+        """Raises OSError, and ValueError for a file that holds anything else."""
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+            raise ValueError(f"expected an object of schema {SCHEMA}")
+        backend, times = values.get("backend"), values.get("milliseconds")
+        if not isinstance(backend, str) or not isinstance(times, dict) or backend not in times:
+            raise ValueError("expected a backend and the milliseconds that it was chosen by")
+        return cls(backend, {str(name): float(time) for name, time in times.items()})
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: DIFFUSION_RUNTIME_CACHE, else diffusion-runtime in the user's cache folder, which is
+    XDG_CACHE_HOME or ~/.cache."""
+    moved = os.environ.get(ENVIRONMENT_VARIABLE)
+    if moved:
+        return Path(moved).expanduser() / "attention"
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification asks to ignore a relative one.
+    user_cache = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
+    return user_cache / "diffusion-runtime" / "attention"
+
+
+class MeasuredCache:
+    """The choices of one machine. machine: all that they depend on beside the shape: chip, driver, versions."""
+
+    def __init__(self, machine: Mapping[str, Any]) -> None:
+        text = json.dumps(machine, sort_keys=True, default=str)
+        self._machine = machine
+        self._name = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def path(self, shape_class: str) -> Path:
+        """The file of a shape class, such as `self-q32768-k32768`."""
+        return cache_folder() / self._name / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', shape_class)}.json"
+
+    def read(self, shape_class: str) -> Choice | None:
+        """What was measured; None when nothing was, or when the file is damaged, which is said."""
+        path = self.path(shape_class)
+        try:
+            return Choice.from_file(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            _logger.warning("the measurement in %s cannot be read (%s); it is made again", path, error)
+            return None
+
+    def write(self, shape_class: str, choice: Choice) -> Choice:
+        """Keep a choice, and return what is kept: another process's when it was first.
+
+        A folder that cannot be written costs a line in the log and the next process a measurement.
+        """
+        path = self.path(shape_class)
+        values = {"schema": SCHEMA, **asdict(choice), "shape_class": shape_class, "machine": dict(self._machine)}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _complete_file(path, json.dumps(values, indent=1, default=str) + "\n") as complete:
+                try:
+                    os.link(complete, path)
+                except FileExistsError:
+                    with contextlib.suppress(OSError, ValueError, TypeError):
+                        return Choice.from_file(path)
+                    os.replace(complete, path)
+                except OSError:  # a file system without hard links
+                    os.replace(complete, path)
+        except OSError as error:
+            _logger.warning("the measurement of %s cannot be kept (%s): each process makes its own", shape_class, error)
+        return choice
+
+
+@contextlib.contextmanager
+def _complete_file(path: Path, text: str) -> Iterator[Path]:
+    """A file with `text` beside `path` under a name of its own; gone afterwards, unless it was renamed."""
+    complete = path.with_name(f".{path.stem[:64]}.{os.getpid()}.{os.urandom(4).hex()}.partial")
+    try:
+        with open(complete, "x", encoding="utf-8") as file:
+            file.write(text)
+        yield complete
+    finally:
+        with contextlib.suppress(OSError):
+            complete.unlink(missing_ok=True)
+
+
+def machine_facts(hardware: Hardware, candidates: Sequence[Backend]) -> dict[str, Any]:
+    """All that a measurement depends on beside the shape: the chip, its driver, and every version that takes part."""
+    return {
+        "platform": hardware.platform,
+        "device": hardware.device_name,
+        "capability": hardware.capability,
+        "cudnn": hardware.cudnn,
+        "torch": torch.__version__,
+        "driver": _driver(hardware.platform),
+        "num_threads": torch.get_num_threads() if hardware.platform == "cpu" else None,
+        "packages": dict(hardware.packages),
+        "candidates": {backend.name: backend.probe(hardware).version for backend in candidates},
+    }
+
+
+@functools.cache
+def _driver(platform: str) -> str:
+    """The version of the GPU's driver as its kernel module says it, and of the CUDA that torch was built for."""
+    module = {"cuda": "nvidia", "rocm": "amdgpu"}.get(platform, "")
+    path = Path("/sys/module") / module / "version"
+    version = path.read_text().strip() if module and path.is_file() else ""
+    return f"{version} {torch.version.cuda}" if platform == "cuda" else version

@@ -1,0 +1,32 @@
+"""The shapes of one attention call."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.errors import ConfigError
+
+
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout | None, causal: bool) -> None:
+    """Raises ConfigError unless q, k, v are [batch, seq, heads, head_dim] that fit each other and the layout."""
+    # Read once: every access to a shape makes a new object, and this runs at every call.
+    q_shape, k_shape = q.shape, k.shape
+    fits = len(q_shape) == len(k_shape) == 4 and k_shape == v.shape
+    if not fits or q_shape[0] != k_shape[0] or q_shape[3] != k_shape[3] or q_shape[2] % max(1, k_shape[2]):
+        raise ConfigError(
+            "attention: expected q [batch, seq_q, heads, head_dim] and k, v [batch, seq_k, kv_heads, head_dim] with "
+            f"heads a multiple of kv_heads, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"attention: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if causal and q_shape[1] != k_shape[1]:
+        raise ConfigError(f"attention: causal needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}")
+    if layout is None:
+        return
+    if layout.num_tokens != k.shape[1]:
+        raise ConfigError(f"attention: the layout describes {layout.num_tokens} tokens, k has {k.shape[1]}")
+    if layout.valid_lengths is not None and len(layout.valid_lengths) != q.shape[0]:
+        raise ConfigError(
+            f"attention: valid_lengths holds {len(layout.valid_lengths)} samples, the batch has {q.shape[0]}"
+        )

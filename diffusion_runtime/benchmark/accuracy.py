@@ -1,0 +1,57 @@
+"""The error of an attention result against float64, on some of its queries, so that it stays cheap at any length."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import Backend
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.self_test import attention_by_definition
+
+_NUM_QUERIES = 64
+# What a kernel may lose that rounds weights and result to the inputs' dtype and sums in float32: several times what
+# good kernels lose, and far below what a wrong scale or a forgotten key costs.
+_ROUNDING_BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+class ExactRows:
+    """softmax(q k^T / sqrt(head_dim)) v in float64 for queries spread over the sequence, every head and sample.
+
+    q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]; layout: of the keys.
+    """
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout) -> None:
+        # Only CUDA and ROCm are known to have float64.
+        self._device = q.device if q.device.type == "cuda" else torch.device("cpu")
+        num_queries = min(_NUM_QUERIES, q.shape[1])
+        self._rows = torch.linspace(0, q.shape[1] - 1, num_queries, dtype=torch.float64).long()
+        repeats = q.shape[2] // k.shape[2]
+        outs = []
+        for sample in range(q.shape[0]):
+            visible = torch.zeros(1, 1, 1, k.shape[1], dtype=torch.bool, device=self._device)
+            for start, stop in layout.key_ranges(sample):
+                visible[..., start:stop] = True
+            rows = self._taken(q[sample : sample + 1])
+            # Head by head: in float64 all keys at once may be larger than the call itself.
+            for head in range(q.shape[2]):
+                kv = slice(head // repeats, head // repeats + 1)
+                keys, values = (x[sample : sample + 1, :, kv].to(self._device) for x in (k, v))
+                out, _ = attention_by_definition(rows[:, :, head : head + 1], keys, values, visible, None)
+                outs.append(out)
+        shape = (q.shape[0], q.shape[2], num_queries, q.shape[3])
+        # [batch, rows, heads, head_dim], as the results are.
+        self._exact = torch.cat(outs).squeeze(2).reshape(shape).transpose(1, 2)
+
+    def error_of(self, out: torch.Tensor) -> float:
+        """|out - exact| / |exact| in the Frobenius norm over these queries; not finite when `out` is not."""
+        return float((self._taken(out).double() - self._exact).norm() / self._exact.norm())
+
+    def _taken(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, self._rows.to(x.device)].to(self._device)
+
+
+def error_bound(backend: Backend, dtype: torch.dtype) -> float | None:
+    """What the error of a backend may be on normally distributed inputs; None where pairs are given up by design."""
+    if backend.error_bound is None and not backend.lossless:
+        return None
+    return max(_ROUNDING_BOUNDS[dtype], backend.error_bound or 0.0)

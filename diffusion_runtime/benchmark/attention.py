@@ -1,0 +1,229 @@
+"""Backends side by side at one shape after the other: right first, then timed in turns beside a matrix product."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.attention.backends.interface import AttentionCall, Backend, Question
+from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.catalogue import list_backends, raised_line
+from diffusion_runtime.attention.functional import attention
+from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.attention.select import refusals
+from diffusion_runtime.attention.self_test import quiet_log
+from diffusion_runtime.attention.sparse.interface import SparseBackend
+from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention.stopwatch import time_alternately
+from diffusion_runtime.benchmark.accuracy import ExactRows, error_bound
+from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
+from diffusion_runtime.benchmark.shapes import AttentionShape
+from diffusion_runtime.errors import BackendUnavailableError
+from diffusion_runtime.hardware import Hardware, detect_hardware
+
+# Called with what is under way.
+OnProgress = Callable[[str], None]
+
+# Past the steps and layers that sparse methods keep dense at first.
+_LAYER, _STEP = (20, 40), StepInfo(30, 50)
+_MATMUL = "matmul"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """num_rounds: samples a backend and shape. deadline: of time.monotonic(); shapes that have not begun by then are
+    skipped, and rounds are cut short. matmul_size: the edge of the square matrices of the yardstick."""
+
+    num_rounds: int
+    deadline: float
+    matmul_size: int
+
+
+def default_backends(hardware: Hardware) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Every dense backend that runs here, lossless or not; and (name, reason) of those that cannot."""
+    names, left_out = [], []
+    for info in list_backends(hardware):
+        backend = _find(info.name) if info.usable else None
+        if not info.usable:
+            left_out.append((info.name, info.reason))
+        elif backend is not None and backend.competes(hardware) and not isinstance(backend, SparseBackend):
+            names.append(info.name)
+    return tuple(names), tuple(left_out)
+
+
+def check_backends(names: Sequence[str], hardware: Hardware) -> None:
+    """Raises BackendUnavailableError, with every reason, when one of `names` cannot run on this machine at all."""
+    wrong = [(info.name, info.reason, info.fix) for info in list_backends(hardware) if not info.usable]
+    found = [(name, reason + (f"; fix: {fix}" if fix else "")) for name, reason, fix in wrong if name in names]
+    found += [(name, "this version does not have it") for name in names if _find(name) is None]
+    if found:
+        lines = "\n".join(f"  {name}: {reason}" for name, reason in found)
+        raise BackendUnavailableError(f"--backends: not every one can run here:\n{lines}", found)
+
+
+def benchmark_attention(
+    shapes: Sequence[AttentionShape],
+    names: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    effort: Effort,
+    *,
+    left_out: Sequence[tuple[str, str]] = (),
+    on_progress: OnProgress = lambda _: None,
+) -> AttentionBenchmark:
+    """Time `names` at `shapes`. Whatever a backend raises becomes its row; Ctrl-C alone comes through."""
+    hardware = detect_hardware(str(device))
+    measurements: list[Measurement] = []
+    with torch.inference_mode(), quiet_log():
+        for place, shape in enumerate(shapes, 1):
+            on_progress(f"{place}/{len(shapes)} {shape.name}")
+            if time.monotonic() >= effort.deadline:
+                measurements += [Measurement(shape, name, "skipped", "the time limit was reached") for name in names]
+                continue
+            try:
+                measurements += _measure_shape(shape, names, hardware, device, dtype, effort, on_progress)
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                said = f"the inputs do not fit: {raised_line(error)}"
+                measurements += [Measurement(shape, name, "skipped", said) for name in names]
+    return AttentionBenchmark(
+        device=f"{hardware.device_name}, {hardware.describe()}",
+        versions={"torch": torch.__version__, **hardware.packages},
+        dtype=str(dtype).removeprefix("torch."),
+        matmul_size=effort.matmul_size,
+        shapes=tuple(shapes),
+        measurements=tuple(measurements),
+        left_out=tuple(left_out),
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A shape with its inputs: q [batch, seq_q, heads, head_dim]; k, v [batch, seq_k, heads, head_dim]."""
+
+    shape: AttentionShape
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def draw(cls, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> _Case:
+        """Normally distributed numbers, the same on every run on this kind of device; padding that would show."""
+        generator = torch.Generator(device).manual_seed(0)
+        sizes = [(shape.batch, seq, shape.num_heads, shape.head_dim) for seq in (shape.seq_q, shape.seq_k, shape.seq_k)]
+        q, k, v = (torch.randn(size, generator=generator, device=device, dtype=dtype) for size in sizes)
+        for sample in range(shape.batch):
+            real = torch.zeros(shape.seq_k, dtype=torch.bool)
+            for start, stop in shape.layout.key_ranges(sample):
+                real[start:stop] = True
+            padded = (~real).to(device)
+            k[sample, padded], v[sample, padded] = 30.0, 30.0
+        return cls(shape, q, k, v)
+
+    @property
+    def layer(self) -> LayerInfo:
+        return LayerInfo(*_LAYER, role=self.shape.role)
+
+    def question(self, hardware: Hardware) -> Question:
+        shape = self.shape
+        needs = frozenset({"key_padding"} if shape.layout.has_padding else ())
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        heads = shape.num_heads
+        return Question(shape.role, shape.role, shape.head_dim, dtype, hardware, heads, heads, needs)
+
+    def call(self, backend: Backend, state: AttentionState) -> AttentionCall:
+        options = backend.options_type()
+        return AttentionCall(self.q, self.k, self.v, options, self.shape.layout, self.layer, _STEP, state)
+
+    def run(self, name: str, state: AttentionState) -> torch.Tensor:
+        """As a model calls it, our own part of the call included."""
+        return attention(
+            *(self.q, self.k, self.v), backend=name, layout=self.shape.layout, layer=self.layer, step=_STEP, state=state
+        )
+
+
+def _measure_shape(
+    shape: AttentionShape,
+    names: Sequence[str],
+    hardware: Hardware,
+    device: torch.device,
+    dtype: torch.dtype,
+    effort: Effort,
+    on_progress: OnProgress,
+) -> list[Measurement]:
+    case = _Case.draw(shape, device, dtype)
+    exact = ExactRows(case.q, case.k, case.v, shape.layout)
+    checked: dict[str, Measurement] = {}
+    states: dict[str, AttentionState] = {}
+    for name in names:
+        on_progress(f"{shape.name}: {name}")
+        states[name] = AttentionState()
+        checked[name] = _check(case, name, states[name], hardware, exact)
+    right = [name for name, row in checked.items() if row.state == "measured"]
+    functions: dict[str, Callable[[], object]] = {name: _runner(case, name, states[name]) for name in right}
+    if not functions:
+        return list(checked.values())
+    functions[_MATMUL] = _matmul(effort.matmul_size, device, dtype)
+    functions[_MATMUL]()
+    on_progress(f"{shape.name}: timing")
+    samples = time_alternately(functions, device, num_rounds=effort.num_rounds, deadline=effort.deadline)
+    matmul_tflops = 2.0 * effort.matmul_size**3 / statistics.median(samples[_MATMUL]) / 1e9
+    for name in right:
+        row = checked[name]
+        checked[name] = Measurement(
+            shape,
+            name,
+            "measured",
+            "",
+            row.implementation,
+            tuple(samples[name]),
+            row.error,
+            row.bound,
+            matmul_tflops,
+        )
+    return list(checked.values())
+
+
+def _check(case: _Case, name: str, state: AttentionState, hardware: Hardware, exact: ExactRows) -> Measurement:
+    """The first call of a backend, which compiles what it compiles: refused, failed, wrong, or ready to be timed."""
+    shape = case.shape
+    reasons = refusals(name, case.question(hardware))
+    backend = _find(name)
+    if reasons or backend is None:
+        return Measurement(shape, name, "refused", "; ".join(reasons))
+    bound = error_bound(backend, case.q.dtype)
+    implementation = ""
+    try:
+        result = backend.run(case.call(backend, state))
+        implementation = result.implementation
+        error = exact.error_of(result.out)
+        # What `attention` does on top of the backend must not fail either.
+        case.run(name, state)
+    except Exception as raised:  # whatever a kernel or its package raises
+        return Measurement(shape, name, "failed", raised_line(raised), implementation, bound=bound)
+    if error != error or error == float("inf"):
+        return Measurement(shape, name, "wrong", "the result is not finite", implementation, bound=bound)
+    if bound is not None and error > bound:
+        said = f"the error {error:.1e} is above the bound {bound:.1e}"
+        return Measurement(shape, name, "wrong", said, implementation, error=error, bound=bound)
+    return Measurement(shape, name, "measured", "", implementation, error=error, bound=bound)
+
+
+def _runner(case: _Case, name: str, state: AttentionState) -> Callable[[], object]:
+    return lambda: case.run(name, state)
+
+
+def _matmul(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _find(name: str) -> Backend | None:
+    try:
+        return find_backend(name)
+    except Exception:  # a backend's file stands or falls with the packages it imports
+        return None

@@ -1,0 +1,79 @@
+"""A picture of a benchmark: a panel a shape, a bar a backend, and the rate of a matrix product as a line."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
+from diffusion_runtime.benchmark.shapes import AttentionShape
+from diffusion_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ENDINGS = (".png", ".svg", ".pdf", ".jpg", ".webp")
+_COLUMNS = 2
+_BAR_INCHES = 0.32
+
+
+def check_plotting(path: Path) -> None:
+    """Raises ConfigError for an ending that is no picture's, and without matplotlib, which names the extra."""
+    if path.suffix.lower() not in _ENDINGS:
+        raise ConfigError(f"--plot: expected a file that ends in {', '.join(_ENDINGS)}, got {str(path)!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; type: pip install 'diffusion-runtime[plot]'")
+
+
+def plot_benchmark(benchmark: AttentionBenchmark, path: Path) -> None:
+    """Write the picture to `path`; its ending says the format. Raises ConfigError as check_plotting does, OSError."""
+    check_plotting(path)
+    # Not pyplot, which keeps state and may look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shapes = [shape for shape in benchmark.shapes if any(row.samples for row in benchmark.of_shape(shape))]
+    num_rows = max(1, -(-len(shapes) // _COLUMNS))
+    columns = min(_COLUMNS, max(1, len(shapes)))
+    most_bars = max((len(_bars(benchmark, shape)) for shape in shapes), default=1)
+    height = num_rows * (1.1 + _BAR_INCHES * most_bars) + 0.6
+    figure = Figure(figsize=(6.2 * columns, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"Attention, {benchmark.dtype}: {benchmark.device}")
+    backends = list(dict.fromkeys(row.backend for row in benchmark.measurements))
+    axes = list(figure.subplots(num_rows, columns, squeeze=False).flat)
+    for axis, shape in zip(axes, shapes, strict=False):
+        _draw(axis, shape, _bars(benchmark, shape), backends)
+    for axis in axes[len(shapes) :]:
+        axis.set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _bars(benchmark: AttentionBenchmark, shape: AttentionShape) -> list[Measurement]:
+    return [row for row in benchmark.of_shape(shape) if row.samples]
+
+
+def _draw(axis: Axes, shape: AttentionShape, rows: list[Measurement], backends: list[str]) -> None:
+    names = [row.backend for row in rows]
+    rates = [row.tflops or 0.0 for row in rows]
+    colours = [f"C{backends.index(name) % 10}" for name in names]
+    bars = axis.barh(range(len(rows)), rates, color=colours)
+    times = axis.bar_label(bars, [f"{row.milliseconds:.3g} ms" for row in rows], padding=3, fontsize=8)
+    for time in times:
+        # The line may run behind it.
+        time.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+    axis.set_yticks(range(len(rows)), names)
+    axis.invert_yaxis()
+    axis.set_title(f"{shape.name}: {shape.describe()}", fontsize=8)
+    axis.set_xlabel("TF/s, over the pairs of exact attention", fontsize=8)
+    right = max(rates)
+    if rows[0].matmul_tflops is not None:
+        axis.axvline(rows[0].matmul_tflops, color="grey", linestyle="--", linewidth=1)
+        right = max(right, rows[0].matmul_tflops)
+        label = "matrix product"
+        axis.text(rows[0].matmul_tflops, 0.02, label, rotation=90, fontsize=7, color="grey", ha="right",
+                  transform=axis.get_xaxis_transform())  # fmt: skip
+    axis.set_xlim(0, 1.18 * right)
+    axis.grid(axis="x", alpha=0.3)

@@ -1,0 +1,71 @@
+"""`--num-gpus N`: the same command line again in N processes, and one word about how they ended."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_runtime.cli.failures import INTERRUPTED, Failure, Interrupted
+from diffusion_runtime.cli.outputs import Outputs
+from diffusion_runtime.cli.terminal import Terminal
+
+PROMPT_FILE_FLAG = "--prompt-file"
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What was typed. piped_prompts: those that were read from standard input, which cannot be read again."""
+
+    arguments: tuple[str, ...]
+    piped_prompts: tuple[str, ...] = ()
+
+    def again(self, prompt_file: Path) -> tuple[str, ...]:
+        """The same command line for several processes. prompt_file: a file that may be written for them."""
+        if not self.piped_prompts:
+            return self.arguments
+        prompt_file.write_text("\n".join(self.piped_prompts) + "\n", encoding="utf-8")
+        arguments = list(self.arguments)
+        for place, argument in enumerate(arguments):
+            if argument == f"{PROMPT_FILE_FLAG}=-":
+                arguments[place] = f"{PROMPT_FILE_FLAG}={prompt_file}"
+            elif argument == "-" and place and arguments[place - 1] == PROMPT_FILE_FLAG:
+                arguments[place] = str(prompt_file)
+        return tuple(arguments)
+
+
+def launch_processes(
+    command_line: CommandLine, num_processes: int, device: str, outputs: Outputs, terminal: Terminal, schema: str | None
+) -> int:
+    """Run the command in `num_processes` processes; returns the exit code, which is what one process would have."""
+    from diffusion_runtime.cli.ranks import say_failure
+    from diffusion_runtime.media.publish import remove_temporary_files
+    from diffusion_runtime.parallel.failure import RankFailure
+    from diffusion_runtime.parallel.launch import Interrupted as RunInterrupted
+    from diffusion_runtime.parallel.launch import launch, this_program
+
+    with tempfile.TemporaryDirectory(prefix="diffusion-runtime-") as folder:
+        arguments = command_line.again(Path(folder) / "prompts.txt")
+        try:
+            failure = launch(
+                (*this_program(), *arguments),
+                num_processes,
+                on_cpu=device == "cpu",
+                verbose=terminal.verbose,
+                on_death=lambda process: remove_temporary_files(outputs.folder, process),
+            )
+        except RunInterrupted as interrupted:
+            if not interrupted.is_said:
+                say_failure(terminal, RankFailure.of_interruption(Failure.of(Interrupted()).message), schema)
+            return INTERRUPTED
+    if failure is None:
+        return 0
+    if not failure.is_said:
+        say_failure(terminal, failure, schema)
+    return failure.exit_code
+
+
+def piped_prompts(prompt_file: str | None, prompts: Sequence[str], num_others: int) -> tuple[str, ...]:
+    """Those of `prompts` that came from standard input: all but the first `num_others`."""
+    return tuple(prompts[num_others:]) if prompt_file == "-" else ()

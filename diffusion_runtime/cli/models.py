@@ -1,0 +1,86 @@
+"""`models`: what can be loaded natively, how large it is, and where its settings are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from diffusion_runtime.cli import options
+from diffusion_runtime.cli.tables import plain_table
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+
+if TYPE_CHECKING:
+    from diffusion_runtime.models.published import PublishedModel
+
+SCHEMA = "diffusion_runtime.models/1"
+EPILOG = """[bold]Examples[/]
+
+diffusion-runtime models
+
+diffusion-runtime generate "a cat" --model-path Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+
+diffusion-runtime models --json
+"""
+_SHOWN_DTYPES = ("bfloat16", "float32")
+
+
+def models(as_json: options.Json = False) -> None:
+    """List the models that run on this project's own transformers, and what each needs.
+
+    Any other diffusers folder runs with --backend diffusers.
+    """
+    terminal = Terminal()
+    with terminal.log():
+        from diffusion_runtime.models.registry import published_models, supported_transformer_classes
+
+        listed, classes = published_models(), supported_transformer_classes()
+    if as_json:
+        put_on_stdout(json_text(_to_json_object(listed, classes)))
+    else:
+        show(listed)
+
+
+def _to_json_object(listed: Sequence[PublishedModel], classes: Sequence[str]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "transformer_classes": list(classes),
+        "models": [
+            {
+                "name": model.name,
+                "family": model.family,
+                "model_path": model.model_path,
+                "makes": model.makes,
+                "parameters": {component: round(1e9 * billions) for component, billions in model.parameters},
+                "download_gb": round(model.download_gb, 3),
+                "weights_gb": {dtype: round(model.memory_gb(dtype), 3) for dtype in _SHOWN_DTYPES},
+            }
+            for model in listed
+        ],
+    }
+
+
+def show(listed: Sequence[PublishedModel]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, file=sys.stdout)
+    rows = [
+        (
+            f"{model.model_path}\n  {model.makes}",
+            _gigabytes(model.download_gb) if model.download_gb else "inside",
+            *(_gigabytes(model.memory_gb(dtype)) for dtype in _SHOWN_DTYPES),
+        )
+        for model in listed
+    ]
+    console.print(plain_table(("--model-path", "download", "bf16", "fp32"), rows, "Models"))
+    for line in (
+        "bf16, fp32: device memory for all weights; a generation adds its own, by its size.",
+        "Settings for each: configs/ of the repository.",
+        "Any other diffusers pipeline runs with --backend diffusers.",
+    ):
+        console.print(Text(line))
+
+
+def _gigabytes(amount: float) -> str:
+    return f"{amount:.0f} GB" if amount >= 10 else f"{amount:.1f} GB" if amount >= 0.1 else f"{1000 * amount:.0f} MB"

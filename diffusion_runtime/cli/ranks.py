@@ -1,0 +1,146 @@
+"""A command as one of several processes: join the others, stay quiet unless it is this one's turn, end with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from diffusion_runtime.cli.failures import INTERRUPTED, Failure, Interrupted
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.cli.together import InWorld
+from diffusion_runtime.parallel.failure import RankFailure, RunEnded
+from diffusion_runtime.parallel.place import Place
+
+if TYPE_CHECKING:
+    from diffusion_runtime.parallel.world import World
+
+# A process that is told to end without a word looks this long for the reason, which another one may be saying.
+_SECONDS_TO_LEARN_WHY = 2.0
+
+Work = Callable[[InWorld, Terminal], int]
+
+
+class Rank:
+    """One process of a run. schema: of the JSON object that a failure is said as, None for text alone."""
+
+    def __init__(self, place: Place, terminal: Terminal, schema: str | None) -> None:
+        self._place = place
+        # Whose fault it was is said by whoever finds out; everything else by the first process.
+        self._voice = terminal
+        self._terminal = terminal if place.is_first else Terminal(quiet=True, silent=True)
+        self._schema = schema
+        self._is_announcing = False
+
+    def run(self, work: Work) -> NoReturn:
+        """Do `work` together with the other processes, and end the process with the exit code that all have."""
+        if not self._voice.verbose:
+            # torch's C++ code says on standard error whatever it also raises. Read when torch is loaded.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        signal.signal(signal.SIGTERM, self._end_quietly)
+        world: World | None = None
+        try:
+            from diffusion_runtime.parallel.world import World
+
+            world = World.join(self._place, announce=self._announce, describe=_describe)
+            with self._terminal.log():
+                code = work(InWorld(world), self._terminal)
+            if code != INTERRUPTED:
+                # An interrupted process may have left others in the middle of a collective.
+                world.agree(None)
+                world.leave()
+            self._record_what_was_said(code)
+        except BaseException as error:
+            code = self._fail(error, world)
+        self._exit(code)
+
+    def _fail(self, error: BaseException, world: World | None) -> int:
+        """Say why the run ends, unless another process does; returns the exit code."""
+        try:
+            if isinstance(error, RunEnded):
+                ending = error.failure or self._learn_why(world)
+                return self._interrupted() if ending is None else ending.exit_code
+            if isinstance(error, KeyboardInterrupt):
+                return self._interrupted()
+            if world is None:
+                failure = _describe(self._place.rank, error)
+                self._announce(failure)
+                return failure.exit_code
+            return world.end(world.failure_of(error)).exit_code
+        except BaseException as second:  # told to end while it was finding out why
+            if isinstance(second, RunEnded) and second.failure is not None:
+                return second.failure.exit_code
+            ending = self._learn_why(world)
+            return 1 if ending is None else ending.exit_code
+
+    def _learn_why(self, world: World | None) -> RankFailure | None:
+        deadline = time.monotonic() + _SECONDS_TO_LEARN_WHY
+        try:
+            while world is not None and time.monotonic() < deadline:
+                if (ending := world.ending()) is not None:
+                    return ending
+                # Our own launcher ends its processes with SIGTERM for one reason alone, and says it.
+                if self._place.is_launched:
+                    return RankFailure(self._place.rank, "", "", 1)
+                time.sleep(0.1)
+        except RuntimeError:
+            # The board went away with its launcher.
+            return RankFailure(self._place.rank, "", "", 1)
+        return None
+
+    def _interrupted(self) -> int:
+        if self._place.is_first:
+            self._announce(RankFailure.of_interruption(Failure.of(Interrupted()).message), is_said=True)
+        return INTERRUPTED
+
+    def _announce(self, failure: RankFailure, *, is_said: bool = False) -> None:
+        """Tell the user, or the launcher who will. It may be called in the watch's thread."""
+        self._is_announcing = True
+        if is_said or not self._place.is_launched:
+            say_failure(self._voice, failure, self._schema)
+            # torchrun shows what stands in this file at the end.
+            failure = dataclasses.replace(failure, message="said above", trace="said above", is_said=True)
+        if self._place.error_file is not None:
+            failure.write(self._place.error_file)
+        self._is_announcing = False
+
+    def _record_what_was_said(self, code: int) -> None:
+        """For the launcher: this exit code needs no further word."""
+        if code and self._place.error_file is not None:
+            RankFailure(self._place.rank, "", "said above", code, is_said=True).write(self._place.error_file)
+
+    def _end_quietly(self, *_: object) -> None:
+        if not self._is_announcing:
+            raise RunEnded
+
+    def _exit(self, code: int) -> NoReturn:
+        # What is left are threads of torch that may wait for processes that are gone.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                continue
+        os._exit(code)
+
+
+def say_failure(terminal: Terminal, failure: RankFailure, schema: str | None) -> None:
+    """One message on standard error and, where results are JSON, one object on standard output."""
+    terminal.error(failure.message, failure.trace)
+    if schema is not None:
+        said = {"error": failure.message, "kind": failure.kind, "exit_code": failure.exit_code}
+        put_on_stdout(json_text({"schema": schema, "items": [], **said}))
+
+
+def _describe(rank: int, error: BaseException) -> RankFailure:
+    """An error as a user sees it. What is wrong with the command is wrong on every rank, and none is named."""
+    failure = Failure.of(error)
+    from diffusion_runtime.errors import BackendUnavailableError, UsageError
+
+    is_everybodys = isinstance(error, UsageError | BackendUnavailableError)
+    message = failure.message if is_everybodys else f"rank {rank}: {failure.message}"
+    return RankFailure(rank, failure.kind, message, failure.exit_code, failure.trace)

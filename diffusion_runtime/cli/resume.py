@@ -1,0 +1,93 @@
+"""`--resume`: which results of a run that was interrupted are there already.
+
+A result is done when its file and its sidecar are both there and were made by the same request, model and attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.cli.outputs import Outputs
+from diffusion_runtime.errors import OutputError, UsageError
+from diffusion_runtime.request import GenerationRequest
+
+# What of a recipe's `model` and of each row of its `attention` must be the same. The device may be another one, and so
+# may the way in which processes share the work: neither changes what is made.
+_MODEL_KEYS = ("path", "family", "config_sha256", "dtype")
+_ATTENTION_KEYS = ("role", "when", "layers", "backend", "options")
+
+
+def find_finished(
+    requests: Sequence[GenerationRequest], outputs: Outputs, description: Mapping[str, Any]
+) -> list[Path | None]:
+    """For each resolved request the file that holds its result, None when it has to be made.
+
+    description: PipelineDescription.to_dict() of the model that would make it. A sidecar whose file is missing, which a
+    process that was killed while writing may leave, is removed when it is the request's. Raises UsageError for a name
+    that a file with another recipe has, which the result could not get.
+    """
+    from diffusion_runtime.media import numbered
+
+    taken: set[Path] = set()
+    finished: list[Path | None] = []
+    all_wanted = [essence({**description, "request": request.to_dict()}) for request in requests]
+    for request, wanted in zip(requests, all_wanted, strict=True):
+        number, found, strangers = 1, None, []
+        while found is None:
+            path = numbered(outputs.target(request), number)
+            number += 1
+            if path in taken:
+                continue
+            if not path.exists():
+                _remove_orphan(path.with_suffix(".json"), wanted)
+                break
+            there = _recipe_essence(path)
+            if there == wanted:
+                found = path
+            elif there not in all_wanted:
+                strangers.append(path)
+        if found is None and strangers:
+            raise UsageError(
+                f"--resume: {strangers[0]} was not made by this command: its recipe is another one, or missing. Move "
+                "it, or choose another --output-path"
+            )
+        if found is not None:
+            taken.add(found)
+        finished.append(found)
+    return finished
+
+
+def essence(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What two recipes of the same result have in common, in JSON's types."""
+    import json
+
+    model = recipe.get("model")
+    attention = recipe.get("attention")
+    rows = attention if isinstance(attention, list) else []
+    kept = {
+        "request": recipe.get("request"),
+        "model": {key: model.get(key) for key in _MODEL_KEYS} if isinstance(model, Mapping) else None,
+        "attention": [{key: row.get(key) for key in _ATTENTION_KEYS} for row in rows if isinstance(row, Mapping)],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(kept, sort_keys=True))
+    return plain
+
+
+def _recipe_essence(path: Path) -> dict[str, Any] | None:
+    """Of a file that has its sidecar; None for any other."""
+    from diffusion_runtime.media import read_recipe
+
+    sidecar = path.with_suffix(".json")
+    if not sidecar.is_file():
+        return None
+    try:
+        return essence(read_recipe(sidecar))
+    except OutputError:
+        return None
+
+
+def _remove_orphan(sidecar: Path, wanted: Mapping[str, Any]) -> None:
+    if _recipe_essence(sidecar) == wanted:
+        sidecar.unlink(missing_ok=True)

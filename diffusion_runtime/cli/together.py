@@ -1,0 +1,78 @@
+"""How the processes that run one command stay in step: one of them writes, all know whether it succeeded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from diffusion_runtime.cli.failures import Failure
+
+if TYPE_CHECKING:
+    from diffusion_runtime.parallel.world import World
+
+Made = TypeVar("Made")
+
+
+class Together(ABC):
+    """world: the processes of the run; None for one alone."""
+
+    world: World | None = None
+
+    @property
+    @abstractmethod
+    def is_first(self) -> bool:
+        """Whether this process writes files and results."""
+
+    @abstractmethod
+    def agree(self, error: Exception | None) -> Failure | None:
+        """What all processes make of an error that this one met, or did not: the same on all of them."""
+
+    @abstractmethod
+    def from_first(self, make: Callable[[], str]) -> str:
+        """What `make` returns on the first process, which alone calls it."""
+
+    def attempt(self, work: Callable[[], Made]) -> tuple[Made | None, Failure | None]:
+        """What `work` makes, or why it could not; on all processes alike."""
+        try:
+            made = work()
+        except Exception as error:  # whatever it is, other items are still wanted
+            return None, self.agree(error)
+        return made, self.agree(None)
+
+    def path_from_first(self, make: Callable[[], Path]) -> Path:
+        return Path(self.from_first(lambda: str(make())))
+
+
+class Alone(Together):
+    """One process."""
+
+    @property
+    def is_first(self) -> bool:
+        return True
+
+    def agree(self, error: Exception | None) -> Failure | None:
+        return None if error is None else Failure.of(error)
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        return make()
+
+
+class InWorld(Together):
+    """One of several processes. An error that only some of them meet ends the run: RunEnded is raised."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.world = world
+
+    @property
+    def is_first(self) -> bool:
+        return self._world.is_first
+
+    def agree(self, error: Exception | None) -> Failure | None:
+        agreed = self._world.agree(None if error is None else self._world.failure_of(error))
+        return None if agreed is None else Failure(agreed.kind, agreed.message, agreed.exit_code, agreed.trace)
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        return self._world.from_first(make)

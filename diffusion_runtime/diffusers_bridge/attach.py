@@ -1,0 +1,283 @@
+"""attach: our attention inside a model or a pipeline of diffusers, until it is detached."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport
+from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
+from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, device_of, dtype_of
+from diffusion_runtime.diffusers_bridge.grids import token_order
+from diffusion_runtime.diffusers_bridge.interception import SdpaCall, TakenModule, is_taken
+from diffusion_runtime.diffusers_bridge.modules import FoundModule, find_attention_modules
+from diffusion_runtime.diffusers_bridge.steps import StepFollower
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError
+
+_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
+
+# How many modules a message lists before it counts the rest.
+_MAX_LISTED = 6
+
+
+@dataclass(frozen=True)
+class UnreachedModule:
+    """An attention module that keeps diffusers' own attention. component: of the pipeline; path: in the component."""
+
+    component: str
+    path: str
+    processor: str
+    reason: str
+
+
+def attach(
+    model_or_pipeline: Any,
+    config: Any = None,
+    *,
+    override: Any = None,
+    scheduler: Any = None,
+    device: str | torch.device | None = None,
+) -> AttachedAttention:
+    """Put our attention into a diffusers pipeline (its transformers or UNets), or into one model, until detached.
+
+    config: what AttentionConfig.parse takes: a backend's name, per role, schedules; None leaves it to the environment
+    and the platform. override: the same one level higher, as a command line does. scheduler: of the pipeline that a
+    single model belongs to, for choices by step. device: where it will run, when it is moved there later.
+
+    Nothing outside the model is changed, so other pipelines of the process keep their attention, attached or not. The
+    handle is a context manager; `detach()` puts back what was there.
+
+    Raises ConfigError for choices that are wrong, something that has no attention, or a model that is attached already,
+    and BackendUnavailableError for choices that cannot run or that reach no attention module at all. Modules that are
+    not reached while others are: a warning that lists them.
+    """
+    handle = plan_attachment(model_or_pipeline, config, override=override, scheduler=scheduler, device=device)
+    handle.take_modules()
+    if handle.others:
+        _logger.warning(handle.reach)
+    return handle
+
+
+def plan_attachment(
+    model_or_pipeline: Any,
+    config: Any = None,
+    *,
+    override: Any = None,
+    scheduler: Any = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    component: str | None = None,
+) -> AttachedAttention:
+    """What `attach` would do, checked and not done: the handle of a model that is still its own.
+
+    dtype: what it will compute in, where its weights do not say so. component: what messages call a single model.
+    Raises what `attach` raises.
+    """
+    denoisers = denoisers_of(model_or_pipeline)
+    if component is not None:
+        denoisers = dict(zip((component,), denoisers.values(), strict=True))
+    if scheduler is None:
+        scheduler = getattr(model_or_pipeline, "scheduler", None)
+    found = {name: find_attention_modules(model) for name, model in denoisers.items()}
+    everything = [(name, module) for name, modules in found.items() for module in modules]
+    if not everything:
+        raise ConfigError(f"attach: {type(model_or_pipeline).__name__} has no attention module")
+    if any(is_taken(module.module) for _, module in everything):
+        raise ConfigError("attach: this model is attached already; call detach() on its handle first")
+    others = tuple(
+        UnreachedModule(name, module.path, module.processor, module.unreached)
+        for name, module in everything
+        if module.unreached
+    )
+    if len(others) == len(everything):
+        raise BackendUnavailableError(
+            f"attach: none of the {len(everything)} attention modules of {type(model_or_pipeline).__name__} can be "
+            f"reached: {listed(others)}. It runs with diffusers' own attention only",
+            [("attach", f"{other.processor}: {other.reason}") for other in others[:1]],
+        )
+    policies = {
+        name: AttentionPolicy(
+            cli=AttentionConfig.parse(override),
+            config=AttentionConfig.parse(config),
+            device=str(device_of(model_or_pipeline, model, device)),
+            dtype=dtype_of(model) if dtype is None else dtype,
+        )
+        for name, model in denoisers.items()
+    }
+    return AttachedAttention(denoisers, found, others, policies, StepFollower(scheduler))
+
+
+class AttachedAttention:
+    """What `attach` returns. num_modules, num_reached: attention modules, all and those with our attention; others:
+    the rest, with the reason for each."""
+
+    def __init__(
+        self,
+        denoisers: dict[str, nn.Module],
+        found: dict[str, list[FoundModule]],
+        others: tuple[UnreachedModule, ...],
+        policies: dict[str, AttentionPolicy],
+        follower: StepFollower,
+    ) -> None:
+        self.others = others
+        self.num_modules = sum(map(len, found.values()))
+        self.num_reached = self.num_modules - len(others)
+        self._follower = follower
+        self._recorder = AttentionRecorder()
+        self._denoisers = [
+            _AttachedDenoiser(name, model, index, found[name], policies[name], self)
+            for index, (name, model) in enumerate(denoisers.items())
+        ]
+
+    def take_modules(self) -> None:
+        """Begin. Only `attach` calls it, once every choice is known to run."""
+        for denoiser in self._denoisers:
+            denoiser.take()
+
+    @property
+    def reach(self) -> str:
+        """`attention modules reached: 2 of 3; ...` with the reason for each that is not."""
+        text = f"attention modules reached: {self.num_reached} of {self.num_modules}"
+        return text + (f"; diffusers' own attention stays in {listed(self.others)}" if self.others else "")
+
+    @property
+    def modules(self) -> tuple[ModuleAttention, ...]:
+        """The reached modules, in the order in which the models hold them."""
+        return tuple(module for denoiser in self._denoisers for module in denoiser.modules)
+
+    def report(self) -> AttentionReport:
+        """What ran since the attaching or the last `start_report`."""
+        report = self._recorder.report()
+        return AttentionReport(report.rows, report.libraries, (self.reach, *report.notes))
+
+    def start_report(self) -> None:
+        """Begin a new report."""
+        self._recorder = AttentionRecorder()
+
+    def set_step(self, index: int, num_steps: int, branch: str = "cond") -> None:
+        """Say which denoising step comes next, in a loop of your own without a scheduler that is known."""
+        self._follower.set_step(StepInfo(index=index, num_steps=num_steps, branch=branch))
+
+    def check_request(self, num_steps: int) -> None:
+        """Raises ConfigError for options that cannot serve a request of so many steps."""
+        for module in self.modules:
+            module.check_request(num_steps)
+
+    def detach(self) -> None:
+        """Put back what was there. Again, or after an exception: harmless."""
+        for denoiser in self._denoisers:
+            denoiser.give_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def begin_pass(self, denoiser: _AttachedDenoiser, arguments: dict[str, Any]) -> ForwardPass:
+        """A forward pass of one of the models begins."""
+        num_steps = self._follower.begins_request()
+        if num_steps is not None:
+            self.check_request(num_steps)
+        step = self._follower.next_pass(denoiser.index, arguments.get("timestep", arguments.get("t")))
+        order = denoiser.order
+        grid = None if order is None else order.read_grid(arguments, dict(denoiser.model.config))
+        return ForwardPass(step, self._follower.state, order, grid)
+
+    def attend(
+        self, module: ModuleAttention, now: ForwardPass, call: SdpaCall, number: int, masks: Any
+    ) -> torch.Tensor:
+        return module.attend(call, number, masks, now, self._recorder)
+
+    def note_unseen(self, component: str, module: ModuleAttention) -> None:
+        """A reached module ran without a call that could be taken over."""
+        self._recorder.note(
+            f"{component}: {module.found.processor} ran without torch's attention at least once, such as in "
+            f"{module.found.path}"
+        )
+
+
+class _AttachedDenoiser:
+    """One model of what is attached, and the forward pass that it is in."""
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        index: int,
+        found: list[FoundModule],
+        policy: AttentionPolicy,
+        owner: AttachedAttention,
+    ) -> None:
+        self.model: Any = model
+        self.index = index
+        self.order = token_order(model)
+        self._name = name
+        self._owner = owner
+        self._now = ForwardPass()
+        self._taken: list[TakenModule] = []
+        self._hooks: list[Any] = []
+        self._parameters = inspect.signature(type(model).forward)
+        self.modules = [
+            ModuleAttention(module, policy, self.order is not None) for module in found if not module.unreached
+        ]
+
+    def take(self) -> None:
+        from diffusers.models.attention_dispatch import AttentionBackendName
+
+        for module in self.modules:
+            self._taken.append(
+                TakenModule(
+                    module.found.module,
+                    functools.partial(self._attend, module),
+                    functools.partial(self._ran, module),
+                    AttentionBackendName.NATIVE,
+                )
+            )
+        # Hooks, and no method of ours in the model's place: offloading puts its own there, before or after.
+        self._hooks.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._hooks.append(self.model.register_forward_hook(self._end, always_call=True))
+
+    def give_back(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for taken in reversed(self._taken):
+            taken.give_back()
+        self._hooks, self._taken = [], []
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = dict(self._parameters.bind_partial(model, *args, **kwargs).arguments)
+        self._now = self._owner.begin_pass(self, arguments)
+
+    def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        # What was read from masks goes with the pass.
+        self._now = ForwardPass()
+
+    def _attend(
+        self, module: ModuleAttention, call: SdpaCall, number: int, masks: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return self._owner.attend(module, self._now, call, number, masks)
+
+    def _ran(self, module: ModuleAttention, num_calls: int) -> None:
+        if num_calls == 0:
+            self._owner.note_unseen(self._name, module)
+
+
+def listed(others: Sequence[UnreachedModule]) -> str:
+    """`transformer.blocks.0.attn1 (X computes attention by hand), ... and 12 more`."""
+    shown = [f"{other.component}.{other.path} ({other.reason})" for other in others[:_MAX_LISTED]]
+    rest = len(others) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -1,0 +1,58 @@
+"""Which models of a diffusers pipeline denoise, where they run and in what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.policy import dtype_name
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.hardware import DTYPES, resolve_device
+
+# Where diffusers keeps the classes of models that denoise.
+_DENOISER_PACKAGES = ("transformers", "unets", "controlnets")
+
+
+def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
+    """The models that denoise, by component name. Raises ConfigError."""
+    if isinstance(model_or_pipeline, nn.Module):
+        return {type(model_or_pipeline).__name__: model_or_pipeline}
+    components = getattr(model_or_pipeline, "components", None)
+    if not isinstance(components, dict):
+        raise ConfigError(
+            f"attach: expected a diffusers pipeline or a torch module, got {type(model_or_pipeline).__name__}"
+        )
+    chosen = {name: part for name, part in components.items() if isinstance(part, nn.Module) and _denoises(name, part)}
+    if not chosen:
+        raise ConfigError(
+            f"attach: {type(model_or_pipeline).__name__} has no transformer and no UNet; it has "
+            f"{', '.join(components)}. Attach to the model itself"
+        )
+    return chosen
+
+
+def _denoises(name: str, component: nn.Module) -> bool:
+    package = type(component).__module__.split(".")
+    if package[:2] == ["diffusers", "models"]:
+        return package[2] in _DENOISER_PACKAGES
+    return name.startswith(("transformer", "unet"))
+
+
+def device_of(model_or_pipeline: Any, model: nn.Module, stated: str | torch.device | None) -> torch.device:
+    """Where a model will run. stated: by whoever knows better."""
+    if stated is not None:
+        return resolve_device(str(stated))
+    # Offloaded models wait on the CPU and run elsewhere; the pipeline knows where.
+    place = getattr(model_or_pipeline, "_execution_device", None)
+    if isinstance(place, torch.device) and place.type != "meta":
+        return place
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """What it computes in. Quantised weights say nothing about that; bfloat16 is what they come with."""
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    known = (*DTYPES, "float64")
+    return next((dtype for dtype in dtypes if dtype_name(dtype) in known), torch.bfloat16)

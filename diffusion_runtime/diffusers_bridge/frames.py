@@ -1,0 +1,97 @@
+"""Pictures on their way into a diffusers pipeline, and what it returned as frames."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy
+import numpy.typing
+import torch
+
+from diffusion_runtime.errors import DiffusionRuntimeError, RequestError
+from diffusion_runtime.media.images import FORMATS
+
+
+def open_image(path: str) -> Any:
+    """An image file as Pillow's RGB image, of its own size: pipelines scale what they are given.
+
+    Raises RequestError for a file that is missing or is no image.
+    """
+    from PIL import Image
+
+    source = Path(path)
+    if not source.is_file():
+        raise RequestError(f"image_path: {source}: {'this is a folder' if source.is_dir() else 'no such file'}")
+    try:
+        with warnings.catch_warnings():
+            # A picture of billions of pixels in a few bytes.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(source, formats=FORMATS) as image:
+                return image.convert("RGB")
+    except Exception as error:  # a stranger's bytes may upset a decoder in any way it knows
+        raise RequestError(f"image_path: {source} is not a readable {', '.join(FORMATS)} image: {error}") from error
+
+
+def frames_of(result: Any, pipeline_class: str) -> numpy.typing.NDArray[numpy.uint8]:
+    """uint8 [num_frames, height, width, 3], of the first sample.
+
+    Raises DiffusionRuntimeError when the pipeline made neither images nor a video, or numbers that are not finite.
+    """
+    frames, images = getattr(result, "frames", None), getattr(result, "images", None)
+    if frames is not None:
+        made = _sample(frames)
+    elif images is not None:
+        made = images
+    else:
+        raise DiffusionRuntimeError(
+            f"{pipeline_class} returned {type(result).__name__} with neither images nor frames; it cannot be saved here"
+        )
+    array = _array(made)
+    if array.ndim == 5:
+        array = array[0]
+    if array.ndim == 3:
+        array = array[None]
+    if array.ndim != 4:
+        raise DiffusionRuntimeError(f"{pipeline_class} returned frames of shape {list(array.shape)}; cannot save them")
+    if array.shape[-1] not in (1, 3, 4) and array.shape[1] in (1, 3, 4):
+        array = array.transpose(0, 2, 3, 1)
+    if array.shape[-1] == 1:
+        array = array.repeat(3, axis=-1)
+    return _bytes(array[..., :3], pipeline_class)
+
+
+def _sample(frames: Any) -> Any:
+    """The first video: a list of lists, or one dimension more than a video has."""
+    if isinstance(frames, list | tuple) and frames and isinstance(frames[0], list | tuple | numpy.ndarray):
+        return frames[0]
+    return frames
+
+
+def _array(made: Any) -> numpy.typing.NDArray[Any]:
+    if isinstance(made, torch.Tensor):
+        return made.detach().float().cpu().numpy()
+    if isinstance(made, list | tuple):
+        return numpy.stack([_picture(picture) for picture in made])
+    return numpy.asarray(made)
+
+
+def _picture(picture: Any) -> numpy.typing.NDArray[Any]:
+    from PIL import Image
+
+    if isinstance(picture, Image.Image):
+        return numpy.asarray(picture.convert("RGB"))
+    return _array(picture)
+
+
+def _bytes(array: numpy.typing.NDArray[Any], pipeline_class: str) -> numpy.typing.NDArray[numpy.uint8]:
+    """Frames in [0, 1] or bytes, as bytes."""
+    if array.dtype == numpy.uint8:
+        return numpy.ascontiguousarray(array)
+    if not numpy.isfinite(array).all():
+        raise DiffusionRuntimeError(
+            f"{pipeline_class} made numbers that are not finite: they overflowed, or the weights are damaged. Use "
+            "dtype float32 or bfloat16, or copy the model again"
+        )
+    return numpy.ascontiguousarray((array.astype(numpy.float32) * 255).round().clip(0, 255).astype(numpy.uint8))

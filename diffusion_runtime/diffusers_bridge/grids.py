@@ -1,0 +1,98 @@
+"""Where tokens sit inside the diffusers models whose forward says so: the grid, and the text beside it.
+
+Keys are class names of diffusers. A model that is not here runs like any other; only choices that need a grid are
+refused for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.layout import TokenLayout
+
+Grid: TypeAlias = tuple[int, int, int]
+# (arguments of the model's forward by name, the model's config) -> (frames, height, width) in tokens.
+ReadGrid: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], Grid | None]
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """read_grid: out of one call of the model. text: where the text stands in its self-attention, if it is there."""
+
+    read_grid: ReadGrid
+    text: Literal["none", "before", "after"]
+
+    def layout(self, grid: Grid | None, num_queries: int, num_keys: int) -> TokenLayout | None:
+        """The layout of a self-attention; None when it does not fit the grid."""
+        if grid is None or num_queries != num_keys:
+            return None
+        num_text_tokens = num_keys - TokenLayout(grid).num_tokens
+        if num_text_tokens < 0 or (num_text_tokens > 0 and self.text == "none"):
+            return None
+        before = num_text_tokens if self.text == "before" else 0
+        return TokenLayout(grid, num_prefix_tokens=before, num_suffix_tokens=num_text_tokens - before)
+
+
+def _latents_with_frames_third(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Grid | None:
+    """hidden_states: [batch, channels, frames, height, width]."""
+    return _patched(arguments, config, axis=2)
+
+
+def _latents_with_frames_second(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Grid | None:
+    """hidden_states: [batch, frames, channels, height, width]."""
+    return _patched(arguments, config, axis=1)
+
+
+def _patched(arguments: Mapping[str, Any], config: Mapping[str, Any], axis: int) -> Grid | None:
+    latents = arguments.get("hidden_states")
+    if not isinstance(latents, torch.Tensor) or latents.dim() != 5:
+        return None
+    patch = config["patch_size"]
+    if isinstance(patch, int):
+        patch = (config.get("patch_size_t") or 1, patch, patch)
+    sizes = (latents.shape[axis], latents.shape[3], latents.shape[4])
+    frames, height, width = (size // step for size, step in zip(sizes, patch, strict=True))
+    return frames, height, width
+
+
+def _named_sizes(arguments: Mapping[str, Any], _config: Mapping[str, Any]) -> Grid | None:
+    """num_frames, height, width: of the tokens."""
+    sizes = (arguments.get("num_frames"), arguments.get("height"), arguments.get("width"))
+    frames, height, width = sizes
+    if isinstance(frames, int) and isinstance(height, int) and isinstance(width, int):
+        return frames, height, width
+    return None
+
+
+def _image_shapes(arguments: Mapping[str, Any], _config: Mapping[str, Any]) -> Grid | None:
+    """img_shapes: for each sample the grids of its images; known when there is one image and all samples agree."""
+    shapes = arguments.get("img_shapes")
+    if not isinstance(shapes, list) or not shapes:
+        return None
+    samples = [shape if isinstance(shape, list) else [shape] for shape in shapes]
+    if any(len(sample) != 1 or tuple(sample[0]) != tuple(samples[0][0]) for sample in samples):
+        return None
+    frames, height, width = samples[0][0]
+    return frames, height, width
+
+
+TOKEN_ORDERS: Mapping[str, TokenOrder] = {
+    "CogVideoXTransformer3DModel": TokenOrder(_latents_with_frames_second, "before"),
+    "HunyuanVideo15Transformer3DModel": TokenOrder(_latents_with_frames_third, "after"),
+    "HunyuanVideoTransformer3DModel": TokenOrder(_latents_with_frames_third, "after"),
+    "LTX2VideoTransformer3DModel": TokenOrder(_named_sizes, "none"),
+    "LTXVideoTransformer3DModel": TokenOrder(_named_sizes, "none"),
+    "MochiTransformer3DModel": TokenOrder(_latents_with_frames_third, "after"),
+    "QwenImageTransformer2DModel": TokenOrder(_image_shapes, "before"),
+    "WanTransformer3DModel": TokenOrder(_latents_with_frames_third, "none"),
+}
+
+
+def token_order(model: nn.Module) -> TokenOrder | None:
+    """What is known about a model's tokens; None for nothing."""
+    return TOKEN_ORDERS.get(type(model).__name__)

@@ -1,0 +1,174 @@
+"""What an attention mask hides, read once a forward pass: as lengths wherever it is padding, whatever its shape.
+
+A mask reaches torch's scaled_dot_product_attention as anything that broadcasts to [batch, heads, seq_q, seq_k], boolean
+(True: attend) or added to the scores. Models mean four things by it:
+
+- keys that are padding, on the right, on the left or in the middle (`KeyPadding`);
+- the same, and queries that are padding and see nothing (`KeyPadding` with `rows`);
+- few kinds of queries, each with its own keys (`QueryGroups`);
+- anything else (`OtherMask`), which only a backend that takes masks can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy
+import numpy.typing
+import torch
+
+BoolArray: TypeAlias = numpy.typing.NDArray[numpy.bool_]
+
+# An additive mask hides a key with this or less: exp() of it is 0 beside any score that is finite in 16 bits.
+_HIDDEN = -1e4
+# Above this many pairs a mask is not looked at row by row on the CPU.
+_MAX_PAIRS_ON_CPU = 1 << 22
+_MAX_GROUPS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPadding:
+    """Each sample sees some keys and not the others.
+
+    keys: [batch, seq_k] on the CPU. rows: [batch, seq_q] on the CPU, False for queries that see nothing; None when
+    every query sees the keys.
+    """
+
+    keys: BoolArray
+    rows: BoolArray | None
+    device: torch.device
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(int(count) for count in self.keys.sum(axis=1))
+
+    @cached_property
+    def is_on_the_right(self) -> bool:
+        """Whether each sample sees its first keys and no others."""
+        return bool((numpy.sort(self.keys, axis=1)[:, ::-1] == self.keys).all())
+
+    @cached_property
+    def visible_first(self) -> torch.Tensor:
+        """[batch, seq_k] on the device: an order of the keys with those that are seen first, in their own order."""
+        return torch.from_numpy(numpy.argsort(~self.keys, axis=1, kind="stable")).to(self.device)
+
+    @cached_property
+    def hidden_rows(self) -> torch.Tensor | None:
+        """[batch, seq_q, 1, 1] on the device, True for queries that see nothing."""
+        return None if self.rows is None else torch.from_numpy(~self.rows).to(self.device)[:, :, None, None]
+
+    def part(self, start: int, stop: int) -> KeyPadding:
+        """What it says of keys [start, stop)."""
+        return KeyPadding(self.keys[:, start:stop], None, self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class QueryGroups:
+    """For each sample: (queries, keys that they see), as indexes on the device; no keys: they see nothing."""
+
+    groups: tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OtherMask:
+    """A mask that is not padding: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean or additive."""
+
+    mask: torch.Tensor
+
+
+Visibility: TypeAlias = KeyPadding | QueryGroups | OtherMask | None
+
+
+class MaskReader:
+    """Reads each mask of one forward pass once; reading waits for the device."""
+
+    def __init__(self) -> None:
+        # The tensors are kept too: the memory of a live tensor is not given to another one.
+        self._read: dict[Hashable, tuple[Sequence[torch.Tensor], Visibility]] = {}
+
+    def read(
+        self, mask: torch.Tensor | None, shape: tuple[int, int, int], given: Sequence[torch.Tensor], origin: Hashable
+    ) -> Visibility:
+        """What `mask` hides in a call of `shape` (batch, seq_q, seq_k); None: nothing.
+
+        given, origin: the masks that the module was given, and who makes `mask` of them and how; equal ones make equal
+        masks, so that a mask which every block makes anew is read once. None as origin: nobody knows.
+        """
+        if mask is None:
+            return None
+        sources = list(given) if origin is not None and given else [mask]
+        if any(source.is_inference() for source in sources):
+            # Such tensors do not say when they are written to.
+            return read_mask(mask, shape)
+        key = (origin if sources[0] is not mask else None, mask.shape, mask.dtype, shape, *map(_identity, sources))
+        if key not in self._read:
+            self._read[key] = (sources, read_mask(mask, shape))
+        return self._read[key][1]
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+
+
+def read_mask(mask: torch.Tensor, shape: tuple[int, int, int]) -> Visibility:
+    """What `mask` hides in a call of `shape` (batch, seq_q, seq_k); None: nothing."""
+    batch, seq_q, seq_k = shape
+    full = mask
+    while full.dim() < 4:
+        full = full[None]
+    seen = full if full.dtype == torch.bool else _additive_as_boolean(full)
+    if seen is None or not _same_along(seen, 1):
+        return OtherMask(full)
+    seen = seen[:, 0].expand(batch, -1, seq_k)
+    if _same_along(seen, 1):
+        keys = _on_cpu(seen[:, 0])
+        return None if keys.all() else KeyPadding(keys, None, mask.device)
+    keys_seen, rows_seeing = seen.any(1), seen.any(2)
+    if bool((seen == (rows_seeing[:, :, None] & keys_seen[:, None, :])).all()):
+        return KeyPadding(_on_cpu(keys_seen), _on_cpu(rows_seeing), mask.device)
+    groups = _groups(seen, mask.device) if seq_q * seq_k <= _MAX_PAIRS_ON_CPU else None
+    return OtherMask(full) if groups is None else QueryGroups(groups)
+
+
+def _additive_as_boolean(mask: torch.Tensor) -> torch.Tensor | None:
+    """What a mask that is added to the scores leaves to be seen; None when it does more than hide.
+
+    A row that hides every key with a finite number hides none of them: softmax takes no notice of a constant.
+    """
+    hidden = mask <= _HIDDEN
+    only_hides = (hidden | (mask == 0)).all() & ~hidden.all(-1).any()
+    return ~hidden if bool(only_hides) else None
+
+
+def _same_along(seen: torch.Tensor, dim: int) -> bool:
+    if seen.shape[dim] == 1 or seen.stride(dim) == 0:
+        return True
+    return bool((seen == seen.narrow(dim, 0, 1)).all())
+
+
+def _groups(
+    seen: torch.Tensor, device: torch.device
+) -> tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...] | None:
+    """Queries with equal keys together, sample by sample; None when there are many kinds of queries."""
+    samples = []
+    for pairs in _on_cpu(seen):
+        kinds, kind_of = numpy.unique(pairs, axis=0, return_inverse=True)
+        if len(kinds) > _MAX_GROUPS:
+            return None
+        samples.append(
+            tuple(
+                (
+                    torch.from_numpy(numpy.flatnonzero(kind_of.reshape(-1) == kind)).to(device),
+                    torch.from_numpy(numpy.flatnonzero(keys)).to(device),
+                )
+                for kind, keys in enumerate(kinds)
+            )
+        )
+    return tuple(samples)
+
+
+def _on_cpu(seen: torch.Tensor) -> BoolArray:
+    return seen.contiguous().cpu().numpy()

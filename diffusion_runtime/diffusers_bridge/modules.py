@@ -1,0 +1,155 @@
+"""The attention modules inside a diffusers model: where they are, what they relate, and whether they can be reached.
+
+Reached is a module that ends in torch's scaled_dot_product_attention, by itself or through diffusers' dispatcher.
+Others compute attention by hand, such as linear attention, and there is no call to put another backend behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.roles import register_role
+
+# Text alone, before it meets the picture, and sound alone. No grid is there, so they are of category cross: a choice
+# that is made for grids passes over them.
+TEXT_ROLE = "diffusers.text"
+_AUDIO_ROLE = "diffusers.audio"
+_TEXT_PLACES = ("context_embedder", "token_refiner", "context_refiner", "text_embedder", "caption", "time_embed")
+
+# Names of attention modules in models with a second stream, and the roles they have.
+_ROLES_OF_NAMES = {
+    "audio_attn1": _AUDIO_ROLE,
+    "audio_attn2": "cross",
+    "audio_to_video_attn": "ltx2.audio_to_video",
+    "video_to_audio_attn": "ltx2.video_to_audio",
+}
+
+_ATTENTION_CALLS = frozenset({"dispatch_attention_fn", "scaled_dot_product_attention"})
+# How many functions deep a processor may hide its call.
+_MAX_CALL_DEPTH = 3
+
+for _name in (TEXT_ROLE, *_ROLES_OF_NAMES.values()):
+    register_role(_name, "cross")
+
+
+@dataclass(frozen=True)
+class FoundModule:
+    """One attention module of a model.
+
+    path: in the model. layer: its role, and the how manieth of that role it is. processor: the class that computes it,
+    the module's own for one without a processor. unreached: why it cannot be reached; empty when it can.
+    """
+
+    path: str
+    module: nn.Module
+    layer: LayerInfo
+    processor: str
+    unreached: str
+
+
+def find_attention_modules(model: nn.Module) -> list[FoundModule]:
+    """Every attention module of a model, in the order in which the model holds them."""
+    found = [(path, module, _role(path, module)) for path, module in model.named_modules() if _is_attention(module)]
+    counts: dict[str, int] = {}
+    for _, _, role in found:
+        counts[role] = counts.get(role, 0) + 1
+    seen: dict[str, int] = {}
+    listed = []
+    for path, module, role in found:
+        index = seen[role] = seen.get(role, -1) + 1
+        layer = LayerInfo(index, counts[role], role, path)
+        listed.append(FoundModule(path, module, layer, _computer(module).__name__, _unreached(module)))
+    return listed
+
+
+def processor_of(module: nn.Module) -> Any:
+    """What computes the attention of a module: its processor; None when its own forward does."""
+    return getattr(module, "processor", None)
+
+
+def head_shape(module: nn.Module) -> tuple[int, int, int] | None:
+    """(heads, head_dim, kv_heads) as a module's attributes say them; None when they do not."""
+    heads, inner = getattr(module, "heads", None), getattr(module, "inner_dim", None)
+    if not isinstance(heads, int) or not isinstance(inner, int) or heads < 1 or inner % heads:
+        return None
+    head_dim = inner // heads
+    inner_kv = getattr(module, "inner_kv_dim", inner)
+    kv_heads = inner_kv // head_dim if isinstance(inner_kv, int) else heads
+    return heads, head_dim, kv_heads if kv_heads and heads % kv_heads == 0 else heads
+
+
+def _is_attention(module: nn.Module) -> bool:
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention, MochiAttention
+
+    if isinstance(module, Attention | MochiAttention | AttentionModuleMixin):
+        return True
+    # Modules of others, and those of diffusers that attend in their own forward.
+    return callable(processor_of(module)) or _calls_attention(type(module).forward)
+
+
+def _role(path: str, module: nn.Module) -> str:
+    *places, name = path.split(".")
+    if name in _ROLES_OF_NAMES:
+        return _ROLES_OF_NAMES[name]
+    if any(part.startswith(_TEXT_PLACES) for part in places):
+        return TEXT_ROLE
+    is_cross = getattr(module, "is_cross_attention", None)
+    if is_cross is None:
+        is_cross = name == "attn2" or "cross" in name
+    return "cross" if is_cross else "self"
+
+
+def _computer(module: nn.Module) -> type:
+    processor = processor_of(module)
+    return type(module) if processor is None else type(processor)
+
+
+def _unreached(module: nn.Module) -> str:
+    processor = processor_of(module)
+    if processor is None:
+        function = type(module).forward
+        return "" if _calls_attention(function) else "it computes attention by hand"
+    if getattr(processor, "_parallel_config", None) is not None:
+        return "diffusers shares its sequence between processes"
+    if any(_calls_attention(kind.__dict__.get("__call__")) for kind in type(processor).__mro__):
+        return ""
+    return f"{type(processor).__name__} computes attention by hand"
+
+
+def _calls_attention(function: object, depth: int = 1) -> bool:
+    """Whether a Python function names one of the attention calls, itself or in functions of its own library."""
+    plain = inspect.unwrap(function) if callable(function) else None
+    if not isinstance(plain, FunctionType):
+        return False
+    names = set(_names(plain.__code__))
+    if names & _ATTENTION_CALLS:
+        return True
+    library = plain.__module__.partition(".")[0]
+    inner = (plain.__globals__.get(name) for name in names)
+    return depth < _MAX_CALL_DEPTH and any(
+        _calls_attention(value, depth + 1)
+        for value in inner
+        if isinstance(value, FunctionType) and value.__module__.partition(".")[0] == library
+    )
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Every global and attribute that a function's code names, inner functions included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def mask_arguments(function: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the parameters that carry masks, `self` not counted."""
+    names = list(inspect.signature(function).parameters)[1:]
+    return tuple((position, name) for position, name in enumerate(names) if "mask" in name)

@@ -1,0 +1,221 @@
+"""Any pipeline of diffusers behind our call: same requests, progress, recipe, report and media."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.attention.report import AttentionReport, LibraryAttention
+from diffusion_runtime.attention.select import current_force
+from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
+from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
+from diffusion_runtime.diffusers_bridge.frames import frames_of, open_image
+from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
+from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
+from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
+from diffusion_runtime.diffusers_bridge.sound import sound_of
+from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
+from diffusion_runtime.errors import DiffusionRuntimeError, ModelLoadError, RequestError
+from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.pipeline import OnProgress
+from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.text_encoders.quiet import quiet_transformers
+
+_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
+
+
+class DiffusersPipeline:
+    """A loaded pipeline of diffusers; `load_pipeline(..., backend="diffusers")` makes one. One generation at a time.
+
+    pipeline: diffusers' own. defaults, presets: values of request fields. recipe: what the recipe of every generation
+    says about the model and its attention.
+    """
+
+    def __init__(
+        self, pipeline: Any, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype, recipe: Mapping[str, Any]
+    ) -> None:
+        self.pipeline = pipeline
+        self.rules: PassthroughRules = plan.rules
+        self.device = device
+        self.dtype = dtype
+        self.recipe = recipe
+        self.defaults = plan.rules.defaults
+        self.presets = plan.rules.presets
+        self._choice: AttentionChoice = plan.choice
+        self._libraries: tuple[LibraryAttention, ...] = plan.libraries
+        self._planned: dict[bool, AttachedAttention | ObservedAttention] = {}
+        # A choice that reaches nothing fails now, and not at the first request.
+        self._planned_attention(self._choice.ours)
+
+    def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
+        """`PassthroughRules.resolve` of this pipeline."""
+        return self.rules.resolve(request, preset)
+
+    def __call__(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> GeneratedMedia:
+        """One video or image. Raises what `generate` raises."""
+        return self.generate([request], on_progress=on_progress)[0]
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+    ) -> list[GeneratedMedia]:
+        """Each request for itself, one after the other: pipelines differ too much in what they batch.
+
+        on_progress: called as steps begin and end; what it raises ends the generation.
+
+        Raises RequestError for no request and for values that the pipeline does not take, before any work;
+        BackendUnavailableError when a call comes that the chosen attention cannot serve, DeviceMemoryError when memory
+        runs out, and DiffusionRuntimeError when what comes out is not a picture.
+        """
+        if not requests:
+            raise RequestError("a batch needs one request or more, got none")
+        return [self._generate(request, on_progress) for request in [self.resolve(each) for each in requests]]
+
+    def _generate(self, request: GenerationRequest, on_progress: OnProgress | None) -> GeneratedMedia:
+        arguments = self._arguments(request)
+        advice = "These need less: a smaller height, width or num_frames, or dtype bfloat16"
+        watch = DenoisingWatch(self.pipeline, self.device, on_progress)
+        with explain_memory_shortage("generating", advice), watch, self._attention(watch) as attention:
+            try:
+                with torch.no_grad():
+                    result = self.pipeline(**arguments)
+            except DiffusionRuntimeError:
+                raise
+            except ValueError as error:
+                raise RequestError(f"{self.rules.pipeline_class} refuses the request: {error}") from error
+            timings = watch.finish()
+        frames = frames_of(result, self.rules.pipeline_class)
+        sound, notes = sound_of(result, self.pipeline)
+        for note in notes:
+            _logger.warning(note)
+        report = attention.report()
+        return GeneratedMedia(
+            frames=frames,
+            fps=request.fps or 1,
+            recipe={**self.recipe, "request": self._made(request, frames.shape).to_dict(), "notes": notes},
+            attention_report=AttentionReport(report.rows, (*report.libraries, *self._libraries), report.notes),
+            timings=timings,
+            audio=sound,
+        )
+
+    def _arguments(self, request: GenerationRequest) -> dict[str, Any]:
+        arguments = self.rules.arguments(request)
+        if request.image_path is not None:
+            arguments["image"] = open_image(request.image_path)
+        if self.rules.takes("generator"):
+            # On the CPU, so that every device starts alike.
+            arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)
+        if self.rules.takes("output_type"):
+            arguments["output_type"] = "np"
+        return arguments
+
+    @contextlib.contextmanager
+    def _attention(self, watch: DenoisingWatch) -> Iterator[AttachedAttention | ObservedAttention]:
+        """The chosen attention, for one run."""
+        # What is forced for this call alone is a choice as well.
+        planned = self._planned_attention(self._choice.ours or bool(current_force()))
+        planned.start_report()
+        if isinstance(planned, AttachedAttention):
+            planned.take_modules()
+            with planned:
+                yield planned
+            return
+
+        def step() -> StepInfo:
+            return watch.step
+
+        with planned.counting(step):
+            yield planned
+
+    def _planned_attention(self, ours: bool) -> AttachedAttention | ObservedAttention:
+        """What is put into the models for each run. Raises what `attach` raises."""
+        if ours in self._planned:
+            return self._planned[ours]
+        choice = self._choice
+        planned = (
+            plan_attachment(self.pipeline, choice.config, override=choice.override, device=self.device)
+            if ours
+            else ObservedAttention(self.pipeline, choice.dispatcher, choice.source)
+        )
+        if planned.others:
+            _logger.warning(planned.reach)
+        if ours == choice.ours:
+            # What was forced around one call would stay in the plan.
+            self._planned[ours] = planned
+        return planned
+
+    def _made(self, request: GenerationRequest, shape: tuple[int, ...]) -> GenerationRequest:
+        """The request with the sizes that the pipeline chose."""
+        sizes = dict(zip(("num_frames", "height", "width"), shape[:3], strict=True))
+        taken = {name: size for name, size in sizes.items() if self.rules.takes(name)}
+        return dataclasses.replace(request.with_defaults(taken))
+
+
+def load_passthrough(
+    folder: Path, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype, recipe: Mapping[str, Any]
+) -> DiffusersPipeline:
+    """Load diffusers' own pipeline: safetensors alone, no code of the folder's.
+
+    Raises ModelLoadError for what diffusers cannot load, BackendUnavailableError for an attention choice that reaches
+    nothing in it, and DeviceMemoryError when it does not fit.
+    """
+    variant = check_weights(folder)
+    advice = "A dtype of bfloat16 needs half of what float32 does"
+    with explain_memory_shortage("loading", advice), quiet_transformers(), _without_progress_bars():
+        try:
+            pipeline = plan.pipeline_class.from_pretrained(
+                folder,
+                dtype=dtype,
+                variant=variant,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+            _check_complete(folder, pipeline)
+            pipeline.to(device)
+        except (MemoryError, torch.OutOfMemoryError, ModelLoadError):
+            raise
+        except Exception as error:
+            # diffusers, transformers and safetensors raise a dozen kinds between them, some of them plain Exceptions.
+            if "allocate memory" in str(error) or "not enough memory" in str(error):
+                raise
+            told = next(iter(str(error).strip().splitlines()), "no further detail")
+            raise ModelLoadError(f"{folder}: diffusers cannot load its {plan.rules.pipeline_class}: {told}") from error
+    pipeline.set_progress_bar_config(disable=True)
+    for model in denoisers_of(pipeline).values():
+        model.eval().requires_grad_(False)
+    return DiffusersPipeline(pipeline, plan, device, dtype, recipe)
+
+
+def _check_complete(folder: Path, pipeline: Any) -> None:
+    """diffusers only remarks on weights that are in no file, and leaves them empty."""
+    for component, part in pipeline.components.items():
+        if isinstance(part, torch.nn.Module):
+            missing = [name for name, parameter in part.named_parameters() if parameter.is_meta]
+            if missing:
+                raise ModelLoadError(
+                    f"{folder / component}: weights are in no file: {', '.join(missing[:3])}"
+                    + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+                    + ". Copy or download the folder again"
+                )
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """diffusers' own, which would run into ours."""
+    from diffusers.utils import logging
+
+    had_progress_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_progress_bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,240 @@
+"""A diffusers folder that diffusers' own pipeline loads: what it is, checked before any weight is read."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.report import LibraryAttention
+from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, current_force
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
+from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend
+from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
+from diffusion_runtime.diffusers_bridge.request_rules import (
+    PassthroughRules,
+    accepted,
+    call_parameters,
+    signature_defaults,
+)
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError
+from diffusion_runtime.models.folder import INDEX_FILE, read_json
+from diffusion_runtime.models.generation import generation_settings
+from diffusion_runtime.models.registry import supported_transformer_classes
+from diffusion_runtime.models.weight_files import check_whole, find_weight_files
+from diffusion_runtime.text_encoders.quiet import quiet_transformers
+
+_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
+
+_LIBRARIES = ("diffusers", "transformers")
+_DENOISERS = ("transformer", "unet")
+# How the files of a component's weights are called.
+_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """What a RuntimeConfig says about the attention of a passthrough.
+
+    ours: whether any level chooses one of our backends, which are then attached. dispatcher: a name of diffusers' own,
+    None for none. source: the level that said it.
+    """
+
+    config: Any
+    override: Any
+    ours: bool
+    dispatcher: str | None
+    source: str
+
+    @classmethod
+    def of(cls, config: RuntimeConfig, environment: Mapping[str, str]) -> AttentionChoice:
+        """diffusers' names count when they stand alone, as the whole of a level. Raises ConfigError."""
+        for source, said in (("cli", config.attention_override), ("config", config.attention)):
+            name = dispatcher_name(said)
+            if name is not None:
+                return cls(None, None, False, name, source)
+            if _says_something(said):
+                # Below a choice of ours, a name that both have is one of ours.
+                break
+        levels = (config.attention_override, config.attention)
+        ours = any(map(_says_something, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or bool(current_force())
+        return cls(config.attention, config.attention_override, ours, None, "platform")
+
+
+@dataclass(frozen=True)
+class PassthroughPlan:
+    """What a folder leads to.
+
+    pipeline_class: of diffusers. layers: ours, as they would be attached; empty when none are, or when nobody knows
+    before the weights are there. libraries: components whose attention is their library's own.
+    """
+
+    pipeline_class: Any
+    choice: AttentionChoice
+    rules: PassthroughRules
+    layers: tuple[AttentionLayer, ...]
+    libraries: tuple[LibraryAttention, ...]
+
+
+def plan_passthrough(
+    config: RuntimeConfig, folder: Path, device: torch.device, dtype: torch.dtype, environment: Mapping[str, str]
+) -> PassthroughPlan:
+    """Read the folder's json and settle what can be settled with it.
+
+    Raises ModelLoadError for a folder that diffusers cannot load or that asks for code of its own,
+    BackendUnavailableError and ConfigError for an attention choice that cannot run.
+    """
+    if config.parallel.num_processes > 1:
+        raise ConfigError(
+            "parallel: a pipeline of diffusers' own runs on one process; leave out --num-gpus and degrees"
+        )
+    if config.lora:
+        raise ConfigError("lora: a pipeline of diffusers' own takes none here; leave it out, or use a native model")
+    index = read_json(folder / INDEX_FILE)
+    with quiet_transformers():
+        pipeline_class = _pipeline_class(folder, index)
+    choice = AttentionChoice.of(config, environment)
+    if choice.dispatcher is not None:
+        check_dispatcher_backend(choice.dispatcher)
+    handles = _planned(folder, index, choice, device, dtype) if choice.ours else []
+    parameters = call_parameters(pipeline_class)
+    settings = generation_settings(folder)
+
+    def check_steps(num_steps: int) -> None:
+        for handle in handles:
+            handle.check_request(num_steps)
+
+    return PassthroughPlan(
+        pipeline_class,
+        choice,
+        PassthroughRules(
+            pipeline_class=pipeline_class.__name__,
+            parameters=parameters,
+            defaults={**signature_defaults(parameters), **accepted(settings.defaults, parameters)},
+            presets={name: accepted(preset, parameters) for name, preset in settings.presets.items()},
+            check_steps=check_steps,
+        ),
+        tuple(layer for handle in handles for module in handle.modules for layer in module.layers),
+        tuple(library_attention(index)),
+    )
+
+
+def check_weights(folder: Path) -> str | None:
+    """Whether every component has its weights, as safetensors and whole. Returns the variant to load, such as `fp16`,
+    where a component has no files without one.
+
+    Raises ModelLoadError for a component that is missing, and for files that are missing, pickled or cut off.
+    """
+    variant: str | None = None
+    for component, entry in _components(read_json(folder / INDEX_FILE)):
+        if not (folder / component).is_dir():
+            raise ModelLoadError(f"{folder / component} is missing; copy or download the whole model folder")
+        stem = _STEMS.get(entry[0])
+        # Schedulers and tokenizers have no config.json.
+        if stem is None or not (folder / component / "config.json").is_file():
+            continue
+        files = find_weight_files(folder / component, stem)
+        for path in files:
+            check_whole(path)
+        found = re.match(rf"{stem}\.([A-Za-z]\w*)(?:-\d+-of-\d+)?\.safetensors", files[0].name)
+        variant = variant or (found and found[1])
+    return variant
+
+
+def library_attention(index: Mapping[str, Any]) -> list[LibraryAttention]:
+    """Text encoders and autoencoders: nothing is chosen for them."""
+    return [
+        LibraryAttention(name, entry[0], "its own choice")
+        for name, entry in _components(index)
+        if entry[0] in _LIBRARIES and name.startswith(("text_encoder", "vae", "image_encoder"))
+    ]
+
+
+def _components(index: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """(name, [library, class]) of every component that a pipeline has; optional ones that it lacks are left out."""
+    pairs = [(name, entry) for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2]
+    return [(name, entry) for name, entry in pairs if all(isinstance(part, str) for part in entry)]
+
+
+def _says_something(said: Any) -> bool:
+    """Whether a level chooses anything; `auto` alone is no choice."""
+    config = AttentionConfig.parse(said)
+    default = [] if config.default is None else [config.default]
+    specs = [*default, *config.per_role.values(), *(rule.spec for rule in config.schedule)]
+    return any(spec.candidates or spec.options for spec in specs)
+
+
+def _pipeline_class(folder: Path, index: Mapping[str, Any]) -> Any:
+    """The class of diffusers that model_index.json names. Raises ModelLoadError."""
+    import diffusers
+
+    where = folder / INDEX_FILE
+    name = index.get("_class_name")
+    if not isinstance(name, str):
+        raise ModelLoadError(f"{where}: key '_class_name': expected the name of a diffusers pipeline, got {name!r}")
+    for component, (library, class_name) in _components(index):
+        # A pipeline's own module inside diffusers, such as stable_diffusion for its safety checker.
+        if library not in _LIBRARIES and not inspect.ismodule(getattr(diffusers.pipelines, library, None)):
+            raise ModelLoadError(
+                f"{where}: key {component!r}: {library!r} is code that comes with the folder; only classes of "
+                f"{' and '.join(_LIBRARIES)} are loaded"
+            )
+        if library == "diffusers" and getattr(diffusers, class_name, None) is None:
+            raise ModelLoadError(
+                f"{where}: key {component!r}: diffusers {diffusers.__version__} has no {class_name}, and there is no "
+                f"native model for it either; native models: {', '.join(supported_transformer_classes())}"
+            )
+    found = getattr(diffusers, name, None)
+    if not inspect.isclass(found) or not issubclass(found, diffusers.DiffusionPipeline):
+        raise ModelLoadError(
+            f"{where}: diffusers {diffusers.__version__} has no pipeline {name}; a newer one may have it: "
+            "pip install -U diffusers"
+        )
+    return found
+
+
+def _planned(
+    folder: Path, index: Mapping[str, Any], choice: AttentionChoice, device: torch.device, dtype: torch.dtype
+) -> list[AttachedAttention]:
+    """Our attention in the denoisers, without weights; those that cannot be made so are left for when they are loaded.
+
+    Raises what `attach` raises.
+    """
+    handles = []
+    for component in [name for name in index if name.startswith(_DENOISERS)]:
+        model = _without_weights(folder, component, index[component])
+        if model is not None:
+            handles.append(
+                plan_attachment(
+                    model, choice.config, override=choice.override, device=device, dtype=dtype, component=component
+                )
+            )
+    return handles
+
+
+def _without_weights(folder: Path, component: str, entry: Any) -> Any:
+    """A denoiser on the meta device, from its config alone; None when it cannot be made there."""
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
+        return None
+    model_class = getattr(importlib.import_module("diffusers"), str(entry[1]), None)
+    config = folder / component / "config.json"
+    if model_class is None or not config.is_file():
+        return None
+    try:
+        with torch.device("meta"):
+            return model_class.from_config(read_json(config))
+    except (BackendUnavailableError, ModelLoadError):
+        raise
+    except Exception as error:  # classes read values of tensors while they are made, which the meta device refuses
+        _logger.debug("%s: %s cannot be made without weights: %s", folder, entry[1], error)
+        return None

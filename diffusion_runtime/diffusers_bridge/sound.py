@@ -1,0 +1,28 @@
+"""What a diffusers pipeline returned as sound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+
+from diffusion_runtime.media.audio import Audio
+
+
+def sound_of(result: Any, pipeline: Any) -> tuple[Audio | None, list[str]]:
+    """The sound of the first sample, None when there is none or it cannot be written, and what is to be said of that.
+
+    Pipelines return samples alone; how many make a second is known where a vocoder says it.
+    """
+    made = getattr(result, "audio", None)
+    if made is None:
+        return None, []
+    vocoder = getattr(pipeline, "vocoder", None)
+    sample_rate = None if vocoder is None else vocoder.config.get("output_sampling_rate")
+    samples = made.detach().float().cpu().numpy() if isinstance(made, torch.Tensor) else numpy.asarray(made)
+    if samples.ndim == 3:
+        samples = samples[0]
+    if type(sample_rate) is not int or samples.ndim != 2:
+        return None, ["the pipeline made sound as well, which is not written: its samples a second are not known"]
+    return Audio(numpy.ascontiguousarray(samples.astype(numpy.float32).clip(-1.0, 1.0)), sample_rate), []

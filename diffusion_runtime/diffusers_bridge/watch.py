@@ -1,0 +1,96 @@
+"""A run of a diffusers pipeline, watched from its models: which step it is in, and where the time goes."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
+from diffusion_runtime.diffusers_bridge.steps import StepFollower
+from diffusion_runtime.pipeline import OnProgress, Progress, Stage
+
+
+class DenoisingWatch:
+    """Context manager around one call of a pipeline. Text is what comes before the first forward pass of a model that
+    denoises, decoding what comes after the last. step: of the pass that runs now, or ran last."""
+
+    def __init__(self, pipeline: Any, device: torch.device, on_progress: OnProgress | None) -> None:
+        self._models = list(denoisers_of(pipeline).values())
+        self._follower = StepFollower(getattr(pipeline, "scheduler", None))
+        self._device = device
+        self._on_progress = on_progress
+        self._hooks: list[Any] = []
+        self._started = self._first = self._last = 0.0
+        self._num_steps = 1
+        self._said = -1
+        self.step = StepInfo()
+
+    def __enter__(self) -> Self:
+        self._started = time.perf_counter()
+        for index, model in enumerate(self._models):
+            self._hooks.append(model.register_forward_pre_hook(self._begin_pass_of(index, model), with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(self._end_pass))
+        self._say("text", 0, 1, self._started)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def finish(self) -> dict[str, float]:
+        """The pipeline has returned: seconds by stage."""
+        self._wait()
+        ended = time.perf_counter()
+        if not self._first:
+            return {"denoise": ended - self._started}
+        if self._said < self._num_steps:
+            # That the last step was the last one shows only now.
+            self._say("denoise", self._num_steps, self._num_steps, self._first + ended - self._last)
+        self._say("decode", 1, 1, self._last)
+        return {
+            "text": self._first - self._started,
+            "denoise": self._last - self._first,
+            "decode": ended - self._last,
+        }
+
+    def _begin_pass_of(self, index: int, model: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        signature = inspect.signature(type(model).forward)
+
+        def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = signature.bind_partial(module, *args, **kwargs).arguments
+            num_steps = self._follower.begins_request()
+            if num_steps is not None:
+                self._num_steps, self._said = num_steps, -1
+            self.step = self._follower.next_pass(index, arguments.get("timestep", arguments.get("t"))) or self.step
+            if not self._first:
+                self._wait()
+                self._first = time.perf_counter()
+                self._say("text", 1, 1, self._started)
+            if self.step.index > self._said:
+                self._said = self.step.index
+                self._say("denoise", self.step.index, self._num_steps, self._first)
+
+        return begin
+
+    def _end_pass(self, _module: Any, _args: Any, _output: Any) -> None:
+        if self.step.index + 1 >= self._num_steps:
+            self._wait()
+        self._last = time.perf_counter()
+
+    def _say(self, stage: Stage, step: int, num_steps: int, since: float) -> None:
+        if self._on_progress is not None:
+            if step:
+                self._wait()
+            self._on_progress(Progress(stage, step, num_steps, time.perf_counter() - since))
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)

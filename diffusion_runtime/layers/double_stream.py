@@ -1,0 +1,64 @@
+"""A block of two streams, grid and text, that meet in its attention alone (MM-DiT, Esser et al., arXiv:2403.03206).
+
+Shapes: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.layers.feed_forward import FeedForward
+from diffusion_runtime.layers.joint_attention import JointAttention
+from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
+
+
+class DoubleStreamBlock(nn.Module):
+    """Joint attention, then a feed-forward network for each stream; both are modulated by rows of each stream's own:
+    shift, scale and gate of the attention, then of the feed-forward. eps: of every norm."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, ffn_dim: int, eps: float, *, layer: LayerInfo, policy: AttentionPolicy
+    ) -> None:
+        super().__init__()
+        dim = num_heads * head_dim
+        self.eps = eps
+        self.modulation = Modulation(dim, 6)
+        self.text_modulation = Modulation(dim, 6)
+        self.joint_attention = JointAttention(num_heads, head_dim, eps, layer=layer, policy=policy)
+        self.feed_forward = FeedForward(dim, ffn_dim)
+        self.text_feed_forward = FeedForward(dim, ffn_dim)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        text: torch.Tensor,
+        conditioning: torch.Tensor,
+        rotations: torch.Tensor,
+        context: AttentionContext,
+    ) -> None:
+        """x [B, S, D] and text [B, L, D] are overwritten.
+
+        conditioning: [B, D], through its activation. rotations: [S + L, head_dim / 2], complex. context.layout: the
+        grid with the text behind it.
+        """
+        rows, text_rows = self.modulation(conditioning), self.text_modulation(conditioning)
+        branch, text_branch = self.joint_attention(
+            modulated_layer_norm(x, rows[0], rows[1], self.eps),
+            modulated_layer_norm(text, text_rows[0], text_rows[1], self.eps),
+            rotations,
+            context,
+        )
+        add_gated_(x, branch, rows[2])
+        add_gated_(text, text_branch, text_rows[2])
+        self._add_feed_forward_(x, self.feed_forward, rows[3:])
+        self._add_feed_forward_(text, self.text_feed_forward, text_rows[3:])
+
+    def _add_feed_forward_(self, x: torch.Tensor, feed_forward: nn.Module, rows: Sequence[torch.Tensor]) -> None:
+        shift, scale, gate = rows
+        add_gated_(x, feed_forward(modulated_layer_norm(x, shift, scale, self.eps)), gate)

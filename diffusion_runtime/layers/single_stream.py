@@ -1,0 +1,59 @@
+"""A block in which attention and feed-forward run side by side (Dehghani et al., arXiv:2302.05442), on one sequence.
+
+Shapes: B batch, T tokens of grid and text, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.layers import USPAttention
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
+from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.layers.rope import rotate
+
+
+class SingleStreamBlock(nn.Module):
+    """One projection makes q, k, v and the hidden features of the feed-forward; one takes attention and features back.
+
+    eps: of every norm.
+    """
+
+    def __init__(
+        self, num_heads: int, head_dim: int, ffn_dim: int, eps: float, *, layer: LayerInfo, policy: AttentionPolicy
+    ) -> None:
+        super().__init__()
+        self.dim = num_heads * head_dim
+        self.num_heads = num_heads
+        self.eps = eps
+        self.modulation = Modulation(self.dim, 3)
+        self.qkv_up = Linear(self.dim, 3 * self.dim + ffn_dim)
+        self.norm_q = RMSNorm(head_dim, eps)
+        self.norm_k = RMSNorm(head_dim, eps)
+        self.out = Linear(self.dim + ffn_dim, self.dim)
+        self.attention = USPAttention(num_heads, head_dim, layer=layer, policy=policy)
+
+    def forward(
+        self, x: torch.Tensor, conditioning: torch.Tensor, rotations: torch.Tensor, context: AttentionContext
+    ) -> None:
+        """x [B, T, D] is overwritten.
+
+        conditioning: [B, D], through its activation. rotations: [T, head_dim / 2], complex. context.layout: the grid
+        with the text behind it.
+        """
+        shift, scale, gate = self.modulation(conditioning)
+        projected = self.qkv_up(modulated_layer_norm(x, shift, scale, self.eps))
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in projected[..., : 3 * self.dim].chunk(3, dim=-1))
+        attended = self.attention(rotate(self.norm_q(q), rotations), rotate(self.norm_k(k), rotations), v, context)
+        # What was attended goes to where v stood, beside the features: a concatenation would copy all of them, in a
+        # long video several GB.
+        v.copy_(attended)
+        torch.ops.aten.gelu_(projected[..., 3 * self.dim :], approximate="tanh")
+        # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
+        branch = self.out(projected.flatten(0, 1)[:, 2 * self.dim :])
+        add_gated_(x, branch.view(x.shape), gate)

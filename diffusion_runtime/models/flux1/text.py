@@ -1,0 +1,35 @@
+"""T5 for the tokens and CLIP for one vector a prompt, as FLUX.1 reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
+
+
+class Flux1TextEncoder(TextEncoder):
+    """The pooled vector is of the first tokens that CLIP has room for; T5 has room for more, and its cuts are told."""
+
+    library = "transformers"
+
+    def __init__(self, t5: T5TextEncoder, clip: CLIPPooledEncoder) -> None:
+        self.t5 = t5
+        self.clip = clip
+        self.max_tokens = t5.max_tokens
+        self.implementation = " and ".join(dict.fromkeys([t5.implementation, clip.implementation]))
+
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        return dataclasses.replace(self.t5.encode(prompts), pooled=self.clip.encode(prompts))
+
+
+def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype, max_tokens: int) -> Flux1TextEncoder:
+    """Both encoders of a diffusers folder. Raises ModelLoadError."""
+    clip = load_clip(folder, device, dtype, encoder="text_encoder", tokenizer="tokenizer")
+    t5 = load_t5(folder, device, dtype, max_tokens=max_tokens, encoder="text_encoder_2", tokenizer="tokenizer_2")
+    return Flux1TextEncoder(t5, clip)

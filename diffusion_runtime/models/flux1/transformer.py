@@ -1,0 +1,105 @@
+"""The FLUX.1 transformer on our attention layers, for inference.
+
+    latents -> patches -> double-stream blocks -> [grid, text] -> single-stream blocks -> modulated norm -> velocity
+
+In a double-stream block grid and text have weights of their own and meet in the attention; in a single-stream block
+they are one sequence. Timestep, guidance scale and CLIP's vector shift, scale and gate every block.
+Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.layers.conditioning import ConditionEmbedding
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock
+from diffusion_runtime.layers.embeddings import PatchEmbedding, unpatchify
+from diffusion_runtime.layers.kept_text import kept_for_text
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.rope import followed_by_text, position_rotations
+from diffusion_runtime.layers.single_stream import SingleStreamBlock
+from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.text_encoders.interface import Conditions
+
+
+class Flux1Transformer(DiffusionTransformer):
+    """The whole denoiser."""
+
+    def __init__(self, config: Flux1TransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.config = config
+        self.geometry = geometry
+        self.patch_embedding = PatchEmbedding(config.num_channels, config.dim, geometry.patch)
+        self.text_embedding = Linear(config.text_dim, config.dim)
+        self.condition_embedding = ConditionEmbedding(
+            config.dim, num_waves=config.num_waves, pooled_dim=config.pooled_dim, has_guidance=config.embeds_guidance
+        )
+        self.double_blocks = nn.ModuleList(
+            DoubleStreamBlock(
+                config.num_heads,
+                config.head_dim,
+                config.ffn_dim,
+                config.eps,
+                layer=LayerInfo(index, config.num_layers, "self", f"double_blocks.{index}.joint_attention"),
+                policy=policy,
+            )
+            for index in range(config.num_double_layers)
+        )
+        self.single_blocks = nn.ModuleList(
+            SingleStreamBlock(
+                config.num_heads,
+                config.head_dim,
+                config.ffn_dim,
+                config.eps,
+                layer=LayerInfo(config.num_double_layers + index, config.num_layers, "self", f"single_blocks.{index}"),
+                policy=policy,
+            )
+            for index in range(config.num_single_layers)
+        )
+        self.out_modulation = Modulation(config.dim, 2)
+        self.out = Linear(config.dim, config.patch_channels)
+
+    @torch.no_grad()
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
+    ) -> torch.Tensor:
+        """See DiffusionTransformer.forward. The text's padding counts as text in the lengths, as in training."""
+        grid, lengths = self.geometry.grid(latents.shape), inputs.text.lengths
+        x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
+        # A copy: the blocks write into it.
+        text = self._text(inputs.text, context).clone()
+        num_tokens, num_text_tokens = x.shape[1], text.shape[1]
+        conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance, pooled=inputs.text.pooled))
+        # The text is at position 0 on every axis, and so not turned.
+        positions = tuple(range(size) for size in grid)
+        rotations = context.sharding.shard(position_rotations(positions, self.config.axes, x.device), dim=0)
+        rotations = followed_by_text(rotations, num_text_tokens)
+        joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths))
+        for block in self.double_blocks:
+            block(x, text, conditioning, rotations, joint)
+        x = torch.cat([x, text], dim=1)
+        for block in self.single_blocks:
+            block(x, conditioning, rotations, joint)
+        scale, shift = self.out_modulation(conditioning)
+        tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
+        tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])
+        return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
+
+    def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
+        """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""
+
+        def project() -> torch.Tensor:
+            projected: torch.Tensor = self.text_embedding(
+                text.embeddings[:, : max(text.lengths)].to(self.out.weight.dtype)
+            )
+            return projected
+
+        return kept_for_text("text_embedding", text.embeddings, context, project)

@@ -1,0 +1,100 @@
+"""The blocks of FLUX.2: without biases, and modulated by rows that all blocks of a kind share.
+
+Shapes: B batch, S grid tokens, L text tokens, T both, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.layers import USPAttention
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.layers.feed_forward import GatedFeedForward
+from diffusion_runtime.layers.joint_attention import JointAttention
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
+from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.layers.rope import rotate
+from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
+
+
+class Flux2DoubleBlock(nn.Module):
+    """Grid and text have weights of their own and meet in the attention (MM-DiT, Esser et al., arXiv:2403.03206)."""
+
+    def __init__(self, config: Flux2TransformerConfig, layer: LayerInfo, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.joint_attention = JointAttention(
+            config.num_heads, config.head_dim, config.eps, layer=layer, policy=policy, bias=False
+        )
+        self.feed_forward = GatedFeedForward(config.dim, config.ffn_dim)
+        self.text_feed_forward = GatedFeedForward(config.dim, config.ffn_dim)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        text: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        text_rows: Sequence[torch.Tensor],
+        rotations: torch.Tensor,
+        context: AttentionContext,
+    ) -> None:
+        """x [B, S, D] and text [B, L, D] are overwritten.
+
+        rows, text_rows: six times [B, D], float32: shift, scale and gate of the attention, then of the feed-forward.
+        rotations: [S + L, head_dim / 2], complex. context.layout: the grid with the text behind it.
+        """
+        branch, text_branch = self.joint_attention(
+            modulated_layer_norm(x, rows[0], rows[1], self.eps),
+            modulated_layer_norm(text, text_rows[0], text_rows[1], self.eps),
+            rotations,
+            context,
+        )
+        add_gated_(x, branch, rows[2])
+        add_gated_(text, text_branch, text_rows[2])
+        add_gated_(x, self.feed_forward(modulated_layer_norm(x, rows[3], rows[4], self.eps)), rows[5])
+        branch = self.text_feed_forward(modulated_layer_norm(text, text_rows[3], text_rows[4], self.eps))
+        add_gated_(text, branch, text_rows[5])
+
+
+class Flux2SingleBlock(nn.Module):
+    """Grid and text are one sequence; attention and a gated feed-forward run side by side (Dehghani et al.,
+    arXiv:2302.05442). One projection makes q, k, v, and gate and features of the feed-forward; one takes attention and
+    gated features back."""
+
+    def __init__(self, config: Flux2TransformerConfig, layer: LayerInfo, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.dim, self.ffn_dim = config.dim, config.ffn_dim
+        self.num_heads = config.num_heads
+        self.eps = config.eps
+        self.qkv_up = Linear(config.dim, 3 * config.dim + 2 * config.ffn_dim, bias=False)
+        self.norm_q = RMSNorm(config.head_dim, config.eps)
+        self.norm_k = RMSNorm(config.head_dim, config.eps)
+        self.out = Linear(config.dim + config.ffn_dim, config.dim, bias=False)
+        self.attention = USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
+
+    def forward(
+        self, x: torch.Tensor, rows: Sequence[torch.Tensor], rotations: torch.Tensor, context: AttentionContext
+    ) -> None:
+        """x [B, T, D] is overwritten.
+
+        rows: shift, scale and gate, [B, D] each, float32. rotations: [T, head_dim / 2], complex. context.layout: the
+        grid with the text behind it.
+        """
+        projected = self.qkv_up(modulated_layer_norm(x, rows[0], rows[1], self.eps))
+        qkv, gate, features = projected.split([3 * self.dim, self.ffn_dim, self.ffn_dim], dim=-1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv.chunk(3, dim=-1))
+        attended = self.attention(rotate(self.norm_q(q), rotations), rotate(self.norm_k(k), rotations), v, context)
+        # In the place of v and of the gate, which are beside each other: a concatenation would copy both.
+        v.copy_(attended)
+        F.silu(gate, inplace=True).mul_(features)
+        # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
+        start = 2 * self.dim
+        branch = self.out(projected.flatten(0, 1)[:, start : start + self.dim + self.ffn_dim])
+        add_gated_(x, branch.view(x.shape), rows[2])

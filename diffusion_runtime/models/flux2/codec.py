@@ -1,0 +1,54 @@
+"""The FLUX.2 autoencoder: its latents are folded 2 x 2 into channels, each normalised by statistics that a batch norm
+kept in training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from diffusion_runtime.models.autoencoder import COMPONENT, load_autoencoder_half
+from diffusion_runtime.models.flux2.config import FOLD
+from diffusion_runtime.models.folder import read_config
+from diffusion_runtime.models.image_decoder import decode_image
+from diffusion_runtime.models.interface import LatentDecoder
+
+
+class Flux2Decoder(LatentDecoder):
+    """AutoencoderKLFlux2's decoder. Computes in its weights' dtype. eps: what is added to the variances."""
+
+    library = "diffusers"
+
+    def __init__(self, autoencoder: Any, eps: float) -> None:
+        self._autoencoder = autoencoder
+        self._eps = eps
+        self.implementation = type(autoencoder).__name__
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
+        weight, statistics = next(self._autoencoder.parameters()), self._autoencoder.bn
+        mean, variance = (of.view(1, -1, 1, 1) for of in (statistics.running_mean, statistics.running_var))
+        folded = latents.squeeze(2).to(weight.device, torch.float32) * (variance + self._eps).sqrt() + mean
+        return decode_image(self._autoencoder, F.pixel_shuffle(folded, FOLD).to(weight.dtype))
+
+
+def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Flux2Decoder:
+    """The decoder of a diffusers folder's `vae`.
+
+    Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
+    """
+    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
+    from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+
+    eps = read_config(folder, COMPONENT).number("batch_norm_eps", 1e-4)
+    autoencoder = load_autoencoder_half(
+        folder,
+        AutoencoderKLFlux2,
+        device,
+        dtype,
+        left_out=("encoder", "quant_conv"),
+        stays_float32=lambda name: name.startswith("bn."),
+    )
+    return Flux2Decoder(autoencoder, eps)

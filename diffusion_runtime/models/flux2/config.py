@@ -1,0 +1,150 @@
+"""What a FLUX.2 folder says about its pipeline, transformer and latents, read from json and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.folder import INDEX_FILE, ConfigFile, read_config, read_json, refuse_other_pipelines
+from diffusion_runtime.models.image_geometry import ImageGeometry
+
+# [dev], which takes the guidance scale as an input, and [klein], which does not.
+DEV, KLEIN = "Flux2Pipeline", "Flux2KleinPipeline"
+# The latents of the autoencoder are folded 2 x 2 into channels, so that each of the transformer's is one token.
+FOLD = 2
+_NUM_AXES = 4
+_AXES = (32, 32, 32, 32)
+_KEYS = (
+    "patch_size",
+    "in_channels",
+    "out_channels",
+    "num_layers",
+    "num_single_layers",
+    "attention_head_dim",
+    "num_attention_heads",
+    "joint_attention_dim",
+    "timestep_guidance_channels",
+    "mlp_ratio",
+    "axes_dims_rope",
+    "rope_theta",
+    "eps",
+    "guidance_embeds",
+)
+
+
+@dataclass(frozen=True)
+class Flux2PipelineConfig:
+    """What model_index.json says. is_klein: of the smaller models with Qwen3 in front. is_distilled: to a few steps
+    without guidance."""
+
+    is_klein: bool
+    is_distilled: bool
+
+
+@dataclass(frozen=True)
+class Flux2TransformerConfig:
+    """Sizes of a FLUX.2 transformer.
+
+    text_dim: of the stacked hidden states of the text encoder. embeds_guidance: whether the guidance scale is an input.
+    axes: channels of a head that carry each axis of the rotary positions (an axis for images to edit, row, column,
+    place in the text). num_waves: of the sinusoidal timestep. eps: of every norm.
+    """
+
+    num_double_layers: int
+    num_single_layers: int
+    num_heads: int
+    head_dim: int
+    num_channels: int
+    text_dim: int
+    ffn_dim: int
+    embeds_guidance: bool
+    axes: tuple[int, ...] = _AXES
+    theta: float = 2000.0
+    num_waves: int = 256
+    eps: float = 1e-6
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_double_layers + self.num_single_layers
+
+
+def read_pipeline_config(folder: Path) -> Flux2PipelineConfig:
+    """model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key, also for a
+    pipeline that does something else."""
+    refuse_other_pipelines(folder, (DEV, KLEIN))
+    path = folder / INDEX_FILE
+    index = ConfigFile(path, read_json(path))
+    is_klein = index.values.get("_class_name") == KLEIN
+    return Flux2PipelineConfig(is_klein, is_klein and index.flag("is_distilled", False))
+
+
+def read_transformer_config(folder: Path) -> Flux2TransformerConfig:
+    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "transformer")
+    file.refuse_unknown(_KEYS)
+    if file.whole_number("patch_size", 1) != 1:
+        raise file.error("patch_size", "1", file.values["patch_size"])
+    in_channels = file.whole_number("in_channels", 128)
+    if in_channels % FOLD**2:
+        raise file.error("in_channels", f"a multiple of {FOLD**2}", in_channels)
+    out_channels = file.whole_number("out_channels", in_channels)
+    if out_channels != in_channels:
+        raise ModelLoadError(
+            f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({out_channels}) differ: this is not "
+            "a text-to-image checkpoint, the only kind this family runs natively"
+        )
+    head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
+    axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", _NUM_AXES)
+    if sum(axes) != head_dim or any(size % 2 for size in axes):
+        raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
+    num_waves = file.whole_number("timestep_guidance_channels", 256)
+    if num_waves % 2:
+        raise file.error("timestep_guidance_channels", "an even number", num_waves)
+    return Flux2TransformerConfig(
+        num_double_layers=file.whole_number("num_layers"),
+        num_single_layers=file.whole_number("num_single_layers"),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_channels=in_channels,
+        text_dim=file.whole_number("joint_attention_dim"),
+        ffn_dim=int(num_heads * head_dim * file.number("mlp_ratio", 3.0)),
+        embeds_guidance=_embeds_guidance(folder, file),
+        axes=axes,
+        theta=file.number("rope_theta", 2000.0),
+        num_waves=num_waves,
+        eps=file.number("eps", 1e-6),
+    )
+
+
+def _embeds_guidance(folder: Path, file: ConfigFile) -> bool:
+    """Whether the guidance scale is an input, which must be what the pipeline of the folder makes of it."""
+    embeds_guidance = file.flag("guidance_embeds", True)
+    if embeds_guidance == read_pipeline_config(folder).is_klein:
+        expected = "false in a folder of FLUX.2 [klein]" if embeds_guidance else "true in a folder of FLUX.2 [dev]"
+        raise file.error("guidance_embeds", expected, embeds_guidance)
+    return embeds_guidance
+
+
+def read_geometry(folder: Path) -> ImageGeometry:
+    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    transformer, file = read_transformer_config(folder), read_config(folder, "vae")
+    fold = file.values.get("patch_size", [FOLD, FOLD])
+    if fold != [FOLD, FOLD]:
+        raise file.error("patch_size", f"{[FOLD, FOLD]}", fold)
+    num_channels, folded = file.whole_number("latent_channels", 32), transformer.num_channels // FOLD**2
+    if num_channels != folded:
+        raise file.error("latent_channels", f"{folded}, a quarter of the transformer's in_channels", num_channels)
+    widths = file.values.get("block_out_channels")
+    if not isinstance(widths, list) or not widths:
+        raise file.error("block_out_channels", "a list with the width of every level", widths)
+    return ImageGeometry(
+        num_channels=transformer.num_channels,
+        spatial_factor=FOLD * 2 ** (len(widths) - 1),
+        temporal_factor=1,
+        patch=(1, 1, 1),
+    )

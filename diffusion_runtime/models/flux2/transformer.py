@@ -1,0 +1,100 @@
+"""The FLUX.2 transformer on our attention layers, for inference.
+
+    latents -> tokens -> double-stream blocks -> [grid, text] -> single-stream blocks -> modulated norm -> velocity
+
+What timestep and guidance scale make of the modulation is computed once a step: all double-stream blocks share it, and
+all single-stream blocks. Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.layers.conditioning import ConditionEmbedding
+from diffusion_runtime.layers.embeddings import patchify, unpatchify
+from diffusion_runtime.layers.kept_text import kept_for_text
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.rope import followed_by_text, position_rotations
+from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleBlock
+from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.text_encoders.interface import Conditions
+
+
+class Flux2Transformer(DiffusionTransformer):
+    """The whole denoiser."""
+
+    def __init__(self, config: Flux2TransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.config = config
+        self.geometry = geometry
+        self.patch_embedding = Linear(config.num_channels, config.dim, bias=False)
+        self.text_embedding = Linear(config.text_dim, config.dim, bias=False)
+        self.condition_embedding = ConditionEmbedding(
+            config.dim, num_waves=config.num_waves, has_guidance=config.embeds_guidance, bias=False
+        )
+        self.double_modulation = Modulation(config.dim, 6, bias=False)
+        self.double_text_modulation = Modulation(config.dim, 6, bias=False)
+        self.single_modulation = Modulation(config.dim, 3, bias=False)
+        total, first_single = config.num_layers, config.num_double_layers
+        self.double_blocks = nn.ModuleList(
+            Flux2DoubleBlock(config, LayerInfo(index, total, "self", f"double_blocks.{index}.joint_attention"), policy)
+            for index in range(config.num_double_layers)
+        )
+        self.single_blocks = nn.ModuleList(
+            Flux2SingleBlock(config, LayerInfo(first_single + index, total, "self", f"single_blocks.{index}"), policy)
+            for index in range(config.num_single_layers)
+        )
+        self.out_modulation = Modulation(config.dim, 2, bias=False)
+        self.out = Linear(config.dim, config.num_channels, bias=False)
+
+    @torch.no_grad()
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
+    ) -> torch.Tensor:
+        """See DiffusionTransformer.forward. The text's padding counts as text in the lengths, as in training."""
+        grid, lengths = self.geometry.grid(latents.shape), inputs.text.lengths
+        tokens = patchify(latents.to(self.out.weight.dtype), self.geometry.patch)
+        x = context.sharding.shard(self.patch_embedding(tokens))
+        # A copy: the blocks write into it.
+        text = self._text(inputs.text, context).clone()
+        num_tokens, num_text_tokens = x.shape[1], text.shape[1]
+        conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance))
+        rotations = self._rotations(grid, num_text_tokens, context)
+        joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths))
+        rows, text_rows = self.double_modulation(conditioning), self.double_text_modulation(conditioning)
+        for block in self.double_blocks:
+            block(x, text, rows, text_rows, rotations, joint)
+        x = torch.cat([x, text], dim=1)
+        rows = self.single_modulation(conditioning)
+        for block in self.single_blocks:
+            block(x, rows, rotations, joint)
+        scale, shift = self.out_modulation(conditioning)
+        tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
+        tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])
+        return unpatchify(tokens, grid, self.geometry.patch).to(latents.dtype)
+
+    def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
+        """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""
+
+        def project() -> torch.Tensor:
+            projected: torch.Tensor = self.text_embedding(
+                text.embeddings[:, : max(text.lengths)].to(self.out.weight.dtype)
+            )
+            return projected
+
+        return kept_for_text("text_embedding", text.embeddings, context, project)
+
+    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
+        """[S + L, head_dim / 2]: the picture lies along rows and columns, the text along the last axis."""
+        axes, theta, device = self.config.axes, self.config.theta, self.out.weight.device
+        picture = position_rotations((*(range(size) for size in grid), range(1)), axes, device, theta)
+        text = position_rotations((range(1), range(1), range(1), range(num_text_tokens)), axes, device, theta)
+        return followed_by_text(context.sharding.shard(picture, dim=0), text)

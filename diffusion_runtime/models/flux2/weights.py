@@ -1,0 +1,53 @@
+"""Which tensors of a diffusers FLUX.2 checkpoint make up each of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diffusion_runtime.models.checkpoint import Piece
+from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
+from diffusion_runtime.models.pieces import NamedPieces, joint_attention_pieces, linear_pieces, two_layer_pieces
+
+
+def transformer_pieces(config: Flux2TransformerConfig) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    return dict(_all_pieces(config))
+
+
+def _all_pieces(config: Flux2TransformerConfig) -> Iterator[NamedPieces]:
+    dim = config.dim
+    widths = {
+        "patch_embedding": ("x_embedder", dim, config.num_channels),
+        "text_embedding": ("context_embedder", dim, config.text_dim),
+        "double_modulation.projection": ("double_stream_modulation_img.linear", 6 * dim, dim),
+        "double_text_modulation.projection": ("double_stream_modulation_txt.linear", 6 * dim, dim),
+        "single_modulation.projection": ("single_stream_modulation.linear", 3 * dim, dim),
+        "out_modulation.projection": ("norm_out.linear", 2 * dim, dim),
+        "out": ("proj_out", config.num_channels, dim),
+    }
+    for ours, (theirs, out_dim, in_dim) in widths.items():
+        yield from linear_pieces(ours, [(theirs, out_dim)], in_dim, bias=False)
+    for name in ("timestep", "guidance") if config.embeds_guidance else ("timestep",):
+        names = f"condition_embedding.{name}", f"time_guidance_embed.{name}_embedder"
+        yield from two_layer_pieces(*names, config.num_waves, dim, bias=False)
+    for index in range(config.num_double_layers):
+        yield from _double_block(f"double_blocks.{index}", f"transformer_blocks.{index}", config)
+    for index in range(config.num_single_layers):
+        yield from _single_block(f"single_blocks.{index}", f"single_transformer_blocks.{index}.attn", config)
+
+
+def _double_block(ours: str, theirs: str, config: Flux2TransformerConfig) -> Iterator[NamedPieces]:
+    dim, ffn_dim = config.dim, config.ffn_dim
+    yield from joint_attention_pieces(f"{ours}.joint_attention", f"{theirs}.attn", dim, config.head_dim, bias=False)
+    for mine, name in (("feed_forward", "ff"), ("text_feed_forward", "ff_context")):
+        yield from linear_pieces(f"{ours}.{mine}.up", [(f"{theirs}.{name}.linear_in", 2 * ffn_dim)], dim, bias=False)
+        yield from linear_pieces(f"{ours}.{mine}.down", [(f"{theirs}.{name}.linear_out", dim)], ffn_dim, bias=False)
+
+
+def _single_block(ours: str, theirs: str, config: Flux2TransformerConfig) -> Iterator[NamedPieces]:
+    dim, ffn_dim = config.dim, config.ffn_dim
+    inward = [(f"{theirs}.to_qkv_mlp_proj", 3 * dim + 2 * ffn_dim)]
+    yield from linear_pieces(f"{ours}.qkv_up", inward, dim, bias=False)
+    for name in ("norm_q", "norm_k"):
+        yield f"{ours}.{name}.weight", (Piece(f"{theirs}.{name}.weight", (config.head_dim,)),)
+    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out", dim)], dim + ffn_dim, bias=False)

@@ -1,0 +1,1 @@
+"""HunyuanVideo (Kong et al., arXiv:2412.03603)."""

@@ -1,0 +1,143 @@
+"""The HunyuanVideo transformer (Kong et al., arXiv:2412.03603) on our attention layers, for inference.
+
+    latents -> patches ─┐
+                        ├─> blocks of two streams -> blocks of one -> modulated norm -> projection -> velocity
+    text -> refiner ────┘
+
+Grid and text attend to each other jointly, the text behind the grid and its padding, as a length, behind everything.
+Timestep, guidance scale and pooled text modulate every block. Shapes in this file: B batch, S grid tokens, L text
+tokens, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.layers.conditioning import ConditionEmbedding
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock
+from diffusion_runtime.layers.embeddings import PatchEmbedding, unpatchify
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.rope import followed_by_text, position_rotations
+from diffusion_runtime.layers.single_stream import SingleStreamBlock
+from diffusion_runtime.layers.token_refiner import TokenRefiner, UnrefinedText
+from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig
+from diffusion_runtime.models.hunyuan_video.weights import NUM_WAVES
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.text_encoders.interface import Conditions
+
+REFINER_ROLE = "hunyuan_video.text_refiner"
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class _Text:
+    """conditions: what the text encoders made. unrefined: what the refiner starts from at every step."""
+
+    conditions: Conditions
+    unrefined: UnrefinedText
+
+
+class HunyuanVideoTransformer(DiffusionTransformer):
+    """The whole denoiser. Modulation, norms and gated sums are computed in float32 in a model of any dtype."""
+
+    def __init__(self, config: HunyuanVideoConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.config = config
+        self.geometry = geometry
+        sizes = (config.num_heads, config.head_dim, config.ffn_dim, EPS)
+        num_blocks = config.num_layers + config.num_single_layers
+        self.patch_embedding = PatchEmbedding(config.num_channels, config.dim, config.patch)
+        self.conditioning = ConditionEmbedding(
+            config.dim, num_waves=NUM_WAVES, pooled_dim=config.pooled_dim, has_guidance=config.has_guidance
+        )
+        self.refiner = TokenRefiner(
+            config.text_dim,
+            config.num_heads,
+            config.head_dim,
+            config.num_refiner_layers,
+            num_waves=NUM_WAVES,
+            role=REFINER_ROLE,
+            name="refiner",
+            policy=policy,
+        )
+        self.blocks = nn.ModuleList(
+            DoubleStreamBlock(
+                *sizes, layer=LayerInfo(index, num_blocks, "self", f"blocks.{index}.joint_attention"), policy=policy
+            )
+            for index in range(config.num_layers)
+        )
+        self.single_blocks = nn.ModuleList(
+            SingleStreamBlock(
+                *sizes,
+                layer=LayerInfo(config.num_layers + index, num_blocks, "self", f"single_blocks.{index}"),
+                policy=policy,
+            )
+            for index in range(config.num_single_layers)
+        )
+        self.out_modulation = Modulation(config.dim, 2)
+        self.out = Linear(config.dim, config.num_channels * math.prod(config.patch))
+
+    @torch.no_grad()
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
+    ) -> torch.Tensor:
+        """See DiffusionTransformer.forward."""
+        grid = self.geometry.grid(latents.shape)
+        unrefined = self._unrefined(inputs.text, context)
+        conditioning = F.silu(self._conditioning(timestep, inputs))
+        text = self.refiner(unrefined, timestep, context)
+        num_text_tokens = text.shape[1]
+        x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
+        rotations = followed_by_text(context.sharding.shard(self._rotations(grid, x.device), dim=0), num_text_tokens)
+        joint = context.with_layout(
+            TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=unrefined.lengths)
+        )
+        for block in self.blocks:
+            block(x, text, conditioning, rotations, joint)
+        whole = torch.cat([x, text], dim=1)
+        for block in self.single_blocks:
+            block(whole, conditioning, rotations, joint)
+        scale, shift = self.out_modulation(conditioning)
+        tokens = self.out(modulated_layer_norm(whole[:, : x.shape[1]], shift, scale, EPS))
+        tokens = context.sharding.gather(tokens, math.prod(grid))
+        return unpatchify(tokens, grid, self.config.patch, channels_first=True).to(latents.dtype)
+
+    def _conditioning(self, timestep: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """[B, D] of timestep, guidance and pooled text. Raises RequestError when one of them is missing."""
+        guidance = inputs.guidance
+        if inputs.text.pooled is None or (guidance is None and self.config.has_guidance):
+            raise RequestError("this transformer takes a pooled text and a guidance scale; give DenoiserInputs both")
+        if guidance is not None:
+            # As its authors' sampler rounds it: in thousandths, in the dtype of the model.
+            guidance = float(torch.tensor(guidance, dtype=self.out.weight.dtype) * 1000) / 1000
+        conditioning: torch.Tensor = self.conditioning(timestep, guidance=guidance, pooled=inputs.text.pooled)
+        return conditioning
+
+    def _rotations(self, grid: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+        axes = tuple(range(size) for size in grid)
+        return position_rotations(axes, self.config.axis_channels, device, self.config.theta)
+
+    def _unrefined(self, text: Conditions, context: AttentionContext) -> UnrefinedText:
+        """What the refiner makes of the prompts alone; kept for the other steps of the request."""
+
+        def prepare() -> _Text:
+            return _Text(text, self.refiner.prepare(text.embeddings, text.lengths))
+
+        layer = LayerInfo(role=REFINER_ROLE, name="refiner")
+        kept = context.state.get_or_create("unrefined_text", layer, context.step, prepare)
+        if kept.conditions is not text:
+            # Another text in the same request and branch.
+            kept = prepare()
+            context.state.put("unrefined_text", layer, context.step, kept)
+        return kept.unrefined

@@ -1,0 +1,56 @@
+"""Which tensors of a diffusers HunyuanVideo checkpoint make up each of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from diffusion_runtime.models.checkpoint import Piece
+from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig
+from diffusion_runtime.models.pieces import (
+    NamedPieces,
+    StreamNames,
+    double_stream_pieces,
+    linear_pieces,
+    single_stream_pieces,
+    two_layer_pieces,
+)
+from diffusion_runtime.models.refiner_pieces import token_refiner_pieces
+
+# Channels of the sinusoidal timestep and guidance.
+NUM_WAVES = 256
+
+# Layer norms with weights: small, and computed in float32.
+_FLOAT32_PARTS = frozenset({"norm", "feed_forward_norm"})
+
+
+def stays_float32(name: str) -> bool:
+    """Whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
+    return not _FLOAT32_PARTS.isdisjoint(name.split("."))
+
+
+def transformer_pieces(config: HunyuanVideoConfig) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    return dict(_all_pieces(config))
+
+
+def _all_pieces(config: HunyuanVideoConfig) -> Iterator[NamedPieces]:
+    dim, num_channels = config.dim, config.num_channels
+    embeddings = [("timestep", "timestep_embedder", NUM_WAVES), ("pooled", "text_embedder", config.pooled_dim)]
+    if config.has_guidance:
+        embeddings.append(("guidance", "guidance_embedder", NUM_WAVES))
+    for ours, theirs, in_dim in embeddings:
+        yield from two_layer_pieces(f"conditioning.{ours}", f"time_text_embed.{theirs}", in_dim, dim)
+    patch = (Piece("x_embedder.proj.weight", (dim, num_channels, *config.patch)),)
+    yield "patch_embedding.projection.weight", patch
+    yield "patch_embedding.projection.bias", (Piece("x_embedder.proj.bias", (dim,)),)
+    yield from token_refiner_pieces(
+        "refiner", "context_embedder", dim, config.text_dim, config.num_refiner_layers, NUM_WAVES
+    )
+    sizes = (dim, config.head_dim, config.ffn_dim)
+    for index in range(config.num_layers):
+        yield from double_stream_pieces(f"blocks.{index}", f"transformer_blocks.{index}", *sizes, StreamNames())
+    for index in range(config.num_single_layers):
+        yield from single_stream_pieces(f"single_blocks.{index}", f"single_transformer_blocks.{index}", *sizes)
+    yield from linear_pieces("out_modulation.projection", [("norm_out.linear", 2 * dim)], dim)
+    yield from linear_pieces("out", [("proj_out", num_channels * math.prod(config.patch))], dim)

@@ -1,0 +1,1 @@
+"""HunyuanVideo-1.5 (arXiv:2511.18870)."""

@@ -1,0 +1,163 @@
+"""What a HunyuanVideo-1.5 folder says about its transformer, latents and guidance, read from json and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.folder import INDEX_FILE, ConfigFile, component_class, read_config, read_json
+from diffusion_runtime.models.interface import LatentGeometry
+
+_QK_NORM = "rms_norm"
+TASKS = ("t2v", "i2v")
+
+_KNOWN_KEYS = (
+    "in_channels",
+    "out_channels",
+    "num_attention_heads",
+    "attention_head_dim",
+    "num_layers",
+    "num_refiner_layers",
+    "mlp_ratio",
+    "patch_size",
+    "patch_size_t",
+    "qk_norm",
+    "text_embed_dim",
+    "text_embed_2_dim",
+    "image_embed_dim",
+    "rope_theta",
+    "rope_axes_dim",
+    "target_size",
+    "task_type",
+    "use_meanflow",
+)
+# What a guider asks for beyond its scale, where it asks for nothing.
+_PLAIN_GUIDER = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+
+
+@dataclass(frozen=True)
+class HunyuanVideo15Config:
+    """Sizes of a HunyuanVideo-1.5 transformer.
+
+    num_channels: of a latent; the transformer reads as many again of an image, and one that says where it is.
+    text_dim, glyph_dim, image_dim: of the tokens of the language model, of the text to write and of the image encoder.
+    axis_channels: of a head that carry the position on each axis; theta: of those. target_size: pixels of a square
+    frame it was made for. starts_from_image: whether it was trained to.
+    """
+
+    num_layers: int
+    num_refiner_layers: int
+    num_heads: int
+    head_dim: int
+    ffn_dim: int
+    num_channels: int
+    text_dim: int
+    glyph_dim: int
+    image_dim: int
+    patch: tuple[int, int, int]
+    axis_channels: tuple[int, int, int]
+    theta: float
+    target_size: int
+    starts_from_image: bool
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_input_channels(self) -> int:
+        return 2 * self.num_channels + 1
+
+
+def read_transformer_config(folder: Path) -> HunyuanVideo15Config:
+    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "transformer")
+    file.refuse_unknown(_KNOWN_KEYS)
+    qk_norm = file.values.get("qk_norm", _QK_NORM)
+    if qk_norm != _QK_NORM:
+        raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
+    if file.flag("use_meanflow", False):
+        raise file.error("use_meanflow", "false (step-distilled checkpoints are not supported)", True)
+    task = file.values.get("task_type", "i2v")
+    if task not in TASKS:
+        raise file.error("task_type", " or ".join(TASKS), task)
+    num_channels = file.whole_number("out_channels")
+    in_channels = file.whole_number("in_channels")
+    if in_channels != 2 * num_channels + 1:
+        raise file.error("in_channels", f"{2 * num_channels + 1}, twice out_channels and one", in_channels)
+    head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
+    side = file.whole_number("patch_size")
+    return HunyuanVideo15Config(
+        num_layers=file.whole_number("num_layers"),
+        num_refiner_layers=file.whole_number("num_refiner_layers", 2),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        ffn_dim=int(num_heads * head_dim * file.number("mlp_ratio", 4.0)),
+        num_channels=num_channels,
+        text_dim=file.whole_number("text_embed_dim"),
+        glyph_dim=file.whole_number("text_embed_2_dim"),
+        image_dim=file.whole_number("image_embed_dim"),
+        patch=(file.whole_number("patch_size_t", 1), side, side),
+        axis_channels=_axis_channels(file, head_dim),
+        theta=file.number("rope_theta", 256.0),
+        target_size=file.whole_number("target_size", 640),
+        starts_from_image=task == "i2v",
+    )
+
+
+def _axis_channels(file: ConfigFile, head_dim: int) -> tuple[int, int, int]:
+    channels = file.whole_numbers("rope_axes_dim", 3)
+    if sum(channels) != head_dim or any(size % 2 for size in channels):
+        raise file.error("rope_axes_dim", f"even numbers that sum to attention_head_dim, {head_dim}", channels)
+    return channels[0], channels[1], channels[2]
+
+
+def read_geometry(folder: Path) -> LatentGeometry:
+    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    transformer, file = read_transformer_config(folder), read_config(folder, "vae")
+    num_channels = file.whole_number("latent_channels", 32)
+    if num_channels != transformer.num_channels:
+        raise file.error("latent_channels", f"{transformer.num_channels}, the transformer's out_channels", num_channels)
+    return LatentGeometry(
+        num_channels=num_channels,
+        spatial_factor=file.whole_number("spatial_compression_ratio", 16),
+        temporal_factor=file.whole_number("temporal_compression_ratio", 4),
+        patch=transformer.patch,
+    )
+
+
+def read_guidance_scale(folder: Path) -> float | None:
+    """The scale of classifier-free guidance that the folder's guider asks for; None when the folder has no guider.
+
+    Raises ModelLoadError for a guider that does something else.
+    """
+    if read_json(folder / INDEX_FILE).get("guider") in (None, [None, None]):
+        return None
+    _, name = component_class(folder, "guider")
+    if name != "ClassifierFreeGuidance":
+        raise ModelLoadError(
+            f"{folder / INDEX_FILE}: key 'guider': expected ClassifierFreeGuidance, got {name}; this is not supported"
+        )
+    path = folder / "guider" / "guider_config.json"
+    file = ConfigFile(path, read_json(path))
+    settings: dict[str, Any] = file.settings()
+    for key, plain in _PLAIN_GUIDER.items():
+        if settings.get(key, plain) != plain:
+            raise file.error(key, repr(plain), settings[key])
+    return file.number("guidance_scale", 7.5) if file.flag("enabled", True) else 1.0
+
+
+def wide_size(target_size: int, multiple: int) -> tuple[int, int]:
+    """(height, width) in pixels, multiples of `multiple`, of 16:9 or a little less, in about as many pixels as a square
+    of target_size: the nearest of the sizes it was trained on, those that no row or column more would fit beside."""
+    num_patches = round((target_size / multiple) ** 2)
+    trained = (
+        (rows, columns)
+        for rows in range(num_patches, 0, -1)
+        for columns in range(max(1, num_patches // (rows + 1)), num_patches // rows + 1)
+    )
+    wanted = 9 / 16
+    rows, columns = min((size for size in trained if size[0] / size[1] >= wanted), key=lambda size: size[0] / size[1])
+    return rows * multiple, columns * multiple

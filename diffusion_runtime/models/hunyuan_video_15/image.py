@@ -1,0 +1,29 @@
+"""The image a HunyuanVideo-1.5 video starts from: as its first latent frame, and as tokens of what it shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from diffusion_runtime.models.hunyuan_video_15 import codec
+from diffusion_runtime.models.interface import ClipSize, ImageCondition, ImageConditioner
+from diffusion_runtime.text_encoders.siglip import SiglipImageEncoder, load_siglip
+
+
+class HunyuanVideo15ImageConditioner(ImageConditioner):
+    """The autoencoder's encoder and SigLIP."""
+
+    def __init__(self, first_frame: codec.FirstFrameEncoder, siglip: SiglipImageEncoder) -> None:
+        self._first_frame = first_frame
+        self._siglip = siglip
+
+    def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
+        """See ImageConditioner.encode."""
+        return ImageCondition(self._first_frame.encode(image), self._siglip.encode(image))
+
+
+def load_image_conditioner(folder: Path, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15ImageConditioner:
+    """`vae/`, `image_encoder/` and `feature_extractor/` of a diffusers folder. Raises ModelLoadError."""
+    siglip = load_siglip(folder, device, dtype)
+    return HunyuanVideo15ImageConditioner(codec.load_encoder(folder, device, dtype), siglip)

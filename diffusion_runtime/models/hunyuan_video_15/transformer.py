@@ -1,0 +1,108 @@
+"""The HunyuanVideo-1.5 transformer (arXiv:2511.18870) on our attention layers, for inference.
+
+    latents, image, where it is -> patches ─┐
+                                            ├─> blocks of two streams -> modulated norm -> projection -> velocity
+    image, text to write, prompt -> tokens ─┘
+
+Grid and text attend to each other jointly, the text behind the grid and its padding, as a length, behind everything.
+The timestep modulates every block. Shapes in this file: B batch, S grid tokens, L text tokens, D width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.layers.conditioning import ConditionEmbedding
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock
+from diffusion_runtime.layers.embeddings import PatchEmbedding, unpatchify
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.rope import followed_by_text, position_rotations
+from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
+from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE, PreparedText, TextStreamEmbedding
+from diffusion_runtime.models.hunyuan_video_15.weights import NUM_WAVES
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, LatentGeometry
+
+EPS = 1e-6
+
+
+class HunyuanVideo15Transformer(DiffusionTransformer):
+    """The whole denoiser. Modulation, norms and gated sums are computed in float32 in a model of any dtype."""
+
+    def __init__(self, config: HunyuanVideo15Config, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.config = config
+        self.geometry = geometry
+        self.patch_embedding = PatchEmbedding(config.num_input_channels, config.dim, config.patch)
+        self.conditioning = ConditionEmbedding(config.dim, num_waves=NUM_WAVES)
+        self.text = TextStreamEmbedding(config, policy)
+        self.blocks = nn.ModuleList(
+            DoubleStreamBlock(
+                config.num_heads,
+                config.head_dim,
+                config.ffn_dim,
+                EPS,
+                layer=LayerInfo(index, config.num_layers, "self", f"blocks.{index}.joint_attention"),
+                policy=policy,
+            )
+            for index in range(config.num_layers)
+        )
+        self.out_modulation = Modulation(config.dim, 2)
+        self.out = Linear(config.dim, config.num_channels * math.prod(config.patch))
+
+    @torch.no_grad()
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
+    ) -> torch.Tensor:
+        """See DiffusionTransformer.forward. Raises RequestError when a model that starts from an image gets none."""
+        if inputs.image is None and self.config.starts_from_image:
+            raise RequestError("image_path: this checkpoint makes videos from an image; give one, or take its t2v twin")
+        grid = self.geometry.grid(latents.shape)
+        conditioning = F.silu(self.conditioning(timestep))
+        text = self.text(self._prepared(inputs, context), timestep, context)
+        num_text_tokens = text.values.shape[1]
+        x = self.patch_embedding(with_image(latents, inputs.image).to(self.out.weight.dtype))
+        x = context.sharding.shard(x)
+        rotations = followed_by_text(context.sharding.shard(self._rotations(grid, x.device), dim=0), num_text_tokens)
+        joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=text.lengths))
+        for block in self.blocks:
+            block(x, text.values, conditioning, rotations, joint)
+        scale, shift = self.out_modulation(conditioning)
+        tokens = self.out(modulated_layer_norm(x, shift, scale, EPS))
+        tokens = context.sharding.gather(tokens, math.prod(grid))
+        return unpatchify(tokens, grid, self.config.patch, channels_first=True).to(latents.dtype)
+
+    def _rotations(self, grid: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+        axes = tuple(range(size) for size in grid)
+        return position_rotations(axes, self.config.axis_channels, device, self.config.theta)
+
+    def _prepared(self, inputs: DenoiserInputs, context: AttentionContext) -> PreparedText:
+        """What the text stream is made of; kept for the other steps of the request."""
+        layer = LayerInfo(role=REFINER_ROLE, name="text")
+        kept = context.state.get_or_create("prepared_text", layer, context.step, lambda: self.text.prepare(inputs))
+        if kept.inputs is not inputs:
+            # Other inputs in the same request and branch.
+            kept = self.text.prepare(inputs)
+            context.state.put("prepared_text", layer, context.step, kept)
+        return kept
+
+
+def with_image(latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:
+    """Latents [B, C, frames, height, width], behind them the image as the first of as many frames, the others zero, and
+    a channel that is one where it is: [B, 2 C + 1, frames, height, width]."""
+    batch, num_channels, *sizes = latents.shape
+    whole = latents.new_zeros(batch, 2 * num_channels + 1, *sizes)
+    whole[:, :num_channels] = latents
+    if image is not None:
+        whole[:, num_channels:-1, :1] = image.latents
+        whole[:, -1, 0] = 1.0
+    return whole

@@ -1,0 +1,69 @@
+"""Which tensors of a diffusers HunyuanVideo-1.5 checkpoint make up each of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from diffusion_runtime.models.checkpoint import Piece
+from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
+from diffusion_runtime.models.pieces import (
+    NamedPieces,
+    StreamNames,
+    double_stream_pieces,
+    linear_pieces,
+    two_layer_pieces,
+)
+from diffusion_runtime.models.refiner_pieces import layer_norm_pieces, token_refiner_pieces
+
+# Channels of the sinusoidal timestep.
+NUM_WAVES = 256
+# Width of the network that takes the tokens of text to write to the transformer's width.
+GLYPH_HIDDEN_DIM = 2048
+
+# Layer norms with weights: small, and computed in float32.
+_FLOAT32_PARTS = frozenset({"norm", "feed_forward_norm", "norm_in", "norm_out"})
+
+
+def stays_float32(name: str) -> bool:
+    """Whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
+    return not _FLOAT32_PARTS.isdisjoint(name.split("."))
+
+
+def transformer_pieces(config: HunyuanVideo15Config) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    return dict(_all_pieces(config))
+
+
+def _all_pieces(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
+    dim = config.dim
+    patch = (Piece("x_embedder.proj.weight", (dim, config.num_input_channels, *config.patch)),)
+    yield "patch_embedding.projection.weight", patch
+    yield "patch_embedding.projection.bias", (Piece("x_embedder.proj.bias", (dim,)),)
+    yield from two_layer_pieces("conditioning.timestep", "time_embed.timestep_embedder", NUM_WAVES, dim)
+    yield from _text(config)
+    sizes = (dim, config.head_dim, config.ffn_dim)
+    for index in range(config.num_layers):
+        yield from double_stream_pieces(f"blocks.{index}", f"transformer_blocks.{index}", *sizes, StreamNames())
+    yield from linear_pieces("out_modulation.projection", [("norm_out.linear", 2 * dim)], dim)
+    yield from linear_pieces("out", [("proj_out", config.num_channels * math.prod(config.patch))], dim)
+
+
+def _text(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
+    """What takes text and image to the transformer's width."""
+    dim, hidden = config.dim, GLYPH_HIDDEN_DIM
+    yield "text.kinds", (Piece("cond_type_embed.weight", (3, dim)),)
+    yield from token_refiner_pieces(
+        "text.refiner", "context_embedder", dim, config.text_dim, config.num_refiner_layers, NUM_WAVES
+    )
+    yield from layer_norm_pieces("text.glyphs.norm", "context_embedder_2.norm", config.glyph_dim)
+    for ours, theirs, in_dim, out_dim in (
+        ("up", "linear_1", config.glyph_dim, hidden),
+        ("middle", "linear_2", hidden, hidden),
+        ("down", "linear_3", hidden, dim),
+    ):
+        yield from linear_pieces(f"text.glyphs.{ours}", [(f"context_embedder_2.{theirs}", out_dim)], in_dim)
+    yield from layer_norm_pieces("text.image.norm_in", "image_embedder.norm_in", config.image_dim)
+    yield from linear_pieces("text.image.up", [("image_embedder.linear_1", config.image_dim)], config.image_dim)
+    yield from linear_pieces("text.image.down", [("image_embedder.linear_2", dim)], config.image_dim)
+    yield from layer_norm_pieces("text.image.norm_out", "image_embedder.norm_out", dim)

@@ -1,0 +1,160 @@
+"""LoRA files in diffusers' format, merged into a checkpoint's weights as they are read (Hu et al., arXiv:2106.09685).
+
+W + scale * (alpha / rank) * B @ A, with A [rank, in], B [out, rank]. Where a file says no alpha, alpha is the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.config import LoraConfig
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.checkpoint import WeightChange, read_tensors
+from diffusion_runtime.models.weight_files import listed
+
+COMPONENTS = ("transformer", "transformer_2")
+_DOWN, _UP, _UP_BIAS, _ALPHA = ".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".alpha"
+_METADATA_KEY = "lora_adapter_metadata"
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added to one linear map. down: [rank, in]; up: [out, rank]; bias: [out] or None; factor: on all."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    bias: torch.Tensor | None
+    factor: float
+
+
+class Lora(WeightChange):
+    """One file, read; `read_lora` makes it. parts: by component, then by the name of the module that it changes."""
+
+    def __init__(self, path: Path, parts: Mapping[str, Mapping[str, LowRank]]) -> None:
+        self.path = path
+        self.parts = parts
+
+    def check(self, component: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        parts = self.parts.get(component, {})
+        missing = [name for name in parts if f"{name}.weight" not in shapes]
+        if missing:
+            raise ModelLoadError(
+                f"{self.path}: this LoRA is for another model: {len(missing)} of its {len(parts)} modules are not in "
+                f"the {component}: {listed(missing)}"
+            )
+        misfits = [
+            f"{name} is {list(shapes[f'{name}.weight'])}, the LoRA's {[part.up.shape[0], part.down.shape[1]]}"
+            for name, part in parts.items()
+            if shapes[f"{name}.weight"] != (part.up.shape[0], part.down.shape[1])
+        ]
+        if misfits:
+            raise ModelLoadError(
+                f"{self.path}: this LoRA is for another model: {len(misfits)} of its {len(parts)} modules have other "
+                f"sizes in the {component}: {listed(misfits)}"
+            )
+        without_bias = [name for name, part in parts.items() if part.bias is not None and f"{name}.bias" not in shapes]
+        if without_bias:
+            raise ModelLoadError(f"{self.path}: has a bias for modules without one: {listed(without_bias)}")
+
+    def apply(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Added in float32 and rounded once, to the dtype of `weight`."""
+        module, _, kind = name.rpartition(".")
+        part = self.parts.get(component, {}).get(module)
+        if part is None or kind not in ("weight", "bias"):
+            return weight
+        if kind == "bias":
+            return weight if part.bias is None else (weight.float() + part.factor * part.bias).to(weight.dtype)
+        return torch.addmm(weight.float(), part.up, part.down, alpha=part.factor).to(weight.dtype)
+
+
+def read_lora(config: LoraConfig) -> Lora:
+    """The file of a LoraConfig. Raises ModelLoadError for one that is missing, damaged or not in diffusers' format."""
+    path = Path(config.path).expanduser()
+    tensors, metadata = read_tensors(path)
+    groups: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+    strange = []
+    for key, tensor in tensors.items():
+        component, rest = _split_component(key, config.component)
+        suffix = next((suffix for suffix in (_DOWN, _UP, _UP_BIAS, _ALPHA) if rest.endswith(suffix)), None)
+        if component is None or suffix is None:
+            strange.append(key)
+        else:
+            groups.setdefault(component, {}).setdefault(rest.removesuffix(suffix), {})[suffix] = tensor
+    if strange or not groups:
+        raise ModelLoadError(
+            f"{path}: expected a LoRA in diffusers' format, for the transformer alone, with keys such as "
+            f"'transformer.blocks.0.attn1.to_q{_DOWN}'; {len(strange)} of {len(tensors)} keys are others: "
+            f"{listed(strange) if strange else 'there are none'}. diffusers converts many formats: "
+            "pipe.load_lora_weights(file), then pipe.transformer.save_lora_adapter(folder)"
+        )
+    settings = _read_settings(path, metadata)
+    return Lora(
+        path,
+        {
+            component: {
+                name: _low_rank(path, name, found, settings.get(component, {}), config.scale)
+                for name, found in modules.items()
+            }
+            for component, modules in groups.items()
+        },
+    )
+
+
+def _split_component(key: str, wanted: str) -> tuple[str | None, str]:
+    """(component, rest of the key); a key without a component is the transformer's. None for a component not ours."""
+    first, _, rest = key.partition(".")
+    if first == "transformer":
+        return wanted, rest
+    if first in COMPONENTS:
+        return first, rest
+    return (None, rest) if first in ("text_encoder", "text_encoder_2", "unet", "diffusion_model") else (wanted, key)
+
+
+def _low_rank(
+    path: Path, name: str, found: Mapping[str, torch.Tensor], settings: Mapping[str, Any], scale: float
+) -> LowRank:
+    down, up = found.get(_DOWN), found.get(_UP)
+    if down is None or up is None:
+        raise ModelLoadError(f"{path}: {name} has only one of {_DOWN[1:]} and {_UP[1:]}; the file is incomplete")
+    if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
+        raise ModelLoadError(
+            f"{path}: {name}: expected {_DOWN[1:]} [rank, in] and {_UP[1:]} [out, rank], got {list(down.shape)} and "
+            f"{list(up.shape)}; LoRAs of convolutions are not supported"
+        )
+    rank = down.shape[0]
+    patterns = settings.get("alpha_pattern") or {}
+    alpha = float(found[_ALPHA]) if _ALPHA in found else float(patterns.get(name, settings.get("lora_alpha", rank)))
+    by_rank = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    bias = found.get(_UP_BIAS)
+    return LowRank(down.float(), up.float(), None if bias is None else bias.float(), scale * by_rank)
+
+
+def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What the file says about its adapters, by component: lora_alpha, alpha_pattern, use_rslora."""
+    text = metadata.get(_METADATA_KEY)
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: its {_METADATA_KEY} is not valid json: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path}: its {_METADATA_KEY}: expected a json object, got {values!r}")
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        component, _, name = key.partition(".")
+        settings.setdefault(component, {})[name] = value
+    for component, known in settings.items():
+        if known.get("use_dora"):
+            raise ModelLoadError(f"{path}: {component}: use_dora: expected False, got True; DoRA is not supported")
+        numbers = [known.get("lora_alpha", 1), *(known.get("alpha_pattern") or {}).values()]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise ModelLoadError(f"{path}: {component}: lora_alpha and alpha_pattern: expected numbers, got {numbers}")
+    return settings

@@ -1,0 +1,205 @@
+"""What an LTX-2 folder says about its transformer and latents, read from json and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.folder import ConfigFile, read_config
+from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
+from diffusion_runtime.models.ltx2.positions import PositionRules
+
+AUDIO_VAE = "audio_vae"
+
+_HIDDEN_RATIO = 4
+# The audio autoencoder's steps in time and in mel bins; a constant of its architecture.
+_AUDIO_FACTOR = 4
+
+# What later versions of the architecture set, and what the one that is built here has.
+_FIXED: dict[str, object] = {
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "audio_patch_size": 1,
+    "audio_patch_size_t": 1,
+    "qk_norm": "rms_norm_across_heads",
+    "activation_fn": "gelu-approximate",
+    "norm_elementwise_affine": False,
+    "attention_bias": True,
+    "attention_out_bias": True,
+    "ff_bias": True,
+    "audio_ff_bias": True,
+    "gated_attn": False,
+    "cross_attn_mod": False,
+    "audio_gated_attn": False,
+    "audio_cross_attn_mod": False,
+    "use_prompt_embeddings": True,
+    "use_keyframes_abs_pos_embedding": False,
+}
+# perturbed_attn prepares guidance by perturbed attention, which is not run here; use_prompt_adaln_single matters with
+# cross_attn_mod alone.
+_READ_ELSEWHERE = (
+    "in_channels",
+    "out_channels",
+    "num_attention_heads",
+    "attention_head_dim",
+    "cross_attention_dim",
+    "vae_scale_factors",
+    "pos_embed_max_pos",
+    "base_height",
+    "base_width",
+    "audio_in_channels",
+    "audio_out_channels",
+    "audio_num_attention_heads",
+    "audio_attention_head_dim",
+    "audio_cross_attention_dim",
+    "audio_scale_factor",
+    "audio_pos_embed_max_pos",
+    "audio_sampling_rate",
+    "audio_hop_length",
+    "num_layers",
+    "norm_eps",
+    "caption_channels",
+    "rope_theta",
+    "rope_double_precision",
+    "causal_offset",
+    "timestep_scale_multiplier",
+    "cross_attn_timestep_scale_multiplier",
+    "rope_type",
+    "perturbed_attn",
+    "use_prompt_adaln_single",
+)
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Sizes of one stream, the video's or the sound's. num_channels: of a token of latents."""
+
+    num_heads: int
+    head_dim: int
+    num_channels: int
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def ffn_dim(self) -> int:
+        return _HIDDEN_RATIO * self.dim
+
+
+@dataclass(frozen=True)
+class LTX2Config:
+    """Sizes of an LTX-2 transformer.
+
+    text_dim: of the text embeddings of both streams. eps: of the norms before attention and feed-forward.
+    gate_factor: what the timestep is multiplied with for the gates between the streams. turns_halves: whether a channel
+    turns with the one half a head further on, and not with its neighbour.
+    """
+
+    video: StreamConfig
+    audio: StreamConfig
+    num_layers: int
+    text_dim: int
+    eps: float
+    gate_factor: float
+    turns_halves: bool
+    positions: PositionRules
+
+
+def read_transformer_config(folder: Path) -> LTX2Config:
+    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "transformer")
+    file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
+    for key, fixed in _FIXED.items():
+        value = file.values.get(key, fixed)
+        if value != fixed or type(value) is not type(fixed):
+            raise file.error(key, f"{fixed!r}, as in LTX-2.0, the version that this family runs natively", value)
+    video, audio = _read_stream(file, ""), _read_stream(file, "audio_")
+    kind = file.values.get("rope_type", "interleaved")
+    if kind not in ("interleaved", "split"):
+        raise file.error("rope_type", "'interleaved' or 'split'", kind)
+    if audio.num_heads != video.num_heads:
+        raise file.error("audio_num_attention_heads", f"{video.num_heads}, num_attention_heads", audio.num_heads)
+    own, between = (
+        file.whole_number(key, 1000) for key in ("timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier")
+    )
+    return LTX2Config(
+        video=video,
+        audio=audio,
+        num_layers=file.whole_number("num_layers"),
+        text_dim=file.whole_number("caption_channels"),
+        eps=file.number("norm_eps", 1e-6),
+        gate_factor=between / own,
+        turns_halves=kind == "split",
+        positions=_read_positions(file),
+    )
+
+
+def _read_stream(file: ConfigFile, prefix: str) -> StreamConfig:
+    """prefix: of the keys of a stream."""
+    num_channels = file.whole_number(f"{prefix}in_channels")
+    out_channels = file.whole_number(f"{prefix}out_channels", num_channels)
+    if out_channels != num_channels:
+        raise file.error(f"{prefix}out_channels", f"{num_channels}, the number of {prefix}in_channels", out_channels)
+    stream = StreamConfig(
+        num_heads=file.whole_number(f"{prefix}num_attention_heads"),
+        head_dim=file.whole_number(f"{prefix}attention_head_dim"),
+        num_channels=num_channels,
+    )
+    if stream.head_dim % 2:
+        raise file.error(f"{prefix}attention_head_dim", "an even number", stream.head_dim)
+    text_dim = file.whole_number(f"{prefix}cross_attention_dim")
+    if text_dim != stream.dim:
+        raise file.error(f"{prefix}cross_attention_dim", f"{stream.dim}, the width of that stream", text_dim)
+    return stream
+
+
+def _read_positions(file: ConfigFile) -> PositionRules:
+    factors = file.whole_numbers("vae_scale_factors", 3)
+    return PositionRules(
+        theta=file.number("rope_theta", 10000.0),
+        is_double=file.flag("rope_double_precision", True),
+        causal_offset=file.whole_number("causal_offset", 1, minimum=0),
+        factors=(factors[0], factors[1], factors[2]),
+        extents=(
+            file.whole_number("pos_embed_max_pos", 20),
+            file.whole_number("base_height", 2048),
+            file.whole_number("base_width", 2048),
+        ),
+        audio_factor=file.whole_number("audio_scale_factor", _AUDIO_FACTOR),
+        hop_length=file.whole_number("audio_hop_length", 160),
+        sampling_rate=file.whole_number("audio_sampling_rate", 16000),
+        audio_extent=file.whole_number("audio_pos_embed_max_pos", 20),
+    )
+
+
+def read_geometry(folder: Path) -> LTX2Geometry:
+    """From the configs of the transformer and both autoencoders. Raises ModelLoadError that names file and key."""
+    transformer, video, audio = (
+        read_transformer_config(folder),
+        read_config(folder, "vae"),
+        read_config(folder, AUDIO_VAE),
+    )
+    num_channels = video.whole_number("latent_channels", 128)
+    if num_channels != transformer.video.num_channels:
+        raise video.error(
+            "latent_channels", f"{transformer.video.num_channels}, the transformer's in_channels", num_channels
+        )
+    num_audio_channels, num_bins = audio.whole_number("latent_channels", 8), audio.whole_number("mel_bins", 64)
+    if num_audio_channels * (num_bins // _AUDIO_FACTOR) != transformer.audio.num_channels:
+        raise ModelLoadError(
+            f"{audio.path}: keys 'latent_channels' ({num_audio_channels}) and 'mel_bins' ({num_bins}): expected "
+            f"channels x bins / {_AUDIO_FACTOR} to be {transformer.audio.num_channels}, the transformer's "
+            "audio_in_channels"
+        )
+    sample_rate, hop_length = audio.whole_number("sample_rate", 16000), audio.whole_number("mel_hop_length", 160)
+    return LTX2Geometry(
+        num_channels=num_channels,
+        spatial_factor=video.whole_number("spatial_compression_ratio", 32),
+        temporal_factor=video.whole_number("temporal_compression_ratio", 8),
+        patch=(1, 1, 1),
+        num_audio_channels=num_audio_channels,
+        num_audio_bins=num_bins // _AUDIO_FACTOR,
+        audio_rate=sample_rate / hop_length / _AUDIO_FACTOR,
+    )

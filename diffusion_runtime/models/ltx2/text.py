@@ -1,0 +1,98 @@
+"""LTX-2's text: every layer of Gemma 3, brought together by connectors into one text for the video and one for the
+sound.
+
+The connectors are diffusers'. They fill what a prompt leaves of 1024 tokens with learned ones, so that the transformer
+attends to all of them and knows no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.autoencoder import load_component
+from diffusion_runtime.models.folder import read_config
+from diffusion_runtime.models.ltx2.config import read_transformer_config
+from diffusion_runtime.text_encoders.gemma3 import Gemma3Encoder, load_gemma3
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder, TextStream
+
+COMPONENT = "connectors"
+MAX_TOKENS = 1024
+
+
+class LTX2TextEncoder(TextEncoder):
+    """Gemma 3 and the connectors as one: `embeddings` for the video, the first further stream for the sound."""
+
+    library = "transformers"
+
+    def __init__(self, gemma: Gemma3Encoder, connectors: Any) -> None:
+        self.gemma = gemma
+        self.connectors = connectors
+        self.max_tokens = gemma.max_tokens
+        self.implementation = f"{gemma.implementation}; diffusers' {type(connectors).__name__}"
+
+    @torch.inference_mode()
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        """See TextEncoder.encode. One prompt after the other: all layers of 1024 tokens take 0.4 GB in bfloat16."""
+        encoded = [self.gemma.encode(prompt.strip()) for prompt in prompts]
+        streams = [self._connect(states) for states, _ in encoded]
+        rows = [row for _, row in encoded]
+        lengths = (self.max_tokens,) * len(rows)
+        return Conditions(
+            embeddings=torch.cat([video for video, _ in streams]),
+            lengths=lengths,
+            unknown_words=tuple(row.unknown_words for row in rows),
+            num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
+            further=(TextStream(torch.cat([audio for _, audio in streams]), lengths),),
+        )
+
+    def _connect(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The texts of one prompt, each [1, max_tokens, dim]. states: of Gemma3Encoder.encode."""
+        num_tokens = states.shape[0]
+        padded = states.new_zeros(1, self.max_tokens, *states.shape[1:])
+        mask = torch.zeros(1, self.max_tokens, dtype=torch.long, device=states.device)
+        # At the end, where the connectors were trained to find it.
+        padded[0, self.max_tokens - num_tokens :] = states
+        mask[0, self.max_tokens - num_tokens :] = 1
+        video, audio, _ = self.connectors(padded, mask, padding_side="left")
+        return video, audio
+
+
+def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> LTX2TextEncoder:
+    """Gemma 3 and the connectors of a diffusers folder. Raises ModelLoadError."""
+    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
+    from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+
+    _check_connectors(folder)
+    gemma = load_gemma3(folder, device, dtype, max_tokens=MAX_TOKENS)
+    file = read_config(folder, COMPONENT)
+    for key, default, expected in (
+        ("caption_channels", 3840, gemma.dim),
+        ("text_proj_in_factor", 49, gemma.num_states),
+    ):
+        value = file.whole_number(key, default)
+        if value != expected:
+            raise file.error(key, f"{expected}, as the text encoder beside it has", value)
+    return LTX2TextEncoder(gemma, load_component(folder, COMPONENT, LTX2TextConnectors, device, dtype))
+
+
+def _check_connectors(folder: Path) -> None:
+    """Raises ModelLoadError for connectors that do not fit the transformer or the length of a text."""
+    file, transformer = read_config(folder, COMPONENT), read_transformer_config(folder)
+    for stream in ("video", "audio"):
+        num_heads = file.whole_number(f"{stream}_connector_num_attention_heads", 30)
+        head_dim = file.whole_number(f"{stream}_connector_attention_head_dim", 128)
+        if num_heads * head_dim != transformer.text_dim:
+            raise ModelLoadError(
+                f"{file.path}: keys '{stream}_connector_num_attention_heads' ({num_heads}) and "
+                f"'{stream}_connector_attention_head_dim' ({head_dim}): expected their product to be "
+                f"{transformer.text_dim}, the transformer's caption_channels"
+            )
+        key = f"{stream}_connector_num_learnable_registers"
+        num_registers = file.values.get(key, 128)
+        if num_registers is not None and MAX_TOKENS % file.whole_number(key, 128):
+            raise file.error(key, f"a number that divides {MAX_TOKENS}", num_registers)

@@ -1,0 +1,166 @@
+"""The LTX-2 transformer (arXiv:2601.03233) on our attention layers, for inference.
+
+    video latents -> tokens -+                                       +-> modulated norm -> projection -> video velocity
+                             +-> num_layers x block of two streams --+
+    audio latents -> tokens -+                                       +-> modulated norm -> projection -> audio velocity
+
+Both come and go as one flat tensor (geometry.py). Shapes in this file: B batch, S video tokens, A audio tokens, L text
+tokens, D width of a stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.layers.conditioning import TimestepModulation
+from diffusion_runtime.layers.embeddings import TextEmbedding, patchify, unpatchify
+from diffusion_runtime.layers.kept_text import kept_for_text
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation import modulated_layer_norm
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
+from diffusion_runtime.models.ltx2.block import KeysAndValues, LTX2Block, StreamBlock, StreamInputs
+from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
+from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
+from diffusion_runtime.models.ltx2.positions import audio_rotations, shared_rotations, video_rotations
+
+NUM_WAVES = 256
+# Of the last norm, whatever the config says of the others.
+_OUT_EPS = 1e-6
+
+# Keys and values of every block's attention to the text.
+TextKeys = tuple[KeysAndValues, ...]
+
+
+class Stream(nn.Module):
+    """What a stream has outside the blocks: its way in and out, its text, and the rows of the timestep.
+
+    time: for self-attention, feed-forward and the end; exchange, exchange_gate: for attention between the streams.
+    """
+
+    def __init__(self, config: StreamConfig, text_dim: int) -> None:
+        super().__init__()
+        self.embedding = Linear(config.num_channels, config.dim)
+        self.text_embedding = TextEmbedding(text_dim, config.dim)
+        self.time = TimestepModulation(NUM_WAVES, config.dim, 6)
+        self.exchange = TimestepModulation(NUM_WAVES, config.dim, 4)
+        self.exchange_gate = TimestepModulation(NUM_WAVES, config.dim, 1)
+        self.out_modulation = nn.Parameter(torch.zeros(2, config.dim))
+        self.out = Linear(config.dim, config.num_channels)
+
+    def exchange_rows(self, timestep: torch.Tensor, gate_factor: float) -> torch.Tensor:
+        """[B, 5, D], float32, as StreamInputs takes them. timestep: [B], in [0, 1000]."""
+        return torch.cat([self.exchange(timestep)[0], self.exchange_gate(timestep * gate_factor)[0]], dim=1)
+
+    def finish(self, x: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """[B, tokens, channels] of x [B, tokens, D]. embedded: the timestep, [B, D]."""
+        shift, scale = (self.out_modulation + embedded[:, None].float()).unbind(1)
+        out: torch.Tensor = self.out(modulated_layer_norm(x, shift, scale, _OUT_EPS))
+        return out
+
+
+class LTX2Transformer(DiffusionTransformer):
+    """The whole denoiser. In a model of another dtype than float32 the modulation, the modulated norms and the gated
+    sums are still computed in float32."""
+
+    geometry: LTX2Geometry
+
+    def __init__(self, config: LTX2Config, geometry: LTX2Geometry, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.config = config
+        self.geometry = geometry
+        self.video = Stream(config.video, config.text_dim)
+        self.audio = Stream(config.audio, config.text_dim)
+        self.blocks = nn.ModuleList(LTX2Block(config, index, policy) for index in range(config.num_layers))
+
+    @torch.no_grad()
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
+    ) -> torch.Tensor:
+        """See DiffusionTransformer.forward. latents: [B, *geometry.sample_shape(inputs.size)].
+
+        inputs.text: the embeddings for the video, and as the first further stream those for the sound. Raises
+        RequestError when that is missing, or the latents are another clip's.
+        """
+        parts = self.geometry.parts(latents, inputs.size)
+        assert parts.audio is not None
+        dtype, sharding = self.video.out.weight.dtype, context.sharding
+        grid, length = self.geometry.grid(parts.video.shape), parts.audio.shape[2]
+        video = sharding.shard(self.video.embedding(patchify(parts.video.to(dtype), self.geometry.patch)))
+        audio = self.audio.embedding(parts.audio.to(dtype).transpose(1, 2).flatten(2))
+        video_time, video_embedded = self.video.time(timestep)
+        audio_time, audio_embedded = self.audio.time(timestep)
+        video_turns, audio_turns, *shared = self._rotations(grid, length, inputs.size.fps, video.device)
+        text, audio_text = self._text(inputs, context)
+        text_context = context.with_layout(TokenLayout.text(text[0][0].shape[1], inputs.text.lengths))
+        video_context = context.with_layout(TokenLayout(grid))
+        audio_context = context.with_layout(TokenLayout.text(length))
+        video_inputs = StreamInputs(
+            time=video_time,
+            exchange=self.video.exchange_rows(timestep, self.config.gate_factor),
+            rotations=sharding.shard(video_turns, dim=0),
+            shared_rotations=sharding.shard(shared[0], dim=0),
+            text=text,
+            context=video_context,
+            text_context=text_context,
+            keys_context=video_context,
+        )
+        audio_inputs = StreamInputs(
+            time=audio_time,
+            exchange=self.audio.exchange_rows(timestep, self.config.gate_factor),
+            rotations=audio_turns,
+            shared_rotations=shared[1],
+            text=audio_text,
+            context=audio_context,
+            text_context=text_context,
+            keys_context=audio_context,
+        )
+        for block in self.blocks:
+            block(video, audio, video_inputs, audio_inputs)
+        tokens = sharding.gather(self.video.finish(video, video_embedded), math.prod(grid))
+        video_velocity = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
+        moments = torch.unflatten(self.audio.finish(audio, audio_embedded), 2, (parts.audio.shape[1], -1))
+        return self.geometry.join(video_velocity, moments.transpose(1, 2)).to(latents.dtype)
+
+    def _rotations(
+        self, grid: tuple[int, int, int], length: int, fps: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the video, of the sound, and of both where they attend to each other."""
+        rules, video, audio = self.config.positions, self.config.video, self.config.audio
+        return (
+            video_rotations(rules, grid, fps, video.num_heads, video.dim, device),
+            audio_rotations(rules, length, audio.num_heads, audio.dim, device),
+            *shared_rotations(rules, grid, fps, length, audio.num_heads, audio.dim, device),
+        )
+
+    def _text(self, inputs: DenoiserInputs, context: AttentionContext) -> tuple[TextKeys, TextKeys]:
+        """Every block's keys and values of the text, for both streams, as long as the longest prompt; kept for the
+        other steps of the request."""
+        if not inputs.text.further:
+            raise RequestError("this model takes two text embeddings, one for the video and one for the sound")
+        num_tokens = max(1, *inputs.text.lengths)
+        embeddings = (inputs.text.embeddings, inputs.text.further[0].embeddings)
+
+        def project() -> tuple[TextKeys, TextKeys]:
+            dtype = self.video.out.weight.dtype
+            video = self.video.text_embedding(embeddings[0][:, :num_tokens].to(dtype))
+            audio = self.audio.text_embedding(embeddings[1][:, :num_tokens].to(dtype))
+            return _keys(video, (block.video for block in self.all_blocks())), _keys(
+                audio, (block.audio for block in self.all_blocks())
+            )
+
+        return kept_for_text("ltx2_text", embeddings[0], context, project)
+
+    def all_blocks(self) -> Iterator[LTX2Block]:
+        return (block for block in self.blocks if isinstance(block, LTX2Block))
+
+
+def _keys(text: torch.Tensor, blocks: Iterator[StreamBlock]) -> TextKeys:
+    return tuple(block.cross_attention.keys_and_values(text) for block in blocks)

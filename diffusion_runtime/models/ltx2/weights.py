@@ -1,0 +1,123 @@
+"""Which tensors of a diffusers LTX-2 checkpoint make up each of ours.
+
+Projections that read the same input are one tensor here: q, k, v of self-attention; k, v of every other one.
+
+Published checkpoints turn the channels of a head by halves: channel i with channel i + head_dim / 2. Here neighbours
+turn together, which is one complex multiplication. Attention does not care about the order of the channels as long as q
+and k have the same, so the rows that make q and k are put in pairs once, after loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from diffusion_runtime.models.checkpoint import Piece
+from diffusion_runtime.models.ltx2.block import CrossAttention, SelfAttention
+from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
+from diffusion_runtime.models.ltx2.transformer import NUM_WAVES, LTX2Transformer
+from diffusion_runtime.models.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
+
+# Rows that are added to float32 rows of the timestep.
+_FLOAT32_PARTS = frozenset({"modulation", "exchange_modulation", "out_modulation"})
+
+
+def stays_float32(name: str) -> bool:
+    """Whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
+    return name.rpartition(".")[2] in _FLOAT32_PARTS
+
+
+def transformer_pieces(config: LTX2Config) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    return dict(_all_pieces(config))
+
+
+def _all_pieces(config: LTX2Config) -> Iterator[NamedPieces]:
+    yield from _stream("video", "", config.video, config, between="video", gate="video_a2v")
+    yield from _stream("audio", "audio_", config.audio, config, between="audio", gate="audio_v2a")
+    for index in range(config.num_layers):
+        ours, theirs = f"blocks.{index}", f"transformer_blocks.{index}"
+        yield from _stream_block(f"{ours}.video", theirs, "", "video", config.video)
+        yield from _stream_block(f"{ours}.audio", theirs, "audio_", "audio", config.audio)
+        video, audio = config.video.dim, config.audio.dim
+        yield from _cross_attention(f"{ours}.audio_to_video", f"{theirs}.audio_to_video_attn", video, audio, audio)
+        yield from _cross_attention(f"{ours}.video_to_audio", f"{theirs}.video_to_audio_attn", audio, video, audio)
+
+
+def _stream(
+    ours: str, prefix: str, stream: StreamConfig, config: LTX2Config, *, between: str, gate: str
+) -> Iterator[NamedPieces]:
+    """A Stream. prefix: of its names in the checkpoint; between, gate: in the names of the exchange."""
+    dim = stream.dim
+    yield from linear_pieces(f"{ours}.embedding", [(f"{prefix}proj_in", dim)], stream.num_channels)
+    text, text_dim = f"{prefix}caption_projection", config.text_dim
+    yield from two_layer_pieces(f"{ours}.text_embedding", text, text_dim, dim)
+    for name, theirs, num_rows in (
+        ("time", f"{prefix}time_embed", 6),
+        ("exchange", f"av_cross_attn_{between}_scale_shift", 4),
+        ("exchange_gate", f"av_cross_attn_{gate}_gate", 1),
+    ):
+        yield from two_layer_pieces(f"{ours}.{name}.embedding", f"{theirs}.emb.timestep_embedder", NUM_WAVES, dim)
+        yield from linear_pieces(f"{ours}.{name}.projection", [(f"{theirs}.linear", num_rows * dim)], dim)
+    yield f"{ours}.out_modulation", (Piece(f"{prefix}scale_shift_table", (2, dim)),)
+    yield from linear_pieces(f"{ours}.out", [(f"{prefix}proj_out", stream.num_channels)], dim)
+
+
+def _stream_block(ours: str, theirs: str, prefix: str, between: str, stream: StreamConfig) -> Iterator[NamedPieces]:
+    """A StreamBlock."""
+    dim = stream.dim
+    yield f"{ours}.modulation", (Piece(f"{theirs}.{prefix}scale_shift_table", (6, dim)),)
+    table = f"{theirs}.{between}_a2v_cross_attn_scale_shift_table"
+    yield f"{ours}.exchange_modulation", (Piece(table, (5, dim)),)
+    mine, name = f"{ours}.self_attention", f"{theirs}.{prefix}attn1"
+    yield from linear_pieces(f"{mine}.qkv", [(f"{name}.{part}", dim) for part in ("to_q", "to_k", "to_v")], dim)
+    yield from _attention_rest(mine, name, dim, dim)
+    yield from _cross_attention(f"{ours}.cross_attention", f"{theirs}.{prefix}attn2", dim, dim, dim)
+    yield from feed_forward_pieces(f"{ours}.feed_forward", f"{theirs}.{prefix}ff", dim, stream.ffn_dim)
+
+
+def _cross_attention(ours: str, theirs: str, dim: int, source_dim: int, inner_dim: int) -> Iterator[NamedPieces]:
+    """A CrossAttention."""
+    yield from linear_pieces(f"{ours}.q", [(f"{theirs}.to_q", inner_dim)], dim)
+    yield from linear_pieces(f"{ours}.kv", [(f"{theirs}.{part}", inner_dim) for part in ("to_k", "to_v")], source_dim)
+    yield from _attention_rest(ours, theirs, dim, inner_dim)
+
+
+def _attention_rest(ours: str, theirs: str, dim: int, inner_dim: int) -> Iterator[NamedPieces]:
+    """Norms of q and k, and the projection after attention."""
+    for name in ("norm_q", "norm_k"):
+        yield f"{ours}.{name}.weight", (Piece(f"{theirs}.{name}.weight", (inner_dim,)),)
+    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], inner_dim)
+
+
+@torch.no_grad()
+def pair_channels(transformer: LTX2Transformer) -> None:
+    """Put the channels of q and k that turn together side by side, in every attention that turns any."""
+    for block in transformer.all_blocks():
+        for stream in (block.video, block.audio):
+            _pair_self_attention(stream.self_attention)
+        for between in (block.audio_to_video, block.video_to_audio):
+            _pair_cross_attention(between)
+
+
+def _pair_self_attention(attention: SelfAttention) -> None:
+    dim = attention.norm_q.weight.shape[0]
+    for parameter in (attention.qkv.weight, attention.qkv.bias):
+        _pair(parameter[: 2 * dim], 2 * attention.num_heads)
+    for norm in (attention.norm_q, attention.norm_k):
+        _pair(norm.weight, attention.num_heads)
+
+
+def _pair_cross_attention(attention: CrossAttention) -> None:
+    dim = attention.norm_q.weight.shape[0]
+    for parameter in (attention.q.weight, attention.q.bias, attention.kv.weight[:dim], attention.kv.bias[:dim]):
+        _pair(parameter, attention.num_heads)
+    for norm in (attention.norm_q, attention.norm_k):
+        _pair(norm.weight, attention.num_heads)
+
+
+def _pair(rows: torch.Tensor, num_heads: int) -> None:
+    """rows [heads * head_dim, ...]: of each head the first half between the second, in place."""
+    heads = rows.view(num_heads, 2, -1, *rows.shape[1:])
+    rows.copy_(heads.transpose(1, 2).reshape(rows.shape))

@@ -1,0 +1,103 @@
+"""What a Qwen-Image folder says about its transformer and latents, read from json and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.folder import read_config
+from diffusion_runtime.models.image_geometry import ImageGeometry
+
+# The pipeline folds 2 x 2 latents into a token, whatever the checkpoint's patch_size.
+_SIDE = 2
+PATCH = (1, _SIDE, _SIDE)
+# Channels of a head that carry (frame, row, column), where config.json does not say.
+_AXES = (16, 56, 56)
+# What checkpoints for editing and for layered images have.
+_MUST_BE_FALSE = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+_KEYS = (
+    "patch_size",
+    "in_channels",
+    "out_channels",
+    "num_layers",
+    "attention_head_dim",
+    "num_attention_heads",
+    "joint_attention_dim",
+    "axes_dims_rope",
+    # In published files, and read by nothing.
+    "pooled_projection_dim",
+    *_MUST_BE_FALSE,
+)
+
+
+@dataclass(frozen=True)
+class QwenImageTransformerConfig:
+    """Sizes of a Qwen-Image transformer.
+
+    text_dim: of the language model's hidden states. axes: channels of a head that carry each axis of the rotary
+    positions. num_waves: of the sinusoidal timestep. eps: of every norm.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    num_channels: int
+    text_dim: int
+    axes: tuple[int, ...]
+    num_waves: int = 256
+    eps: float = 1e-6
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def ffn_dim(self) -> int:
+        return 4 * self.dim
+
+    @property
+    def patch_channels(self) -> int:
+        """Numbers in a patch of latents."""
+        return self.num_channels * _SIDE * _SIDE
+
+
+def read_transformer_config(folder: Path) -> QwenImageTransformerConfig:
+    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "transformer")
+    file.refuse_unknown(_KEYS)
+    for key in _MUST_BE_FALSE:
+        if file.flag(key, False):
+            raise file.error(key, "false, as in a text-to-image checkpoint", True)
+    if file.whole_number("patch_size") != _SIDE:
+        raise file.error("patch_size", str(_SIDE), file.values["patch_size"])
+    in_channels, out_channels = file.whole_number("in_channels"), file.whole_number("out_channels")
+    if in_channels != out_channels * _SIDE * _SIDE:
+        raise ModelLoadError(
+            f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({out_channels}): expected the first "
+            "to be four times the second; this is not a text-to-image checkpoint, the only kind this family runs"
+        )
+    head_dim = file.whole_number("attention_head_dim")
+    axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", len(_AXES))
+    if sum(axes) != head_dim or any(size % 2 for size in axes):
+        raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
+    return QwenImageTransformerConfig(
+        num_layers=file.whole_number("num_layers"),
+        num_heads=file.whole_number("num_attention_heads"),
+        head_dim=head_dim,
+        num_channels=out_channels,
+        text_dim=file.whole_number("joint_attention_dim"),
+        axes=axes,
+    )
+
+
+def read_geometry(folder: Path) -> ImageGeometry:
+    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    transformer, file = read_transformer_config(folder), read_config(folder, "vae")
+    num_channels = file.whole_number("z_dim", 16)
+    if num_channels != transformer.num_channels:
+        raise file.error("z_dim", f"{transformer.num_channels}, the transformer's out_channels", num_channels)
+    halvings = file.values.get("temperal_downsample", [False, True, True])
+    if not isinstance(halvings, list) or not halvings:
+        raise file.error("temperal_downsample", "a list with true or false for every level", halvings)
+    return ImageGeometry(num_channels=num_channels, spatial_factor=2 ** len(halvings), temporal_factor=1, patch=PATCH)

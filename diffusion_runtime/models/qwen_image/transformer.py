@@ -1,0 +1,107 @@
+"""The Qwen-Image transformer (arXiv:2508.02324) on our attention layers, for inference.
+
+    latents -> patches -> num_layers x double-stream block -> modulated norm -> projection -> velocity
+
+Grid and text have weights of their own and meet in the attention; the timestep shifts, scales and gates every block.
+Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.denoising.guidance import extrapolate
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock
+from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbedding, patchify, unpatchify
+from diffusion_runtime.layers.kept_text import kept_for_text
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.layers.rope import diagonal_rotations, followed_by_text, position_rotations
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
+from diffusion_runtime.text_encoders.interface import Conditions
+
+# The model takes time in [0, 1].
+_TIME_SCALE = 1000.0
+
+
+class QwenImageTransformer(DiffusionTransformer):
+    """The whole denoiser."""
+
+    def __init__(self, config: QwenImageTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.config = config
+        self.geometry = geometry
+        self.patch_embedding = PatchEmbedding(config.num_channels, config.dim, geometry.patch)
+        self.text_norm = RMSNorm(config.text_dim, config.eps)
+        self.text_embedding = Linear(config.text_dim, config.dim)
+        self.timestep_embedding = TimestepEmbedding(config.num_waves, config.dim, scale=_TIME_SCALE)
+        self.blocks = nn.ModuleList(
+            DoubleStreamBlock(
+                config.num_heads,
+                config.head_dim,
+                config.ffn_dim,
+                config.eps,
+                layer=LayerInfo(index, config.num_layers, "self", f"blocks.{index}.joint_attention"),
+                policy=policy,
+            )
+            for index in range(config.num_layers)
+        )
+        self.out_modulation = Modulation(config.dim, 2)
+        self.out = Linear(config.dim, config.patch_channels)
+
+    @torch.no_grad()
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
+    ) -> torch.Tensor:
+        """See DiffusionTransformer.forward. Nothing attends to the text's padding."""
+        grid = self.geometry.grid(latents.shape)
+        x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
+        # A copy: the blocks write into it.
+        text = self._text(inputs.text, context).clone()
+        conditioning = F.silu(self.timestep_embedding(timestep / _TIME_SCALE))
+        rotations = self._rotations(grid, text.shape[1], context)
+        layout = TokenLayout(grid, num_suffix_tokens=text.shape[1], valid_lengths=inputs.text.lengths)
+        joint = context.with_layout(layout)
+        for block in self.blocks:
+            block(x, text, conditioning, rotations, joint)
+        scale, shift = self.out_modulation(conditioning)
+        tokens = self.out(modulated_layer_norm(x, shift, scale, self.config.eps))
+        tokens = context.sharding.gather(tokens, layout.num_grid_tokens)
+        return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
+
+    def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
+        """The extrapolation, every token of it as long as the conditional branch's."""
+        patch = self.geometry.patch
+        tokens = patchify(extrapolate(cond, uncond, scale), patch)
+        wanted = patchify(cond, patch).norm(dim=-1, keepdim=True)
+        length = tokens.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(tokens.dtype).tiny)
+        return unpatchify(tokens * (wanted / length), self.geometry.grid(cond.shape), patch, channels_first=True)
+
+    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
+        """[S + L, head_dim / 2], complex. Rows and columns are counted from the image's centre; the text goes on from
+        the larger of them along the diagonal of all axes."""
+        device, (frames, height, width) = self.out.weight.device, grid
+        positions = (range(frames), range(height // 2 - height, height // 2), range(width // 2 - width, width // 2))
+        start = max(height // 2, width // 2)
+        on_grid = context.sharding.shard(position_rotations(positions, self.config.axes, device), dim=0)
+        on_text = diagonal_rotations(range(start, start + num_text_tokens), self.config.axes, device)
+        return followed_by_text(on_grid, on_text)
+
+    def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
+        """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""
+
+        def project() -> torch.Tensor:
+            # A copy: the norm writes into float32 inputs.
+            tokens = text.embeddings[:, : max(text.lengths)].to(self.out.weight.dtype, copy=True)
+            projected: torch.Tensor = self.text_embedding(self.text_norm(tokens))
+            return projected
+
+        return kept_for_text("text_embedding", text.embeddings, context, project)

@@ -1,0 +1,78 @@
+"""Decoding for several processes: each a band of rows where that is exact, else the first one everything."""
+
+from __future__ import annotations
+
+import json
+
+import numpy
+import torch
+
+from diffusion_runtime.layers.row_bands import RowBands
+from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.parallel.halo import band_of, gather_bands
+from diffusion_runtime.parallel.world import World
+
+
+class SharedDecoder(LatentDecoder):
+    """decoder: loaded on the first process, and on all of them when it `splits_rows`; None on the others."""
+
+    def __init__(self, decoder: LatentDecoder | None, world: World) -> None:
+        self._decoder = decoder
+        self._world = world
+        self._in_bands = decoder is not None and decoder.splits_rows
+        told = json.loads(world.from_first(lambda: json.dumps(self._describe_decoder())))
+        self.library, self.implementation = told
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """See LatentDecoder.decode; the same frames on every process."""
+        if self._in_bands and latents.shape[-2] >= self._world.size:
+            return self._decode_band(latents)
+        return self._decode_on_first(latents)
+
+    def _decode_band(self, latents: torch.Tensor) -> torch.Tensor:
+        assert self._decoder is not None
+        group = self._world.group
+        with RowBands(group):
+            frames = self._decoder.decode(latents[..., band_of(latents.shape[-2], group), :])
+        return gather_bands(frames, 2, group)
+
+    def _decode_on_first(self, latents: torch.Tensor) -> torch.Tensor:
+        made: list[torch.Tensor] = []
+
+        def decode() -> str:
+            assert self._decoder is not None
+            made.append(self._decoder.decode(latents))
+            return json.dumps(list(made[0].shape))
+
+        shape = json.loads(self._world.from_first(decode))
+        device = self._world.device
+        frames = made[0].to(device) if made else torch.empty(shape, dtype=torch.float32, device=device)
+        return self._world.broadcast(frames)
+
+    def decode_audio(self, latents: torch.Tensor) -> Audio | None:
+        """See LatentDecoder.decode_audio; made by the first process, and the same on every one."""
+        made: list[Audio | None] = []
+
+        def decode() -> str:
+            assert self._decoder is not None
+            made.append(self._decoder.decode_audio(latents))
+            return json.dumps(None if made[0] is None else [list(made[0].samples.shape), made[0].sample_rate])
+
+        told = json.loads(self._world.from_first(decode))
+        if told is None:
+            return None
+        shape, sample_rate = told
+        device = self._world.device
+        if made and made[0] is not None:
+            samples = torch.from_numpy(made[0].samples).to(device)
+        else:
+            samples = torch.empty(shape, dtype=torch.float32, device=device)
+        received = self._world.broadcast(samples).cpu().numpy()
+        return Audio(numpy.ascontiguousarray(received), sample_rate)
+
+    def _describe_decoder(self) -> tuple[str, str]:
+        assert self._decoder is not None
+        size = self._world.size
+        how = f"in bands of rows on {size} processes" if self._in_bands else f"on one process of {size}"
+        return self._decoder.library, f"{self._decoder.implementation}, {how}"

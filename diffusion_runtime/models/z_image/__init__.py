@@ -1,0 +1,1 @@
+"""Z-Image (arXiv:2511.22699), text to image."""

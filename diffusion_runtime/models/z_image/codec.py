@@ -1,0 +1,7 @@
+"""The Z-Image autoencoder: that of many image models."""
+
+from __future__ import annotations
+
+from diffusion_runtime.models.image_decoder import load_image_decoder as load_decoder
+
+__all__ = ["load_decoder"]

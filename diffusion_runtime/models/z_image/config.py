@@ -1,0 +1,117 @@
+"""What a Z-Image folder says about its transformer and latents, read from json and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_runtime.models.folder import read_config
+from diffusion_runtime.models.image_geometry import ImageGeometry
+
+# Both sequences, of the picture and of the text, are filled up to a multiple of this with trained tokens.
+TOKEN_MULTIPLE = 32
+# The conditioning vector is no wider than this, whatever the width of the transformer.
+_MAX_CONDITIONING = 256
+_KEYS = (
+    "all_patch_size",
+    "all_f_patch_size",
+    "in_channels",
+    "dim",
+    "n_layers",
+    "n_refiner_layers",
+    "n_heads",
+    "n_kv_heads",
+    "norm_eps",
+    "qk_norm",
+    "cap_feat_dim",
+    "siglip_feat_dim",
+    "rope_theta",
+    "t_scale",
+    "axes_dims",
+    "axes_lens",
+)
+
+
+@dataclass(frozen=True)
+class ZImageTransformerConfig:
+    """Sizes of a Z-Image transformer.
+
+    num_refiner_layers: of the picture and of the text each, before they meet. text_dim: of the text encoder. axes:
+    channels of a head that carry each axis of the rotary positions (place in the sequence, row, column).
+    """
+
+    num_layers: int
+    num_refiner_layers: int
+    num_heads: int
+    dim: int
+    num_channels: int
+    text_dim: int
+    axes: tuple[int, ...]
+    theta: float
+    eps: float
+    # What published configs do not say: the class fixes it.
+    num_waves: int = 256
+    timestep_hidden_dim: int = 1024
+    qk_eps: float = 1e-5
+    out_eps: float = 1e-6
+    patch: tuple[int, int, int] = (1, 2, 2)
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        return int(self.dim / 3 * 8)
+
+    @property
+    def conditioning_dim(self) -> int:
+        return min(self.dim, _MAX_CONDITIONING)
+
+    @property
+    def patch_channels(self) -> int:
+        """Numbers in a patch of latents."""
+        return self.num_channels * self.patch[1] * self.patch[2]
+
+
+def read_transformer_config(folder: Path) -> ZImageTransformerConfig:
+    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "transformer")
+    file.refuse_unknown(_KEYS)
+    fixed = {"all_patch_size": [2], "all_f_patch_size": [1], "siglip_feat_dim": None, "t_scale": 1000}
+    for key, wanted in fixed.items():
+        if file.values.get(key, wanted) != wanted:
+            raise file.error(key, f"{wanted}, the only value this family runs", file.values[key])
+    if not file.flag("qk_norm", True):
+        raise file.error("qk_norm", "true", False)
+    dim, num_heads = file.whole_number("dim"), file.whole_number("n_heads")
+    if dim % num_heads:
+        raise file.error("dim", f"a multiple of n_heads, {num_heads}", dim)
+    if file.whole_number("n_kv_heads", num_heads) != num_heads:
+        raise file.error("n_kv_heads", f"n_heads, {num_heads}", file.values["n_kv_heads"])
+    axes = file.whole_numbers("axes_dims", 3)
+    if sum(axes) != dim // num_heads or any(size % 2 for size in axes):
+        raise file.error("axes_dims", f"even numbers whose sum is the head size, {dim // num_heads}", list(axes))
+    return ZImageTransformerConfig(
+        num_layers=file.whole_number("n_layers"),
+        num_refiner_layers=file.whole_number("n_refiner_layers"),
+        num_heads=num_heads,
+        dim=dim,
+        num_channels=file.whole_number("in_channels"),
+        text_dim=file.whole_number("cap_feat_dim"),
+        axes=axes,
+        theta=file.number("rope_theta", 256.0),
+        eps=file.number("norm_eps", 1e-5),
+    )
+
+
+def read_geometry(folder: Path) -> ImageGeometry:
+    """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    transformer, file = read_transformer_config(folder), read_config(folder, "vae")
+    num_channels = file.whole_number("latent_channels", transformer.num_channels)
+    if num_channels != transformer.num_channels:
+        raise file.error("latent_channels", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
+    widths = file.values.get("block_out_channels")
+    if not isinstance(widths, list) or not widths:
+        raise file.error("block_out_channels", "a list with the width of every level", widths)
+    return ImageGeometry(num_channels, 2 ** (len(widths) - 1), 1, transformer.patch)

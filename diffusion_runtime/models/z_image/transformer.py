@@ -1,0 +1,210 @@
+"""The Z-Image transformer (arXiv:2511.22699) on our attention layers, for inference.
+
+    latents -> patches -> refiner blocks (of the picture alone)  \
+                                                                   joined -> blocks -> scaled norm -> velocity
+    text    -> tokens  -> refiner blocks (of the text alone)     /
+
+One kind of block serves all: attention and a gated feed-forward, each between two norms. Picture and text are each
+filled up to a multiple of 32 tokens with a trained one, which counts as any other. Shapes in this file: B batch,
+S grid tokens, P tokens that fill the picture up, L text tokens, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
+from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
+from diffusion_runtime.layers.feed_forward import GatedFeedForward
+from diffusion_runtime.layers.kept_text import kept_for_text
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.layers.rope import position_rotations, rotate
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.z_image.config import TOKEN_MULTIPLE, ZImageTransformerConfig
+from diffusion_runtime.text_encoders.interface import Conditions
+
+TEXT_ROLE = "z_image.text_refiner"
+
+
+class ZImageAttention(nn.Module):
+    """Attention among all tokens, with rotary positions; no bias anywhere."""
+
+    def __init__(self, config: ZImageTransformerConfig, attention: AttentionLayer) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = Linear(config.dim, 3 * config.dim, bias=False)
+        self.norm_q = RMSNorm(config.head_dim, config.qk_eps)
+        self.norm_k = RMSNorm(config.head_dim, config.qk_eps)
+        self.out = Linear(config.dim, config.dim, bias=False)
+        self.attention = attention
+
+    def forward(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """x: [B, tokens, D]; rotations: [B or nothing, tokens, head_dim / 2], complex."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        q, k = rotate(self.norm_q(q), rotations), rotate(self.norm_k(k), rotations)
+        out: torch.Tensor = self.out(self.attention(q, k, v, context).flatten(2))
+        return out
+
+
+class ZImageBlock(nn.Module):
+    """modulation: makes scale and gate of attention and of the feed-forward; None in the text's refiner."""
+
+    def __init__(self, config: ZImageTransformerConfig, attention: AttentionLayer, *, is_modulated: bool) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.eps)
+        self.self_attention = ZImageAttention(config, attention)
+        self.attention_out_norm = RMSNorm(config.dim, config.eps)
+        self.ffn_norm = RMSNorm(config.dim, config.eps)
+        self.feed_forward = GatedFeedForward(config.dim, config.ffn_dim)
+        self.ffn_out_norm = RMSNorm(config.dim, config.eps)
+        self.modulation = Linear(config.conditioning_dim, 4 * config.dim) if is_modulated else None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        conditioning: torch.Tensor | None,
+        rotations: torch.Tensor,
+        context: AttentionContext,
+    ) -> torch.Tensor:
+        """x: [B, tokens, D], overwritten and returned. conditioning: [B, conditioning_dim], with modulation."""
+        if self.modulation is None:
+            x += self.attention_out_norm(self.self_attention(_norm(x, self.attention_norm), rotations, context))
+            x += self.ffn_out_norm(self.feed_forward(_norm(x, self.ffn_norm)))
+            return x
+        rows: torch.Tensor = self.modulation(conditioning)
+        scale, gate, ffn_scale, ffn_gate = rows[:, None].chunk(4, dim=-1)
+        branch = self.self_attention(_norm(x, self.attention_norm).mul_(1 + scale), rotations, context)
+        x.addcmul_(self.attention_out_norm(branch), gate.tanh())
+        branch = self.feed_forward(_norm(x, self.ffn_norm).mul_(1 + ffn_scale))
+        return x.addcmul_(self.ffn_out_norm(branch), ffn_gate.tanh())
+
+
+class ZImageTransformer(DiffusionTransformer):
+    """The whole denoiser."""
+
+    def __init__(self, config: ZImageTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.config = config
+        self.geometry = geometry
+        self.patch_embedding = Linear(config.patch_channels, config.dim)
+        self.timestep_embedding = TimestepEmbedding(
+            config.num_waves, config.conditioning_dim, config.timestep_hidden_dim
+        )
+        self.text_norm = RMSNorm(config.text_dim, config.eps)
+        self.text_embedding = Linear(config.text_dim, config.dim)
+        self.grid_filler = nn.Parameter(torch.zeros(1, config.dim))
+        self.text_filler = nn.Parameter(torch.zeros(1, config.dim))
+        total = config.num_layers + config.num_refiner_layers
+
+        def layer(kind: type[AttentionLayer], role: str, place: int, name: str) -> AttentionLayer:
+            info = LayerInfo(place, total, role, f"{name}.self_attention.attention")
+            return kind(config.num_heads, config.head_dim, layer=info, policy=policy)
+
+        self.text_refiner = nn.ModuleList(
+            ZImageBlock(config, layer(LocalAttention, TEXT_ROLE, index, f"text_refiner.{index}"), is_modulated=False)
+            for index in range(config.num_refiner_layers)
+        )
+        self.grid_refiner = nn.ModuleList(
+            ZImageBlock(config, layer(USPAttention, "self", index, f"grid_refiner.{index}"), is_modulated=True)
+            for index in range(config.num_refiner_layers)
+        )
+        self.blocks = nn.ModuleList(
+            ZImageBlock(
+                config,
+                layer(USPAttention, "self", config.num_refiner_layers + index, f"blocks.{index}"),
+                is_modulated=True,
+            )
+            for index in range(config.num_layers)
+        )
+        self.out_modulation = Linear(config.conditioning_dim, config.dim)
+        self.out = Linear(config.dim, config.patch_channels)
+
+    @torch.no_grad()
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
+    ) -> torch.Tensor:
+        """See DiffusionTransformer.forward. The model's own time runs from noise at 0 to data at 1000."""
+        grid, sharding = self.geometry.grid(latents.shape), context.sharding
+        num_tokens, dtype = math.prod(grid), self.out.weight.dtype
+        num_filling = -num_tokens % TOKEN_MULTIPLE
+        lengths = tuple(filled(length) for length in inputs.text.lengths)
+        conditioning = self.timestep_embedding(1000.0 - timestep).to(dtype)
+        tokens = patchify(latents.to(dtype), self.config.patch, channels_first=False)
+        x = sharding.shard(self.patch_embedding(tokens))
+        x = torch.cat([x, self.grid_filler.expand(len(x), num_filling, -1)], dim=1)
+        picture = [self._grid_rotations(grid, length, context) for length in lengths]
+        layout = TokenLayout(grid, num_suffix_tokens=num_filling)
+        rotations = _of_each(picture)
+        for block in self.grid_refiner:
+            x = block(x, conditioning, rotations, context.with_layout(layout))
+        text = kept_for_text("text", inputs.text.embeddings, context, lambda: self._text(inputs.text, lengths, context))
+        text_rotations = self._text_rotations(text.shape[1], text.device)
+        x = torch.cat([x, text], dim=1)
+        layout = TokenLayout(
+            grid,
+            num_suffix_tokens=num_filling + text.shape[1],
+            valid_lengths=tuple(num_filling + length for length in lengths),
+        )
+        rotations = _of_each([torch.cat([rotation, text_rotations]) for rotation in picture])
+        for block in self.blocks:
+            x = block(x, conditioning, rotations, context.with_layout(layout))
+        x = x[:, : x.shape[1] - layout.num_suffix_tokens]
+        scale = 1 + self.out_modulation(F.silu(conditioning))
+        normalized = F.layer_norm(x, x.shape[-1:], eps=self.config.out_eps)
+        tokens = sharding.gather(self.out(normalized * scale[:, None]), num_tokens)
+        return unpatchify(tokens, grid, self.config.patch).neg().to(latents.dtype)
+
+    def _text(self, text: Conditions, lengths: Sequence[int], context: AttentionContext) -> torch.Tensor:
+        """[B, L, D] of a text, refined. lengths: of each sample with what fills it up."""
+        num_tokens = max(lengths)
+        embeddings = text.embeddings[:, :num_tokens].to(self.out.weight.dtype)
+        x: torch.Tensor = self.text_embedding(_norm(embeddings, self.text_norm))
+        filler = self.text_filler.expand(len(x), num_tokens - x.shape[1], -1)
+        x = torch.cat([x, filler], dim=1)
+        for sample, length in enumerate(text.lengths):
+            x[sample, length:] = self.text_filler
+        rotations = self._text_rotations(num_tokens, x.device)
+        layout = TokenLayout.text(num_tokens, tuple(lengths))
+        for block in self.text_refiner:
+            x = block(x, None, rotations, context.with_layout(layout))
+        return x
+
+    def _text_rotations(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """[L, head_dim / 2]: the text lies along the first axis, from 1 on."""
+        axes = (range(1, num_tokens + 1), range(1), range(1))
+        return position_rotations(axes, self.config.axes, device, self.config.theta)
+
+    def _grid_rotations(
+        self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext
+    ) -> torch.Tensor:
+        """[S + P, head_dim / 2]: the picture lies behind its text on the first axis; what fills it up is not turned."""
+        first = num_text_tokens + 1
+        axes = (range(first, first + grid[0]), range(grid[1]), range(grid[2]))
+        table = position_rotations(axes, self.config.axes, self.out.weight.device, self.config.theta)
+        filling = table.new_ones(-math.prod(grid) % TOKEN_MULTIPLE, table.shape[1])
+        return torch.cat([context.sharding.shard(table, dim=0), filling])
+
+
+def filled(num_tokens: int) -> int:
+    """`num_tokens` with what fills them up."""
+    return num_tokens + -num_tokens % TOKEN_MULTIPLE
+
+
+def _norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """norm(x) as a new tensor: x goes on beside it."""
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+
+
+def _of_each(rotations: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[tokens, head_dim / 2] of one sample, [B, tokens, head_dim / 2] of several."""
+    return rotations[0] if len(rotations) == 1 else torch.stack(list(rotations))

@@ -1,0 +1,63 @@
+"""Which tensors of a diffusers Z-Image checkpoint make up each of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diffusion_runtime.models.checkpoint import Piece
+from diffusion_runtime.models.pieces import NamedPieces, linear_pieces
+from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
+
+# The one patch size of the published models, as the checkpoint spells it.
+_PATCH = "2-1"
+
+
+def transformer_pieces(config: ZImageTransformerConfig) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    return dict(_all_pieces(config))
+
+
+def _all_pieces(config: ZImageTransformerConfig) -> Iterator[NamedPieces]:
+    dim, narrow = config.dim, config.conditioning_dim
+    yield from linear_pieces("patch_embedding", [(f"all_x_embedder.{_PATCH}", dim)], config.patch_channels)
+    hidden = config.timestep_hidden_dim
+    yield from linear_pieces("timestep_embedding.up", [("t_embedder.mlp.0", hidden)], config.num_waves)
+    yield from linear_pieces("timestep_embedding.down", [("t_embedder.mlp.2", narrow)], hidden)
+    yield "text_norm.weight", (Piece("cap_embedder.0.weight", (config.text_dim,)),)
+    yield from linear_pieces("text_embedding", [("cap_embedder.1", dim)], config.text_dim)
+    yield "grid_filler", (Piece("x_pad_token", (1, dim)),)
+    yield "text_filler", (Piece("cap_pad_token", (1, dim)),)
+    for index in range(config.num_refiner_layers):
+        yield from _block(f"text_refiner.{index}", f"context_refiner.{index}", config, is_modulated=False)
+        yield from _block(f"grid_refiner.{index}", f"noise_refiner.{index}", config, is_modulated=True)
+    for index in range(config.num_layers):
+        yield from _block(f"blocks.{index}", f"layers.{index}", config, is_modulated=True)
+    last = f"all_final_layer.{_PATCH}"
+    yield from linear_pieces("out_modulation", [(f"{last}.adaLN_modulation.1", dim)], narrow)
+    yield from linear_pieces("out", [(f"{last}.linear", config.patch_channels)], dim)
+
+
+def _block(ours: str, theirs: str, config: ZImageTransformerConfig, *, is_modulated: bool) -> Iterator[NamedPieces]:
+    dim, attention = config.dim, f"{theirs}.attention"
+    qkv = [(f"{attention}.{name}", dim) for name in ("to_q", "to_k", "to_v")]
+    yield from linear_pieces(f"{ours}.self_attention.qkv", qkv, dim, bias=False)
+    yield from linear_pieces(f"{ours}.self_attention.out", [(f"{attention}.to_out.0", dim)], dim, bias=False)
+    for name in ("norm_q", "norm_k"):
+        yield f"{ours}.self_attention.{name}.weight", (Piece(f"{attention}.{name}.weight", (config.head_dim,)),)
+    norms = {
+        "attention_norm": "attention_norm1",
+        "attention_out_norm": "attention_norm2",
+        "ffn_norm": "ffn_norm1",
+        "ffn_out_norm": "ffn_norm2",
+    }
+    for mine, name in norms.items():
+        yield f"{ours}.{mine}.weight", (Piece(f"{theirs}.{name}.weight", (dim,)),)
+    up = [(f"{theirs}.feed_forward.{name}", config.ffn_dim) for name in ("w1", "w3")]
+    yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
+    yield from linear_pieces(
+        f"{ours}.feed_forward.down", [(f"{theirs}.feed_forward.w2", dim)], config.ffn_dim, bias=False
+    )
+    if is_modulated:
+        yield from linear_pieces(
+            f"{ours}.modulation", [(f"{theirs}.adaLN_modulation.0", 4 * dim)], config.conditioning_dim
+        )

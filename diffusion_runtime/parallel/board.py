@@ -1,0 +1,110 @@
+"""A board that all processes of a run read and write: what each one says about itself, and why the run ends.
+
+It stands in the key-value store that torch's launcher keeps, outside the processes that compute, so it outlives them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.parallel.failure import RankFailure
+from diffusion_runtime.parallel.place import Place
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_ENDED = "ended"
+# Seconds between two looks of a wait: short at first, because most waits are.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+
+
+class Board:
+    """Texts by name. Every call is quick; waits are loops of looks, so that other threads get their turn."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._lock = threading.Lock()
+
+    def set(self, name: str, text: str) -> None:
+        with self._lock:
+            self._store.set(self._prefix + name, text)
+
+    def get(self, names: Sequence[str]) -> list[str]:
+        """The texts of names that are there."""
+        with self._lock:
+            return [value.decode() for value in self._store.multi_get([self._prefix + name for name in names])]
+
+    def has(self, *names: str) -> bool:
+        """Whether all of them are there."""
+        with self._lock:
+            return bool(self._store.check([self._prefix + name for name in names]))
+
+    def count(self, name: str) -> int:
+        """How often this was called for `name`, this time included."""
+        with self._lock:
+            return int(self._store.add(self._prefix + name, 1))
+
+    def wait(self, names: Sequence[str], give_up: Callable[[], bool]) -> bool:
+        """Until all names are there; False when `give_up` says so first. It may also raise."""
+        pause = _FIRST_PAUSE
+        while not self.has(*names):
+            if give_up():
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+    def end(self, failure: RankFailure) -> bool:
+        """Say why the run ends. The first one who does is believed: True for that one."""
+        text = failure.to_json()
+        with self._lock:
+            return bool(self._store.compare_set(self._prefix + _ENDED, "", text).decode() == text)
+
+    def ending(self) -> RankFailure | None:
+        """Why the run ends, once somebody has said it."""
+        return RankFailure.from_json(self.get([_ENDED])[0]) if self.has(_ENDED) else None
+
+    def store(self) -> Store:
+        """Another connection to the same store, under a prefix of its own, for torch's process groups."""
+        return dist.PrefixStore(f"{self._prefix}groups", self._store.clone())  # type: ignore[attr-defined]
+
+
+def connect(place: Place, timeout: timedelta) -> Board:
+    """The board of this process's run.
+
+    Raises ConfigError when another run uses the same port, DiffusionRuntimeError when nobody answers in time.
+    """
+    meeting = f"{place.address}:{place.port}"
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise DiffusionRuntimeError(_no_answer(place, meeting, timeout)) from error
+        raise ConfigError(
+            f"MASTER_PORT {place.port} is in use on {place.address}: is another run started there? Take another port"
+        ) from error
+    except dist.DistError as error:
+        raise DiffusionRuntimeError(_no_answer(place, meeting, timeout)) from error
+    board = Board(store, f"diffusion_runtime/{place.attempt}/")
+    if board.count(f"joined/{place.rank}") > 1:
+        raise ConfigError(
+            f"rank {place.rank} was started twice at {meeting}: another run meets there; take another MASTER_PORT "
+            "(torchrun: --master-port, or --standalone)"
+        )
+    return board
+
+
+def _no_answer(place: Place, meeting: str, timeout: timedelta) -> str:
+    return (
+        f"rank {place.rank}: nobody answers at {meeting} after {timeout.total_seconds():.0f} s; is rank 0 running, and "
+        "are MASTER_ADDR and MASTER_PORT the same everywhere?"
+    )

@@ -1,0 +1,124 @@
+"""Process groups as values: which processes share a sequence by heads, which by blocks of keys, and where this one is.
+
+A mesh has three axes. `branch`: the two guidance branches. `ring`: blocks of keys. `ulysses`: heads. The grid's tokens
+are cut into ring.size * ulysses.size slices, and this process holds slice ring.index * ulysses.size + ulysses.index,
+whatever its rank: the slices of an Ulysses group are neighbours in the sequence, so a ring's blocks have no holes.
+Which ranks are neighbours is another question; either answer is a mesh (Fang and Zhao, arXiv:2405.07719, section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.parallel.rank_group import RankGroup
+from diffusion_runtime.parallel.sharding import SequenceSharding
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("branch", "ring", "ulysses")
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """The processes of one generation. The default is one process alone, which needs no torch.distributed.
+
+    ulysses, ring, branch: the processes that differ from this one along one axis alone. sequence: all that share the
+    sequence with it, by slice.
+    """
+
+    ulysses: RankGroup = field(default_factory=RankGroup)
+    ring: RankGroup = field(default_factory=RankGroup)
+    sequence: RankGroup = field(default_factory=RankGroup)
+    branch: RankGroup = field(default_factory=RankGroup)
+
+    def __post_init__(self) -> None:
+        if self.ulysses.size * self.ring.size != self.sequence.size:
+            raise ConfigError(
+                f"ProcessMesh: {self.ulysses.size} (ulysses) x {self.ring.size} (ring) processes must make up the "
+                f"{self.sequence.size} that share the sequence"
+            )
+
+    @property
+    def size(self) -> int:
+        """Processes of the whole generation."""
+        return self.sequence.size * self.branch.size
+
+    @property
+    def sharding(self) -> SequenceSharding:
+        """How a transformer's tokens are cut over the processes that share the sequence."""
+        return SequenceSharding(self.sequence)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        ulysses_degree: int = 1,
+        ring_degree: int = 1,
+        branch_degree: int = 1,
+        ring_inside: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Self:
+        """The mesh of all processes; torch.distributed must be initialised for more than one. All must call it alike.
+
+        ring_inside: False makes the processes of an Ulysses group neighbours by rank, as suits all-to-alls within a
+        host and rings across hosts; True those of a ring. Guidance branches are always the furthest apart. timeout: of
+        the groups' collectives; None is torch's default.
+
+        Raises ConfigError when the product of the degrees is not the number of processes.
+        """
+        degrees = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree, "branch_degree": branch_degree}
+        for name, degree in degrees.items():
+            if degree < 1:
+                raise ConfigError(f"{name}: expected 1 or more, got {degree}")
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ulysses_degree * ring_degree * branch_degree != world:
+            raise ConfigError(
+                f"ulysses_degree {ulysses_degree} x ring_degree {ring_degree} x guidance branches {branch_degree} = "
+                f"{ulysses_degree * ring_degree * branch_degree} processes, {world} are running; the product of the "
+                "degrees must be the number of processes"
+            )
+        if world == 1:
+            return cls()
+        ranks = torch.arange(world)
+        if ring_inside:
+            ranks = ranks.view(branch_degree, ulysses_degree, ring_degree).transpose(1, 2)
+        return cls._of_ranks(ranks.reshape(branch_degree, ring_degree, ulysses_degree), timeout)
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Self:
+        """The mesh of a torch DeviceMesh whose axes are named after some of AXES, in any order.
+
+        New groups are made over its ranks, so all of its processes must call it. Raises ConfigError for other names.
+        """
+        names = device_mesh.mesh_dim_names or ()
+        if not names or set(names) - set(AXES):
+            raise ConfigError(f"from_device_mesh: expected axes named after some of {', '.join(AXES)}, got {names}")
+        ranks = device_mesh.mesh
+        for axis in AXES:
+            if axis not in names:
+                names, ranks = (*names, axis), ranks[..., None]
+        return cls._of_ranks(ranks.permute([names.index(axis) for axis in AXES]))
+
+    @classmethod
+    def _of_ranks(cls, ranks: torch.Tensor, timeout: timedelta | None = None) -> Self:
+        """ranks: [branch, ring, ulysses]. Every group is made by every process, in one order, as torch asks for."""
+        mine = dist.get_rank()
+        groups = {
+            name: RankGroup.create(rows.tolist(), mine, timeout)
+            for name, rows in (
+                ("ulysses", ranks.flatten(0, 1)),
+                ("ring", ranks.transpose(1, 2).flatten(0, 1)),
+                ("sequence", ranks.flatten(1)),
+                ("branch", ranks.flatten(1).T),
+            )
+        }
+        if ranks.shape[1] == 1:
+            groups["sequence"] = groups["ulysses"]
+        return cls(**groups)

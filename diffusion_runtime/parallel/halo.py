@@ -1,0 +1,45 @@
+"""Bands of an image, one a process: the rows beyond a band's edges come from its neighbours."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from diffusion_runtime.parallel.collectives import all_gather
+from diffusion_runtime.parallel.rank_group import RankGroup
+
+
+def band_of(num_rows: int, group: RankGroup) -> slice:
+    """The rows of this process: bands differ by one row at most, and every process has one of num_rows >= its size."""
+    index, size = group.index, group.size
+    return slice(index * num_rows // size, (index + 1) * num_rows // size)
+
+
+def with_neighbour_rows(x: torch.Tensor, num_rows: int, group: RankGroup) -> torch.Tensor:
+    """x: [..., rows, width] of a band. Returns [..., rows + 2 * num_rows, width]: with its neighbours' edges around it,
+    and zeros where the image ends. Every band needs num_rows rows or more."""
+    above, below = x[..., :num_rows, :].contiguous(), x[..., -num_rows:, :].contiguous()
+    from_above, from_below = torch.zeros_like(above), torch.zeros_like(below)
+    operations = []
+    if group.index > 0:
+        neighbour = group.members[group.index - 1]
+        operations.append(dist.P2POp(dist.isend, above, neighbour, group.process_group))
+        operations.append(dist.P2POp(dist.irecv, from_above, neighbour, group.process_group))
+    if group.index < group.size - 1:
+        neighbour = group.members[group.index + 1]
+        operations.append(dist.P2POp(dist.isend, below, neighbour, group.process_group))
+        operations.append(dist.P2POp(dist.irecv, from_below, neighbour, group.process_group))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    return torch.cat([from_above, x, from_below], dim=-2)
+
+
+def gather_bands(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
+    """All bands along `dim`, in order, on every process; they may differ in size."""
+    sizes = all_gather(group, torch.tensor([x.shape[dim]], device=x.device))
+    largest = max(int(size) for size in sizes)
+    behind = x.dim() - 1 - dim % x.dim()
+    padded = F.pad(x, (0, 0) * behind + (0, largest - x.shape[dim]))
+    bands = all_gather(group, padded)
+    return torch.cat([band.narrow(dim, 0, int(size)) for band, size in zip(bands, sizes, strict=True)], dim=dim)

@@ -1,0 +1,82 @@
+"""Which process this is among those that were started together: read from the environment that launchers set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diffusion_runtime.errors import ConfigError
+
+# Set by our own launcher for the processes that it starts: it says their errors, so that each is said once.
+LAUNCHED_VARIABLE = "DIFFUSION_RUNTIME_LAUNCHED"
+# Set by torch's elastic launcher, ours and torchrun: its process is our parent.
+AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among all.
+
+    rank: from 0 to world_size - 1; local_rank: among the local_world_size of this machine, which is also the number of
+    its device. address, port: where the processes meet. attempt: how often the launcher has started them again.
+    is_launched: our own launcher is the parent. has_agent: torch's elastic launcher is, in whichever form.
+    error_file: where a launcher reads why this process failed.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+    attempt: int = 0
+    is_launched: bool = False
+    has_agent: bool = False
+    error_file: str | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes files and speaks to people."""
+        return self.rank == 0
+
+
+def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
+    """The place a launcher gave this process; None when it is alone.
+
+    Raises ConfigError for an environment that is incomplete or contradicts itself.
+    """
+    found = os.environ if environment is None else environment
+    if "RANK" not in found or "WORLD_SIZE" not in found:
+        return None
+    numbers = {}
+    for name in _NUMBERS:
+        text = found.get(name)
+        if text is not None:
+            if not text.isdecimal():
+                raise ConfigError(f"environment {name}: expected a whole number of 0 or more, got {text!r}")
+            numbers[name] = int(text)
+    if numbers["WORLD_SIZE"] == 1:
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if not found.get(name)]
+    if missing:
+        raise ConfigError(
+            f"environment: RANK and WORLD_SIZE are set, {' and '.join(missing)} not; start with "
+            "`torchrun --nproc-per-node N -m diffusion_runtime ...` or `--num-gpus N`, or unset RANK and WORLD_SIZE"
+        )
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise ConfigError(f"environment: RANK {numbers['RANK']} is not below WORLD_SIZE {numbers['WORLD_SIZE']}")
+    return Place(
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        local_world_size=numbers.get("LOCAL_WORLD_SIZE", numbers["LOCAL_RANK"] + 1),
+        address=found["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        attempt=numbers.get("TORCHELASTIC_RESTART_COUNT", 0),
+        is_launched=LAUNCHED_VARIABLE in found,
+        has_agent=AGENT_VARIABLE in found,
+        error_file=found.get(ERROR_FILE_VARIABLE) or None,
+    )

@@ -1,0 +1,61 @@
+"""How a transformer's tokens are cut over processes: one slice of the grid each, text whole on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from diffusion_runtime.parallel.collectives import all_gather
+from diffusion_runtime.parallel.rank_group import RankGroup
+
+
+@dataclass(frozen=True)
+class SequenceSharding:
+    """What a transformer cuts its grid tokens with after patchify, and puts them together with before unpatchify.
+
+    Everything that has a row a token is cut alike: tokens, rotations, modulation by token. Text is cut nowhere: every
+    process holds all of it. group: the processes that share the sequence, by slice. The default cuts nothing.
+    """
+
+    group: RankGroup = field(default_factory=RankGroup)
+
+    @property
+    def num_slices(self) -> int:
+        return self.group.size
+
+    def slice_length(self, num_tokens: int) -> int:
+        """Tokens of one slice, the padding of the last ones included."""
+        return -(-num_tokens // self.group.size)
+
+    def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This process's slice of the grid tokens along `dim`; those past the end are zeros that nobody attends to."""
+        if self.group.size == 1:
+            return x
+        length, num_tokens = self.slice_length(x.shape[dim]), x.shape[dim]
+        start = min(self.group.index * length, num_tokens)
+        mine = x.narrow(dim, start, min(length, num_tokens - start))
+        missing = length - mine.shape[dim]
+        if missing:
+            shape = list(x.shape)
+            shape[dim] = missing
+            mine = torch.cat([mine, x.new_zeros(shape)], dim=dim)
+        return mine.contiguous()
+
+    def local(self, tokens: slice, num_tokens: int) -> slice:
+        """Where a range of the grid's tokens lies in this process's slice; ranges that meet in the grid meet there.
+
+        Padding goes with the last token. num_tokens: of the whole grid.
+        """
+        length = self.slice_length(num_tokens)
+        bounds = [
+            length if bound == num_tokens else min(max(bound - self.group.index * length, 0), length)
+            for bound in tokens.indices(num_tokens)[:2]
+        ]
+        return slice(*bounds)
+
+    def gather(self, x: torch.Tensor, num_tokens: int, dim: int = 1) -> torch.Tensor:
+        """All grid tokens along `dim`, on every process, from each one's slice. num_tokens: of the whole grid."""
+        if self.group.size == 1:
+            return x
+        return torch.cat(all_gather(self.group, x), dim=dim).narrow(dim, 0, num_tokens)

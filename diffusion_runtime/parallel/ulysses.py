@@ -1,0 +1,156 @@
+"""Ulysses: every process attends to the whole sequence with a part of the heads (Jacobs et al., arXiv:2309.14509).
+
+One all-to-all turns slices of the sequence with all heads into the sequence with a slice of the heads; a second one
+turns the result back. q, k, v and gate travel in one buffer. Text is on every process already, so its rows do not
+travel on the way in; on the way out each process gets all heads of its text from those that computed them. Nothing is
+padded but the last slices of the grid, and that padding is cut off before attention. Heads that do not divide are
+shared unevenly instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.parallel.collectives import MemberBlocks, Transfer, start_all_to_all
+from diffusion_runtime.parallel.head_shares import HeadShare, check_head_count, share_heads
+from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Layout, Run
+from diffusion_runtime.parallel.rank_group import RankGroup
+from diffusion_runtime.parallel.slices import Slices, around, rows, slices_of
+
+
+@dataclass(frozen=True)
+class UlyssesExchange(Exchange):
+    """All-to-alls within `group`.
+
+    num_head_groups: the heads of a process are computed in so many groups, and the all-to-all of the next group runs
+    while this one is computed; 1 for no overlap. ring_index of ring_size: which run of slices this group holds, when
+    the sequence is shared by a ring as well; `run` then sees that run alone.
+    """
+
+    group: RankGroup
+    num_head_groups: int = 1
+    ring_index: int = 0
+    ring_size: int = 1
+
+    needs_lse = False
+
+    @property
+    def splits_heads(self) -> bool:
+        return self.group.size > 1
+
+    def check(self, num_heads: int, num_kv_heads: int, *, causal: bool) -> None:  # noqa: ARG002
+        check_head_count(num_heads, self.group.size)
+
+    def with_every_key(self, num_heads: int) -> Exchange | None:  # noqa: ARG002
+        # A plan is made once for all heads of a process, so they come in one group.
+        return dataclasses.replace(self, num_head_groups=1) if self.ring_size == 1 else None
+
+    def describe(self) -> str:
+        groups = f" in {self.num_head_groups} head groups" if self.num_head_groups > 1 else ""
+        return f"ulysses {self.group.size}{groups}" if self.group.size > 1 else ""
+
+    def attend(self, inputs: AttentionInputs[Layout], run: Run[Layout]) -> torch.Tensor:
+        if self.group.size == 1 and self.ring_size == 1:
+            return run(inputs)[0]
+        slices = slices_of(inputs, self.group.size * self.ring_size)
+        groups = share_heads(inputs.q.shape[2], inputs.k.shape[2], self.group.size, self.num_head_groups)
+        arriving = [self._send_inputs(inputs, slices, groups[0])]
+        leaving: list[Transfer] = []
+        for index, shares in enumerate(groups):
+            if index + 1 < len(groups):
+                arriving.append(self._send_inputs(inputs, slices, groups[index + 1]))
+            part = self._assemble(arriving[index].wait(), inputs, slices, shares[self.group.index])
+            leaving.append(self._send_out(run(part)[0], slices, shares))
+        batch, local_rows, num_heads, head_dim = inputs.q.shape
+        out = inputs.q.new_empty(batch, local_rows, num_heads, head_dim)
+        for transfer, shares in zip(leaving, groups, strict=True):
+            blocks = transfer.wait()
+            for member, share in enumerate(shares):
+                shape = (batch, local_rows, share.num_heads, head_dim)
+                out[:, :, share.start : share.stop] = blocks.block(member, shape)
+        return out
+
+    def _send_inputs(self, inputs: AttentionInputs[Layout], slices: Slices, shares: Sequence[HeadShare]) -> Transfer:
+        """This process's slice of the grid, to each member the heads it computes; [batch, slice, heads, head_dim]."""
+        batch, head_dim = inputs.q.shape[0], inputs.q.shape[3]
+        has_gate = inputs.gate is not None
+        sizes = [batch * slices.length * _num_rows_of_heads(share, has_gate) * head_dim for share in shares]
+        sent = MemberBlocks.empty(self.group, sizes, inputs.q)
+        for member, share in enumerate(shares):
+            block = sent.block(member, (batch, slices.length, _num_rows_of_heads(share, has_gate), head_dim))
+            start = 0
+            for tensor in _tensors_of(inputs, share):
+                block[:, :, start : start + tensor.shape[2]] = rows(tensor, slices.num_prefix, slices.length)
+                start += tensor.shape[2]
+        return start_all_to_all(sent, [sizes[self.group.index]] * self.group.size)
+
+    def _assemble(
+        self, blocks: MemberBlocks, inputs: AttentionInputs[Layout], slices: Slices, share: HeadShare
+    ) -> AttentionInputs[Layout]:
+        """The whole sequence, or the ring's run of it, with the heads of `share`."""
+        batch, head_dim = inputs.q.shape[0], inputs.q.shape[3]
+        num_packed = _num_rows_of_heads(share, inputs.gate is not None)
+        stacked = blocks.stacked((batch, slices.length, num_packed, head_dim))
+        # A view for a batch of one, where slice follows slice in the buffer already.
+        grid = stacked.transpose(0, 1).reshape(batch, self.group.size * slices.length, num_packed, head_dim)
+        grid = rows(grid, 0, slices.num_real(self.ring_index * self.group.size, self.group.size))
+        whole = []
+        start = 0
+        for tensor in _tensors_of(inputs, share):
+            of_grid = grid[:, :, start : start + tensor.shape[2]]
+            prefix = rows(tensor, 0, slices.num_prefix)
+            suffix = rows(tensor, tensor.shape[1] - slices.num_suffix, slices.num_suffix)
+            whole.append(around(prefix, of_grid, suffix))
+            start += tensor.shape[2]
+        mask = inputs.mask
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask[:, share.start : share.stop]
+        return AttentionInputs(
+            q=whole[0],
+            k=whole[1],
+            v=whole[2],
+            layout=inputs.layout,
+            gate=whole[3] if inputs.gate is not None else None,
+            mask=mask,
+            first_head=inputs.first_head + share.start,
+            num_heads_total=inputs.num_heads_total,
+        )
+
+    def _send_out(self, out: torch.Tensor, slices: Slices, shares: Sequence[HeadShare]) -> Transfer:
+        """To each member its text and its slice of the grid, with the heads computed here."""
+        batch, num_rows, num_heads, head_dim = out.shape
+        local_rows = slices.length + slices.num_text
+        received = [batch * local_rows * share.num_heads * head_dim for share in shares]
+        size = batch * local_rows * num_heads * head_dim
+        num_real = num_rows - slices.num_text
+        if slices.num_text == 0 and batch == 1 and num_real == self.group.size * slices.length and self.group.is_sorted:
+            # The slices lie one after the other already.
+            sent = MemberBlocks(self.group, out.contiguous().view(-1), (size,) * self.group.size)
+            return start_all_to_all(sent, received)
+        sent = MemberBlocks.empty(self.group, [size] * self.group.size, out)
+        for member in range(self.group.size):
+            block = sent.block(member, (batch, local_rows, num_heads, head_dim))
+            start = min(member * slices.length, num_real)
+            count = min(slices.length, num_real - start)
+            end = slices.num_prefix + count
+            block[:, : slices.num_prefix] = rows(out, 0, slices.num_prefix)
+            block[:, slices.num_prefix : end] = rows(out, slices.num_prefix + start, count)
+            block[:, end : local_rows - slices.num_suffix] = 0.0
+            block[:, local_rows - slices.num_suffix :] = rows(out, num_rows - slices.num_suffix, slices.num_suffix)
+        return start_all_to_all(sent, received)
+
+
+def _tensors_of(inputs: AttentionInputs[Layout], share: HeadShare) -> list[torch.Tensor]:
+    """q, k, v and the gate if there is one, with the heads of `share`."""
+    heads = slice(share.start, share.stop)
+    tensors = [inputs.q[:, :, heads], share.take_kv(inputs.k), share.take_kv(inputs.v)]
+    return tensors if inputs.gate is None else [*tensors, inputs.gate[:, :, heads]]
+
+
+def _num_rows_of_heads(share: HeadShare, has_gate: bool) -> int:
+    """Heads of q, k, v and gate that travel together, a token."""
+    return share.num_heads * (2 if has_gate else 1) + 2 * share.num_kv_heads

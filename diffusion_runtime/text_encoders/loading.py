@@ -1,0 +1,143 @@
+"""Encoders and tokenizers of transformers, read from a folder: safetensors and json alone, without a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.text_encoders.quiet import quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_VARIANT_FILE = re.compile(r"model\.([^.-]+)\.safetensors|model\.safetensors\.index\.([^.]+)\.json")
+
+
+def check_model_type(folder: Path, expected: Sequence[str]) -> str:
+    """Which of these model types config.json of an encoder's folder says. Raises ModelLoadError when it is none."""
+    config_file = folder / "config.json"
+    try:
+        config: Any = json.loads(config_file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"{config_file}: cannot be read ({error.strerror}); the folder is incomplete") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{config_file}: expected JSON ({error}); the file is damaged, copy it again") from error
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in expected:
+        wanted = " or ".join(repr(name) for name in expected)
+        raise ModelLoadError(f"{config_file}: model_type: expected {wanted}, got {kind!r}; this is not supported")
+    return str(kind)
+
+
+def load_encoder(
+    folder: Path,
+    model_class: type[PreTrainedModel],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_layers: int | None = None,
+) -> Any:
+    """An encoder of that class, in eval mode and without gradients, from one file or shards, or a variant of either.
+
+    num_layers: how many layers of its language model are built and read, the first ones; None for all.
+    Raises ModelLoadError when a file is missing or damaged, weights are missing, or there are no more than num_layers.
+    """
+    # With output_loading_info it returns a pair, which its annotation does not say.
+    load: Any = model_class.from_pretrained
+    try:
+        with quiet_transformers():
+            config = None if num_layers is None else _with_first_layers(folder, model_class, num_layers)
+            model, found = load(
+                folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                variant=_variant(folder),
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (ModelLoadError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # transformers, tokenizers and safetensors raise a dozen kinds between them, some of them plain Exceptions.
+        raise ModelLoadError(f"{folder}: {model_class.__name__} cannot be loaded: {first_line(error)}") from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ModelLoadError(f"{folder}: the weights of {model_class.__name__} are incomplete, missing: {names}")
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _variant(folder: Path) -> str | None:
+    """`fp16` and the like where the weights are there as a variant alone: float32 first, then bf16, then any other."""
+    names = [path.name for path in folder.iterdir()]
+    if "model.safetensors" in names or "model.safetensors.index.json" in names:
+        return None
+    matches = (_VARIANT_FILE.fullmatch(name) for name in names)
+    found = {match[1] or match[2] for match in matches if match}
+    return min(found, key=lambda variant: ({"fp32": 0, "bf16": 1}.get(variant, 2), variant), default=None)
+
+
+def _with_first_layers(folder: Path, model_class: type[PreTrainedModel], num_layers: int) -> Any:
+    """The config of a folder, changed to the first layers of its language model."""
+    config_class: Any = model_class.config_class
+    config = config_class.from_pretrained(folder, local_files_only=True)
+    text = config.get_text_config()
+    if text.num_hidden_layers <= num_layers:
+        raise ModelLoadError(
+            f"{folder / 'config.json'}: num_hidden_layers: expected more than {num_layers}, got "
+            f"{text.num_hidden_layers}; this is not the encoder that the transformer beside it was trained with"
+        )
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = text.layer_types[:num_layers]
+    return config
+
+
+def load_tokenizer(
+    folder: Path, built_by: type[PreTrainedTokenizerFast] | None = None, remedy: str = ""
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder: its tokenizer.json, or where there is none what `built_by` makes of vocab.json and
+    merges.txt.
+
+    remedy: what to do where a file is missing, one sentence. Raises ModelLoadError when it is missing or damaged.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    files: tuple[str, ...] = ("tokenizer.json",)
+    if built_by is not None and not (folder / "tokenizer.json").is_file():
+        files = ("vocab.json", "merges.txt")
+    for name in files:
+        if not (folder / name).is_file():
+            raise ModelLoadError(f"{folder / name} is missing; copy or download the whole folder. {remedy}".strip())
+    made_by = PreTrainedTokenizerFast if built_by is None or len(files) == 1 else built_by
+    try:
+        with quiet_transformers():
+            tokenizer: PreTrainedTokenizerFast = made_by.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        # The tokenizers library raises plain Exceptions for a damaged file.
+        raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
+    return tokenizer
+
+
+def check_vocabulary(folder: Path, num_tokens: int, num_embeddings: int) -> None:
+    """Whether the tokenizer of a folder, of `num_tokens`, knows no token that its encoder does not.
+
+    Raises ModelLoadError.
+    """
+    if num_tokens > num_embeddings:
+        raise ModelLoadError(
+            f"{folder}: has {num_tokens} tokens, the text encoder beside it knows {num_embeddings}; the two are not of "
+            "the same model"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,88 @@
+"""Text encoding for several processes: the first one encodes, the others receive.
+
+An encoder may be larger than the transformer (UMT5-XXL takes 11 GB), and its result is a few megabytes: the others save
+its memory and the time to read it, and all processes are conditioned on the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from diffusion_runtime.parallel.world import World
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder, TextStream
+
+
+class SharedTextEncoder(TextEncoder):
+    """encoder: loaded on the first process, None on the others."""
+
+    def __init__(self, encoder: TextEncoder | None, world: World) -> None:
+        self._encoder = encoder
+        self._world = world
+        told = json.loads(world.from_first(lambda: json.dumps(self._describe_encoder())))
+        self.max_tokens = told["max_tokens"]
+        self.library = told["library"]
+        self.implementation = told["implementation"]
+
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        """See TextEncoder.encode. Shapes go through the board first, then each tensor in one broadcast."""
+        made: list[Conditions] = []
+
+        def encode() -> str:
+            assert self._encoder is not None
+            made.append(self._encoder.encode(prompts))
+            return json.dumps(_describe(made[0]))
+
+        told = json.loads(self._world.from_first(encode))
+        sent = [_tensors_of(conditions) for conditions in made]
+        tensors = []
+        for index, (shape, dtype) in enumerate(told["tensors"]):
+            if sent:
+                tensor = sent[0][index].to(self._world.device).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._world.device)
+            tensors.append(self._world.broadcast(tensor))
+        return _conditions(told, tensors)
+
+    def _describe_encoder(self) -> dict[str, Any]:
+        assert self._encoder is not None
+        encoder = self._encoder
+        return {
+            "max_tokens": encoder.max_tokens,
+            "library": encoder.library,
+            "implementation": encoder.implementation,
+        }
+
+
+def _tensors_of(conditions: Conditions) -> list[torch.Tensor]:
+    pooled = [] if conditions.pooled is None else [conditions.pooled]
+    return [conditions.embeddings, *pooled, *(stream.embeddings for stream in conditions.further)]
+
+
+def _describe(conditions: Conditions) -> dict[str, Any]:
+    tensors = _tensors_of(conditions)
+    return {
+        "tensors": [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors],
+        "lengths": conditions.lengths,
+        "unknown_words": conditions.unknown_words,
+        "num_cut_tokens": conditions.num_cut_tokens,
+        "has_pooled": conditions.pooled is not None,
+        "further_lengths": [stream.lengths for stream in conditions.further],
+    }
+
+
+def _conditions(told: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Conditions:
+    waiting = iter(tensors)
+    embeddings = next(waiting)
+    pooled = next(waiting) if told["has_pooled"] else None
+    return Conditions(
+        embeddings,
+        tuple(told["lengths"]),
+        tuple(tuple(words) for words in told["unknown_words"]),
+        tuple(told["num_cut_tokens"]),
+        pooled,
+        tuple(TextStream(next(waiting), tuple(lengths)) for lengths in told["further_lengths"]),
+    )

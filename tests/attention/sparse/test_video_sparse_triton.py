@@ -1,0 +1,99 @@
+"""Video Sparse Attention on its Triton kernels, whole: interpreted on a CPU, compiled on a GPU.
+
+The interpreter must be chosen before Triton is imported, so this file runs itself in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sparse_oracle import masked_attention, random_qkv
+
+from diffusion_runtime.attention import AttentionCall, AttentionState, LayerInfo, StepInfo, TokenLayout, plan_attention
+from diffusion_runtime.attention.sparse.tiles import tile_geometry
+from diffusion_runtime.attention.sparse.video_sparse import VideoSparseBackend, VideoSparseOptions
+from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles, tile_means
+from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch
+
+# Ragged on every axis; tiles of 128 leave rests of 1 to 64 queries.
+GRID = TokenLayout((5, 6, 11))
+TEXT = TokenLayout((3, 5, 9), num_suffix_tokens=19, valid_lengths=(0, 18))
+
+
+def compare(
+    layout: TokenLayout, tile: tuple[int, int, int], dtype: torch.dtype, head_dim: int, device: str, *, gated: bool
+) -> None:
+    """A whole call against masked float64 attention on its own plan, plus the gated branch."""
+    drawn = random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    q, k, v = (x.to(device) for x in drawn)
+    gate = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype) if gated else None
+    options: dict[str, Any] = {"sparsity": 0.6, "tile_size": tile}
+    plan = plan_attention(q, k, backend="vsa", options=options, layout=layout)
+    state = AttentionState()
+    call = AttentionCall(
+        q, k, v, VideoSparseOptions(**options), layout, LayerInfo(), StepInfo(), state, return_lse=True, gate=gate
+    )
+    result = VideoSparseBackend().run(call)
+    assert result.implementation == "block-sparse triton"
+    expected, lse = masked_attention(q, k, v, plan.to_dense_mask())
+    if gate is not None:
+        means = tile_means(q, k, v, tile_geometry(layout, tile, device))
+        coarse = attend_tiles(means, scale=head_dim**-0.5, num_kept=None)
+        assert coarse.pooled is not None
+        expected = add_branch(expected, plan, PooledBranch(coarse.pooled, gate))
+    rounding = max(1e-6, 4 * torch.finfo(dtype).eps)
+    assert ((result.out.double() - expected).norm() / expected.norm()) < rounding
+    assert result.lse is not None
+    finite = lse.isfinite()
+    assert torch.equal(result.lse.isfinite(), finite)
+    torch.testing.assert_close(result.lse.double()[finite], lse[finite], atol=10 * rounding, rtol=0)
+
+
+def interpret() -> None:
+    compare(GRID, (4, 4, 8), torch.float16, 16, "cpu", gated=True)
+    compare(TEXT, (4, 8, 8), torch.float32, 16, "cpu", gated=False)
+    print("ok")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")
+def test_a_call_under_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in Path(__file__).parents[2:4])
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("ok\n")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tile", [(4, 4, 4), (4, 4, 8), (4, 8, 8)])
+@pytest.mark.parametrize("layout", [GRID, TEXT, TokenLayout((9, 14, 20))], ids=["grid", "text", "larger"])
+def test_a_call_on_a_gpu(layout: TokenLayout, tile: tuple[int, int, int], *, gated: bool) -> None:
+    compare(layout, tile, torch.bfloat16, 128, "cuda", gated=gated)
+    compare(layout, tile, torch.float16, 72, "cuda", gated=gated)
+
+
+@pytest.mark.gpu
+def test_a_call_waits_for_nothing_and_repeats_to_the_bit() -> None:
+    q, k, v = (x.cuda() for x in random_qkv(TEXT, batch=2, num_heads=2, head_dim=128, dtype=torch.bfloat16))
+    options = VideoSparseOptions(sparsity=0.6, tile_size=(4, 4, 8))
+    call = AttentionCall(q, k, v, options, TEXT, LayerInfo(), StepInfo(), AttentionState(), gate=v)
+    first = VideoSparseBackend().run(call).out
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        second = VideoSparseBackend().run(call).out
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, second)
+
+
+if __name__ == "__main__":
+    interpret()

@@ -1,0 +1,76 @@
+"""`models`: what runs natively and what it needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import REPOSITORY, Command, process_environment
+
+from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
+from diffusion_runtime.models.published import PublishedModel
+from diffusion_runtime.models.registry import published_models
+
+
+def test_the_table_fits_a_terminal(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = command("models")
+    assert shown.code == 0
+    assert max(map(len, shown.out.splitlines())) <= 80
+    rows = shown.out.splitlines()
+    assert "inside" in next(row for row in rows if " shapes " in row)
+    assert all(model.model_path in shown.out for model in published_models())
+
+
+def test_json_says_what_each_needs(command: Command) -> None:
+    answer = json.loads(command("models", "--json").out)
+    assert answer["schema"] == "diffusion_runtime.models/1"
+    assert "WanTransformer3DModel" in answer["transformer_classes"]
+    row = next(row for row in answer["models"] if row["name"] == "wan2.2-t2v-a14b")
+    assert row["weights_gb"]["float32"] == 2 * row["weights_gb"]["bfloat16"]
+    assert row["parameters"]["transformer_2"] == row["parameters"]["transformer"] == 14_289_000_000
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys; from diffusion_runtime.models.registry import published_models; published_models(); "
+    finished = subprocess.run(
+        [sys.executable, "-c", f"{code} print('torch' in sys.modules)"],
+        env=process_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert finished.stdout.strip() == "False"
+
+
+def test_every_published_model_has_its_settings() -> None:
+    for model in published_models():
+        path = REPOSITORY / "configs" / f"{model.name}.yaml"
+        assert model.model_path in path.read_text(), path
+
+
+def test_the_embedded_models_numbers_are_its_files() -> None:
+    model = next(model for model in published_models() if model.model_path == "shapes")
+    for component, billions in model.parameters:
+        assert billions == pytest.approx(1e-9 * _num_stored(EMBEDDED_FOLDER / component), rel=0.02)
+
+
+def _num_stored(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total
+
+
+def test_sizes_follow_from_the_parameters() -> None:
+    model = PublishedModel("x", "x", "owner/x", "video", (("transformer", 2.0), ("vae", 0.5)), stored_bytes=4)
+    assert model.download_gb == 10.0
+    assert (model.memory_gb("bfloat16"), model.memory_gb("float32")) == (5.0, 10.0)

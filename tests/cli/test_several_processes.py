@@ -1,0 +1,167 @@
+"""One generation on several processes, through the real command line: the same result, and faults that end all."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from cli_support import Command, Result
+from several_processes import Running, end, files_in, run, start
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks for processes in /proc")
+
+GENERATE = (
+    *("generate", "a red circle moving left", "--device", "cpu", "--format", "npy"),
+    *("--height", "64", "--width", "96", "--num-frames", "5", "--num-inference-steps", "3"),
+    # Processes with a branch each compute it apart; in one batch with the other one it is rounded otherwise. UniPC
+    # extrapolates, which makes roundings larger.
+    *("--guidance-mode", "two_pass", "--sampler", "flow_match_euler"),
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what one process makes of seed 1: latents.npy, and frames in outputs/."""
+    folder = tmp_path_factory.mktemp("alone")
+    result = run(folder, *GENERATE, "--seed", 1, plan={"latents": str(folder / "latents.npy")})
+    assert result.code == 0, result.err
+    return folder
+
+
+def check_latents(folder: Path, alone: Path) -> None:
+    latents, expected = numpy.load(folder / "latents.npy"), numpy.load(alone / "latents.npy")
+    error = float(numpy.linalg.norm(latents - expected) / numpy.linalg.norm(expected))
+    assert error <= 1e-5, error
+
+
+def check_frames(folder: Path, alone: Path) -> None:
+    name = "outputs/a-red-circle-moving-left-seed1.npy"
+    difference = numpy.load(folder / name).astype(int) - numpy.load(alone / name)
+    assert abs(difference).max() <= 1
+
+
+def recipe_of(folder: Path) -> dict[str, Any]:
+    sidecar = json.loads((folder / "outputs" / "a-red-circle-moving-left-seed1.json").read_text())
+    recipe: dict[str, Any] = sidecar["recipe"]
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("flags", "degrees"),
+    [
+        (("--ring-degree", 2, "--cfg-parallel"), (2, 1, 2)),
+        (
+            ("--ulysses-degree", 2, "--ring-degree", 2, "--set", "runtime.parallel.order=ring_inside_ulysses"),
+            (1, 2, 2),
+        ),
+    ],
+    ids=["cfg x ring", "ulysses x ring"],
+)
+def test_the_same_video_as_on_one_process(
+    flags: tuple[object, ...], degrees: tuple[int, int, int], alone: Path, tmp_path: Path
+) -> None:
+    plan = {"latents": str(tmp_path / "latents.npy")}
+    result = run(tmp_path, *GENERATE, "--seed", 1, *flags, plan=plan)
+    assert result.code == 0, result.err
+    assert result.out == "outputs/a-red-circle-moving-left-seed1.npy\n"
+    assert result.err.count("wrote outputs/") == 1
+    branches, ulysses, ring = degrees
+    num_processes = branches * ulysses * ring
+    assert f"{num_processes} processes: guidance branches {branches} x ulysses {ulysses} x ring {ring}" in result.said
+    recorded = recipe_of(tmp_path)["parallel"]
+    assert (recorded["branches"], recorded["ulysses"], recorded["ring"]) == degrees
+    assert recorded["num_processes"] == num_processes
+    check_latents(tmp_path, alone)
+    check_frames(tmp_path, alone)
+
+
+def test_torchrun_and_a_process_that_is_killed(alone: Path, tmp_path: Path) -> None:
+    """Three processes share the keys, and one dies when the first has decoded."""
+    plan = {"latents": str(tmp_path / "latents.npy"), "rank": 2, "stage": "decode", "step": 1, "fault": "kill"}
+    running = start(tmp_path, *GENERATE, "--seed", 1, plan=plan, num_torchrun=3)
+    result = finish(running)
+    assert result.code == 1
+    assert "3 processes: guidance branches 1 x ulysses 1 x ring 3" in result.said
+    # Nobody agreed that it succeeded, so nothing is written; the latents were heard before.
+    check_latents(tmp_path, alone)
+    assert [line for line in result.err.splitlines() if line.startswith("error: ")] == [
+        line for line in result.err.splitlines() if line.startswith("error: rank 2 (process ")
+    ]
+    assert "error: rank 2 (process" in result.err
+    assert files_in(tmp_path / "outputs") == []
+
+
+def finish(running: Running) -> Result:
+    """What a run that must end by itself left; fails when processes do."""
+    try:
+        result = running.finish()
+        assert running.remaining() == []
+        return result
+    finally:
+        end(running)
+
+
+FAULTS = [
+    ({"rank": 0, "stage": "write", "step": 1, "fault": "kill"}, "rank 0 (process PID) was killed by SIGKILL"),
+    ({"rank": 1, "stage": "denoise", "step": 1, "fault": "raise"}, "rank 1: unexpected RuntimeError: a fault of the"),
+    ({"rank": 0, "stage": "denoise", "step": 1, "fault": "hang"}, "hangs: it has been at faulty_program.py:"),
+    ({"rank": 1, "stage": "decode", "step": 0, "fault": "stop"}, "has given no sign of life for 15 s"),
+]
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS, ids=[f"{fault['fault']} {fault['rank']}" for fault, _ in FAULTS])
+def test_a_fault_ends_all_processes_with_one_error(fault: dict[str, Any], said: str, tmp_path: Path) -> None:
+    flags = ("--num-gpus", 2, "--set", "runtime.parallel.timeout=8", "--json")
+    result = finish(start(tmp_path, *GENERATE, *flags, plan=fault))
+    assert result.code == 1, result.err
+    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: rank {fault['rank']}")
+    for part in said.split("PID"):
+        assert part in errors[0]
+    assert result.json["error"] == errors[0].removeprefix("error: ")
+    assert "Traceback" not in result.err
+    assert files_in(tmp_path) == ["faulty_program.py", "happened", "plan.json"]
+    assert time.time() - float((tmp_path / "happened").read_text()) < 60
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_what_is_finished(
+    number: int, alone: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the rest is made later, by any number of processes."""
+    running = start(tmp_path, *GENERATE, "--seed", "1-40", "--num-gpus", 2)
+    assert running.process.stdout is not None
+    first = running.process.stdout.readline().strip()
+    assert first == "outputs/a-red-circle-moving-left-seed1.npy"
+    running.process.send_signal(number)
+    result = finish(running)
+    assert result.code == 130, result.err
+    written = [first, *result.out.split()]
+    assert result.err.count("error: ") == 1
+    assert f"error: interrupted: {len(written)} of 40 finished" in result.err
+    assert files_in(tmp_path / "outputs") == sorted(
+        Path(name).name for path in written for name in (path, path.replace(".npy", ".json"))
+    )
+    check_frames(tmp_path, alone)
+    monkeypatch.chdir(tmp_path)
+    resumed = command(*GENERATE, "--seed", f"1-{len(written) + 1}", "--resume")
+    assert resumed.code == 0, resumed.err
+    assert resumed.out == f"outputs/a-red-circle-moving-left-seed{len(written) + 1}.npy\n"
+    assert [line for line in resumed.err.splitlines() if line.startswith("done already: ")] == [
+        f"done already: {path}" for path in written
+    ]
+
+
+def test_what_is_wrong_on_every_process_is_said_once(tmp_path: Path) -> None:
+    flags = ("--ulysses-degree", 3, "--json")
+    result = finish(start(tmp_path, *GENERATE, *flags, num_torchrun=2))
+    assert result.code == 1  # torchrun's own; the processes end with 2
+    assert result.err.count("ulysses_degree 3 does not make 2 processes") == 1
+    assert "exitcode  : 2" in result.err
+    assert result.json["kind"] == "ConfigError"

@@ -1,0 +1,104 @@
+"""Folders for a passthrough: what is refused before any weight is read, and what is never read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from safetensors.torch import load_file, save_file
+
+from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.config import ParallelConfig, RuntimeConfig
+from diffusion_runtime.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    ModelLoadError,
+)
+from diffusion_runtime.loading import inspect_pipeline
+
+SIZES = {"height": 16, "width": 16, "num_inference_steps": 2}
+VIDEO = GenerationRequest(prompt="a red circle", seed=3, num_frames=9, **SIZES)
+IMAGE = GenerationRequest(prompt="a red circle", seed=3, negative_prompt="blue", **SIZES)
+# What transformers says about image processors when diffusers imports them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*requires torchvision")
+
+
+def test_choices_fail_before_the_weights_are_read(video_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(video_folder, tmp_path / "model"))
+    for path in folder.rglob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(BackendUnavailableError, match="fa"):
+        load_pipeline(str(folder), attention="fa")
+    with pytest.raises(ConfigError, match="unknown attention backend"):
+        load_pipeline(str(folder), attention="flesh")
+    description = inspect_pipeline(RuntimeConfig(model_path=str(folder), attention="reference"))
+    assert [(row.role, row.layers, row.decision.backend) for row in description.attention] == [
+        ("self", (0, 1), "reference")
+    ]
+    with pytest.raises(ModelLoadError, match=r"expected model.safetensors"):
+        load_pipeline(str(folder), attention="reference")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"_class_name": "NoSuchPipeline"}, "has no pipeline NoSuchPipeline"),
+        ({"_class_name": None}, "key '_class_name'"),
+        ({"_class_name": "UNet2DConditionModel"}, "has no pipeline UNet2DConditionModel"),
+        ({"scheduler": ["my_code", "Scheduler"]}, "'my_code' is code that comes with the folder"),
+        ({"transformer": ["diffusers", "NoSuchModel"]}, "has no NoSuchModel, and there is no native model"),
+    ],
+)
+def test_folders_that_cannot_be_run(video_folder: Path, tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    folder = Path(shutil.copytree(video_folder, tmp_path / "model"))
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, **change}))
+    with pytest.raises(ModelLoadError, match=told):
+        load_pipeline(str(folder), backend="diffusers")
+
+
+def test_pickles_are_never_read(image_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(image_folder, tmp_path / "model"))
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(ModelLoadError, match="pickled weights can run code and are never read"):
+        load_pipeline(str(folder))
+
+
+def test_components_that_are_not_there(image_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(image_folder, tmp_path / "model"))
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelLoadError, match="cut off after 1000 bytes"):
+        load_pipeline(str(folder))
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(ModelLoadError, match="tokenizer is missing; copy or download"):
+        load_pipeline(str(folder))
+
+
+def test_half_precision_files_alone(image_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(image_folder, tmp_path / "model"))
+    for path in folder.glob("*/*.safetensors"):
+        path.rename(path.with_suffix(".fp16.safetensors"))
+    assert numpy.array_equal(load_pipeline(str(folder))(IMAGE).frames, load_pipeline(str(image_folder))(IMAGE).frames)
+
+
+def test_weights_that_are_in_no_file(image_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(image_folder, tmp_path / "model"))
+    path = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    del tensors["conv_in.bias"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"unet: weights are in no file: conv_in.bias. Copy"):
+        load_pipeline(str(folder))
+
+
+def test_what_only_native_models_do_is_refused(image_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="parallel: a pipeline of diffusers' own runs on one process"):
+        inspect_pipeline(RuntimeConfig(model_path=str(image_folder), parallel=ParallelConfig(num_gpus=2)))
+    with pytest.raises(ConfigError, match="lora: a pipeline of diffusers' own takes none here"):
+        load_pipeline(str(image_folder), lora=["style.safetensors"])

@@ -1,0 +1,89 @@
+"""What the comparisons with diffusers' transformers and pipelines share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import diffusion_runtime.pipeline as pipeline_module
+from diffusion_runtime import GenerationRequest, Pipeline
+from diffusion_runtime.attention import AttentionPolicy
+from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
+from diffusion_runtime.denoising.noise import initial_noise
+from diffusion_runtime.models.interface import ModelFamily
+
+CPU = torch.device("cpu")
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference, as a part of the largest value."""
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+
+
+def load_transformer(family: ModelFamily, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Our transformer of a folder, with its weights."""
+    return family.load_transformer(folder, family.build_transformer(folder, AttentionPolicy(dtype=dtype)), CPU, dtype)
+
+
+class RecordingSampler(Sampler):
+    """Another sampler, whose latents after every step are kept in `latents`."""
+
+    def __init__(self, sampler: Sampler, latents: list[torch.Tensor]) -> None:
+        self.sampler = sampler
+        self.latents = latents
+
+    def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
+        return self.sampler.sample(noise, predict, lambda step, latents: self.latents.append(latents.clone()))
+
+
+def record_latents(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Gets the latents after every step of the generations that follow."""
+    latents: list[torch.Tensor] = []
+    build = pipeline_module.build_sampler
+    monkeypatch.setattr(
+        pipeline_module, "build_sampler", lambda *arguments: RecordingSampler(build(*arguments), latents)
+    )
+    return latents
+
+
+def load_theirs(pipeline_class: Any, folder: Path) -> Any:
+    # Without a dtype transformers would load the text encoder in the one its file is in.
+    theirs = pipeline_class.from_pretrained(folder, dtype=torch.float32)
+    theirs.set_progress_bar_config(disable=True)
+    return theirs
+
+
+# (requests, noise [batch, channels, frames, height, width]) -> their latents after every step, in our shape, and their
+# frames in [0, 1], [batch, frames, height, width, 3].
+RunTheirs = Callable[[list[GenerationRequest], torch.Tensor], tuple[list[torch.Tensor], numpy.ndarray]]
+
+
+def assert_equal_runs(
+    ours: Pipeline, requests: list[GenerationRequest], kept: list[torch.Tensor], run_theirs: RunTheirs
+) -> None:
+    """Latents after every step within 1e-4 of their length, frames within 2/255. kept: of record_latents."""
+    resolved = [ours.resolve(request) for request in requests]
+    first = resolved[0]
+    assert first.height is not None
+    assert first.width is not None
+    assert first.num_frames is not None
+    shape = ours.rules.geometry.latent_shape(first.height, first.width, first.num_frames)
+    noise = initial_noise(shape, [request.seed for request in requests])
+    kept.clear()
+    media = ours.generate(requests)
+    expected_latents, expected_frames = run_theirs(resolved, noise)
+    assert len(kept) == len(expected_latents) == first.num_inference_steps
+    for found, expected in zip(kept, expected_latents, strict=True):
+        assert found.shape == expected.shape
+        assert (found - expected).norm() <= 1e-4 * expected.norm()
+    # The steps did something: a comparison of noise with noise would pass too.
+    assert (expected_latents[-1] - noise).abs().max() > 0.5
+    for item, frames in zip(media, expected_frames, strict=True):
+        assert item.frames.shape == frames.shape
+        assert numpy.abs(item.frames / 255 - frames).max() <= 2 / 255
+        assert frames.std() > 0.02

@@ -1,0 +1,41 @@
+"""One of several processes that decode bands of rows: RANK SIZE STORE FOLDER... The first writes the largest errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from diffusion_runtime.layers.row_bands import RowBands
+from diffusion_runtime.models.wan.codec import load_decoder
+from diffusion_runtime.parallel.halo import band_of, gather_bands
+from diffusion_runtime.parallel.rank_group import RankGroup
+
+# Rows that no number of processes divides.
+NUM_ROWS = 7
+
+
+def main(rank: int, size: int, store: str, folders: list[str]) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    assert dist.group.WORLD is not None
+    group = RankGroup.of(dist.group.WORLD)
+    for folder in folders:
+        decoder = load_decoder(Path(folder), torch.device("cpu"), torch.float32)
+        shape = (1, decoder._mean.numel(), 3, NUM_ROWS, 5)
+        latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        with RowBands(group):
+            band = decoder.decode(latents[..., band_of(NUM_ROWS, group), :])
+        frames = gather_bands(band, 2, group)
+        whole = decoder.decode(latents)
+        assert frames.shape == whole.shape
+        # Without its neighbours a band has visible seams.
+        alone = gather_bands(decoder.decode(latents[..., band_of(NUM_ROWS, group), :]), 2, group)
+        if rank == 0:
+            print((frames - whole).abs().max().item(), (alone - whole).abs().max().item())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

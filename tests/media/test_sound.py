@@ -1,0 +1,168 @@
+"""Sound: in the file where the format carries it, beside it where not, and alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import subprocess
+import wave
+from pathlib import Path
+from typing import Any
+
+import imageio_ffmpeg
+import numpy
+import pytest
+from sample_media import RECIPE, make_media
+
+from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.media import RECIPE_SCHEMA, Audio, GeneratedMedia, read_media_file, read_recipe
+
+RATE = 24000
+# As long as the nine frames of make_media at eight a second.
+NUM_SAMPLES = RATE * 9 // 8
+LEFT, RIGHT = 440.0, 1000.0
+
+
+def tones() -> Audio:
+    """A low tone on the left and a softer, higher one on the right."""
+    seconds = numpy.arange(NUM_SAMPLES) / RATE
+    pair = [0.8 * numpy.sin(2 * numpy.pi * LEFT * seconds), 0.4 * numpy.sin(2 * numpy.pi * RIGHT * seconds)]
+    return Audio(numpy.stack(pair).astype(numpy.float32), RATE)
+
+
+def media_with_sound(**changes: Any) -> GeneratedMedia:
+    return make_media(audio=tones(), **changes)
+
+
+def heard(path: Path, rate: int = RATE) -> numpy.ndarray:
+    """The sound of a file as ffmpeg plays it, [samples, 2]."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-map", "0:a", "-f", "f32le"]
+    raw = subprocess.run([*command, "-ar", str(rate), "-"], capture_output=True, check=True).stdout
+    return numpy.frombuffer(raw, numpy.float32).reshape(-1, 2)
+
+
+def has_sound(path: Path) -> bool:
+    told = subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(path)], capture_output=True, check=False)
+    return b"Audio: aac" in told.stderr
+
+
+def pitch(samples: numpy.ndarray) -> float:
+    """The loudest frequency in Hz."""
+    spectrum = numpy.abs(numpy.fft.rfft(samples))
+    return float(spectrum.argmax() * RATE / len(samples))
+
+
+def saved_wav(path: Path) -> tuple[numpy.ndarray, int]:
+    with wave.open(str(path), "rb") as file:
+        samples = numpy.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
+        return samples, file.getframerate()
+
+
+def test_an_mp4_carries_its_sound(tmp_path: Path) -> None:
+    path = media_with_sound().save(tmp_path / "clip.mp4")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["clip.json", "clip.mp4"]
+    sound = heard(path)
+    assert sound.shape[0] / RATE == pytest.approx(9 / 8, abs=0.1)
+    assert pitch(sound[:, 0]) == pytest.approx(LEFT, abs=2)
+    assert pitch(sound[:, 1]) == pytest.approx(RIGHT, abs=2)
+    middle = sound[RATE // 4 : RATE // 2]
+    assert numpy.abs(middle).max(0) == pytest.approx([0.8, 0.4], abs=0.05)
+    known = read_media_file(path)
+    assert (known.num_frames, known.height, known.width, known.fps) == (9, 48, 64, 8.0)
+    assert known.recipe == {"schema": RECIPE_SCHEMA, **RECIPE}
+
+
+def test_an_mp4_without_sound_has_no_track_for_it(tmp_path: Path) -> None:
+    assert has_sound(media_with_sound().save(tmp_path / "loud.mp4"))
+    assert not has_sound(make_media().save(tmp_path / "still.mp4"))
+
+
+@pytest.mark.parametrize("file_format", ["gif", "webp", "npy", "png"])
+def test_beside_other_formats_it_is_a_wav_and_that_is_said(
+    tmp_path: Path, file_format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    media = media_with_sound(num_frames=1 if file_format == "png" else 9)
+    with caplog.at_level(logging.WARNING, "diffusion_runtime"):
+        path = media.save(tmp_path / f"clip.{file_format}")
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == sorted([".json", ".wav", f".{file_format}"])
+    samples, rate = saved_wav(path.with_suffix(".wav"))
+    assert (samples.shape, rate) == ((NUM_SAMPLES, 2), RATE)
+    assert numpy.abs(samples / 32767 - tones().samples.T).max() < 1e-4
+    assert caplog.messages == [f"{path} cannot carry sound; it is in {path.with_suffix('.wav')}"]
+    written = json.loads(path.with_suffix(".json").read_text())["file"]
+    assert written["audio"] == {"sample_rate": RATE, "num_channels": 2, "seconds": 1.125, "is_beside": True}
+
+
+def test_the_sidecar_of_an_mp4_says_that_the_sound_is_inside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    media_with_sound().save(tmp_path / "loud.mp4")
+    make_media().save(tmp_path / "still.mp4")
+    files = {name: json.loads((tmp_path / f"{name}.json").read_text())["file"] for name in ("loud", "still")}
+    assert files["loud"]["audio"]["is_beside"] is False
+    assert "audio" not in files["still"]
+    assert not caplog.messages
+
+
+def test_a_wav_is_the_sound_alone_and_its_recipe_can_be_read(tmp_path: Path) -> None:
+    path = media_with_sound().save(tmp_path / "clip.wav")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["clip.json", "clip.wav"]
+    assert saved_wav(path)[0].shape == (NUM_SAMPLES, 2)
+    assert read_recipe(path) == {"schema": RECIPE_SCHEMA, **RECIPE}
+    path.with_suffix(".json").unlink()
+    with pytest.raises(OutputError, match="carries no recipe"):
+        read_recipe(path)
+
+
+def test_a_wav_of_what_makes_no_sound_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="wav holds sound, and this model makes pictures alone"):
+        make_media().save(tmp_path / "clip.wav")
+    assert not list(tmp_path.iterdir())
+
+
+def test_louder_than_full_scale_is_cut(tmp_path: Path) -> None:
+    loud = Audio(numpy.array([[2.0, -3.0, 0.5]], numpy.float32), RATE)
+    path = make_media(audio=loud).save(tmp_path / "clip.wav")
+    assert saved_wav(path)[0].ravel().tolist() == [32767, -32767, 16384]
+
+
+@pytest.mark.parametrize("taken", ["clip.gif", "clip.json", "clip.wav"])
+def test_any_taken_name_of_the_three_takes_the_number(tmp_path: Path, taken: str) -> None:
+    (tmp_path / taken).write_text("mine")
+    path = media_with_sound().save(tmp_path / "clip.gif", overwrite=False)
+    assert path == tmp_path / "clip-2.gif"
+    names = {"clip-2.gif", "clip-2.json", "clip-2.wav", taken}
+    assert {p.name for p in tmp_path.iterdir()} == names
+    assert (tmp_path / taken).read_text() == "mine"
+    assert saved_wav(tmp_path / "clip-2.wav")[0].shape == (NUM_SAMPLES, 2)
+
+
+@pytest.mark.parametrize("file_format", ["mp4", "png", "wav"])
+def test_a_disk_that_fills_up_with_the_sound_leaves_nothing(tmp_path: Path, file_format: str) -> None:
+    media = media_with_sound(num_frames=1, height=8, width=8)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # Room for the picture and the sidecar, and not for the sound.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, before[1]))
+    try:
+        with pytest.raises(OutputError, match=r"cannot write .*nothing was left behind"):
+            media.save(tmp_path / f"x.{file_format}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "told"),
+    [
+        (numpy.zeros(8, numpy.float32), RATE, r"expected float32 \[channels, num_samples\], got float32 \[8\]"),
+        (numpy.zeros((2, 8)), RATE, r"got float64 \[2, 8\]"),
+        (numpy.zeros((2, 0), numpy.float32), RATE, r"got float32 \[2, 0\]"),
+        (numpy.full((1, 4), numpy.nan, numpy.float32), RATE, "not finite"),
+        (numpy.zeros((1, 4), numpy.float32), 0, "sample_rate: expected a whole number of 1 or more, got 0"),
+    ],
+)
+def test_what_is_not_sound_is_refused(samples: numpy.ndarray, rate: int, told: str) -> None:
+    with pytest.raises(OutputError, match=told):
+        Audio(samples, rate)

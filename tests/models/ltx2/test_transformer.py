@@ -1,0 +1,342 @@
+"""Our transformer against diffusers' LTX2VideoTransformer3DModel on the same weights, float32 on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import LTX2VideoTransformer3DModel
+from family_parity import CPU, relative
+from safetensors.torch import save_file
+from tiny_encoders import HIDDEN
+from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS, random_transformer
+
+from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo, TokenLayout
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.config import LoraConfig
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.interface import ClipSize, DenoiserInputs
+from diffusion_runtime.models.lora import read_lora
+from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
+from diffusion_runtime.models.ltx2.weights import stays_float32
+from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.text_encoders.interface import Conditions, TextStream
+
+NUM_TEXT_TOKENS = 9
+SQUARE, WIDE, IMAGE = ClipSize(64, 64, 9, 24), ClipSize(64, 128, 17, 30), ClipSize(96, 32, 1, 8)
+ROLES = ("self", "cross", "ltx2.audio_self", "ltx2.audio_cross", "ltx2.audio_to_video", "ltx2.video_to_audio")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "halves turn": {},
+    "neighbours turn": {"rope_type": "interleaved"},
+    "other widths, other positions": {
+        "num_attention_heads": 3,
+        "attention_head_dim": 12,
+        "cross_attention_dim": 36,
+        "audio_num_attention_heads": 3,
+        "audio_attention_head_dim": 10,
+        "audio_cross_attention_dim": 30,
+        "rope_double_precision": False,
+        "rope_theta": 500.0,
+        "causal_offset": 0,
+        "pos_embed_max_pos": 10,
+        "base_width": 1024,
+        "audio_hop_length": 200,
+        "norm_eps": 1e-4,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one forward pass gets. lengths: real tokens of each prompt; what lies behind them is noise on purpose."""
+
+    video: torch.Tensor
+    audio: torch.Tensor
+    timestep: torch.Tensor
+    text: torch.Tensor
+    audio_text: torch.Tensor
+    lengths: tuple[int, ...]
+    size: ClipSize
+
+    @property
+    def latents(self) -> torch.Tensor:
+        return torch.cat([self.video.flatten(1), self.audio.flatten(1)], dim=1)
+
+    def conditions(self) -> Conditions:
+        stream = TextStream(self.audio_text, self.lengths)
+        return Conditions.of(self.text, self.lengths, further=[stream])
+
+    def take(self, index: int) -> Inputs:
+        one = slice(index, index + 1)
+        tensors = (self.video, self.audio, self.timestep, self.text, self.audio_text)
+        return Inputs(*(tensor[one] for tensor in tensors), self.lengths[one], self.size)
+
+
+def make_inputs(size: ClipSize = WIDE, lengths: Sequence[int] = (5, 9)) -> Inputs:
+    generator = torch.Generator().manual_seed(1)
+    batch = len(lengths)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    return Inputs(
+        noise(VIDEO_CHANNELS, (size.num_frames - 1) // 8 + 1, size.height // 32, size.width // 32),
+        noise(AUDIO_CHANNELS, round(size.num_frames / size.fps * 25), AUDIO_BINS),
+        torch.linspace(937.3, 12.0, batch + 1)[:batch],
+        noise(NUM_TEXT_TOKENS, HIDDEN),
+        noise(NUM_TEXT_TOKENS, HIDDEN),
+        tuple(lengths),
+        size,
+    )
+
+
+def write_rest(folder: Path) -> None:
+    """What the family reads beside the transformer's folder."""
+    configs = {
+        "vae": {"latent_channels": VIDEO_CHANNELS},
+        "audio_vae": {"latent_channels": AUDIO_CHANNELS, "mel_bins": 4 * AUDIO_BINS},
+    }
+    for name, values in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(values))
+    index = {"_class_name": "LTX2Pipeline", "transformer": ["diffusers", "LTX2VideoTransformer3DModel"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            path = folders[name] = tmp_path_factory.mktemp("ltx2")
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                random_transformer(**VARIANTS[name]).save_pretrained(path / "transformer", max_shard_size="100KB")
+            write_rest(path)
+        return folders[name]
+
+    return folder
+
+
+def load_ours(folder: Path, dtype: torch.dtype = torch.float32, attention: Any = None) -> LTX2Transformer:
+    family = family_for_folder(folder)
+    policy = AttentionPolicy(dtype=dtype, config=AttentionConfig.parse(attention))
+    transformer = family.load_transformer(folder, family.build_transformer(folder, policy), CPU, dtype)
+    assert isinstance(transformer, LTX2Transformer)
+    return transformer
+
+
+def load_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> LTX2VideoTransformer3DModel:
+    return LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer", dtype=dtype).eval()
+
+
+def run_ours(
+    model: LTX2Transformer, inputs: Inputs, context: AttentionContext | None = None, text: Conditions | None = None
+) -> torch.Tensor:
+    whole = DenoiserInputs(text=inputs.conditions() if text is None else text, size=inputs.size)
+    return model(inputs.latents, inputs.timestep, whole, AttentionContext() if context is None else context)
+
+
+@torch.no_grad()
+def run_theirs(model: LTX2VideoTransformer3DModel, inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Their velocities as one flat tensor like ours."""
+    mask = (torch.arange(NUM_TEXT_TOKENS)[None] < torch.tensor(inputs.lengths)[:, None]).long()
+    frames, height, width = inputs.video.shape[2:]
+    video, audio = model(
+        hidden_states=inputs.video.flatten(2).transpose(1, 2).to(dtype),
+        audio_hidden_states=inputs.audio.transpose(1, 2).flatten(2).to(dtype),
+        encoder_hidden_states=inputs.text.to(dtype),
+        audio_encoder_hidden_states=inputs.audio_text.to(dtype),
+        timestep=inputs.timestep,
+        sigma=inputs.timestep,
+        encoder_attention_mask=mask,
+        audio_encoder_attention_mask=mask,
+        num_frames=frames,
+        height=height,
+        width=width,
+        fps=float(inputs.size.fps),
+        audio_num_frames=inputs.audio.shape[2],
+        use_cross_timestep=True,
+        return_dict=False,
+    )
+    moments = audio.unflatten(2, (AUDIO_CHANNELS, AUDIO_BINS)).transpose(1, 2)
+    return torch.cat([video.transpose(1, 2).flatten(1), moments.flatten(1)], dim=1)
+
+
+def both_parts(out: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    num_video = inputs.video[0].numel()
+    return out[:, :num_video], out[:, num_video:]
+
+
+def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, inputs: Inputs) -> None:
+    """Each stream by itself: the larger one would hide the other."""
+    assert ours.shape == theirs.shape == inputs.latents.shape
+    for found, expected in zip(both_parts(ours, inputs), both_parts(theirs, inputs), strict=True):
+        assert relative(found, expected) < 1e-5
+
+
+# --- parity -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -> None:
+    folder = folder_of(name)
+    ours, theirs = load_ours(folder), load_theirs(folder)
+    for size in (SQUARE, WIDE, IMAGE):
+        for lengths in ((4,), (5, 9), (2, 3)):
+            inputs = make_inputs(size, lengths)
+            before = [tensor.clone() for tensor in (inputs.text, inputs.audio_text)]
+            assert_equal(run_ours(ours, inputs), run_theirs(theirs, inputs), inputs)
+            after = (inputs.text, inputs.audio_text)
+            assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_a_batch_equals_its_samples(folder_of: Callable[[str], Path]) -> None:
+    ours = load_ours(folder_of("halves turn"))
+    inputs = make_inputs(WIDE, (9, 3, 6))
+    together = run_ours(ours, inputs)
+    for index in range(3):
+        assert_equal(together[index : index + 1], run_ours(ours, inputs.take(index)), inputs.take(index))
+
+
+def test_every_condition_reaches_both_streams(folder_of: Callable[[str], Path]) -> None:
+    """Otherwise the comparisons above could not tell whether one of them went astray."""
+    ours = load_ours(folder_of("halves turn"))
+    inputs = make_inputs(SQUARE, (5,))
+    out = run_ours(ours, inputs)
+    tensors = {name: getattr(inputs, name) for name in ("video", "audio", "timestep", "text", "audio_text")}
+    changes: dict[str, dict[str, Any]] = {name: {name: tensor * 0.9} for name, tensor in tensors.items()}
+    changes["lengths"] = {"lengths": (4,)}
+    # As many moments of sound as before, at another time of the video.
+    changes["fps"] = {"size": ClipSize(64, 64, 9, 25)}
+    for change in changes.values():
+        other = Inputs(**{**tensors, "lengths": inputs.lengths, "size": inputs.size, **change})
+        changed = run_ours(ours, other)
+        for found, before in zip(both_parts(changed, inputs), both_parts(out, inputs), strict=True):
+            assert relative(found, before) > 1e-4
+
+
+def test_bfloat16_is_as_exact_as_diffusers(folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("halves turn")
+    inputs = make_inputs(WIDE)
+    reference = run_theirs(load_theirs(folder), inputs)
+    theirs = run_theirs(load_theirs(folder, torch.bfloat16), inputs, torch.bfloat16)
+    ours = load_ours(folder, torch.bfloat16)
+    for name, parameter in ours.named_parameters():
+        assert stays_float32(name) == (parameter.dtype == torch.float32)
+    out = run_ours(ours, inputs)
+    assert out.dtype == torch.float32
+    for found, other, expected in zip(*(both_parts(x, inputs) for x in (out, theirs, reference)), strict=True):
+        assert relative(found, expected) < 1.5 * relative(other, expected) < 0.3
+
+
+def test_a_lora_on_rows_that_change_their_order_equals_diffusers(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Rows of q and k are put in pairs after loading: what is merged into them must be put so, too."""
+    folder = folder_of("halves turn")
+    theirs = load_theirs(folder)
+    plain = run_theirs(theirs, make_inputs())
+    tensors, generator = {}, torch.Generator().manual_seed(3)
+    for part in ("attn1.to_q", "audio_attn1.to_k", "audio_to_video_attn.to_k", "video_to_audio_attn.to_q"):
+        linear = theirs.get_submodule(f"transformer_blocks.1.{part}")
+        down = torch.randn(2, linear.in_features, generator=generator)
+        up = torch.randn(linear.out_features, 2, generator=generator)
+        name = f"transformer.transformer_blocks.1.{part}"
+        tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+        linear.weight.data.add_(0.5 * up @ down)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    lora = read_lora(LoraConfig(str(tmp_path / "lora.safetensors"), scale=0.5))
+    family = family_for_folder(folder)
+    empty = family.build_transformer(folder, AttentionPolicy(dtype=torch.float32))
+    ours = family.load_transformer(folder, empty, CPU, torch.float32, [lora])
+    assert isinstance(ours, LTX2Transformer)
+    expected = run_theirs(theirs, make_inputs())
+    assert relative(plain, expected) > 1e-2
+    assert_equal(run_ours(ours, make_inputs()), expected, make_inputs())
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def test_attention_layers_are_named_and_every_call_is_counted(folder_of: Callable[[str], Path]) -> None:
+    ours = load_ours(folder_of("halves turn"))
+    layers = [layer.layer for layer in ours.attention_layers()]
+    assert [(layer.role, layer.index, layer.num_layers) for layer in layers] == [
+        (role, index, 2) for index in range(2) for role in ROLES
+    ]
+    assert {f"{layer.name}.attention" for layer in layers} <= {name for name, _ in ours.named_modules()}
+    context = AttentionContext()
+    for _ in range(2):
+        run_ours(ours, make_inputs(SQUARE), context)
+    rows = context.recorder.report().rows
+    assert {(row.role, row.count, row.layers) for row in rows} == {(role, 4, "0-1") for role in ROLES}
+
+
+def test_layouts_say_what_the_keys_are_and_no_mask_reaches_a_layer(folder_of: Callable[[str], Path]) -> None:
+    ours = load_ours(folder_of("halves turn"))
+    seen: dict[str, set[TokenLayout]] = {role: set() for role in ROLES}
+
+    def keep(module: AttentionLayer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        assert options.get("mask") is None
+        seen[module.layer.role].add(arguments[3].layout)
+
+    for layer in ours.attention_layers():
+        layer.register_forward_pre_hook(keep, with_kwargs=True)
+    run_ours(ours, make_inputs(WIDE, (5, 3)))
+    grid, sound = TokenLayout((3, 2, 4)), TokenLayout.text(14)
+    # The longest prompt has 5 tokens of the 9 there is room for: the rest is cut off before the first layer.
+    text = TokenLayout.text(5, (5, 3))
+    expected = dict(zip(ROLES, (grid, text, sound, text, sound, grid), strict=True))
+    assert seen == {role: {layout} for role, layout in expected.items()}
+
+
+def test_a_sparse_backend_that_keeps_everything_equals_dense(folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("halves turn")
+    inputs = make_inputs(WIDE)
+    sparse = load_ours(folder, attention={"backend": "video_sparse_attn", "extra": {"sparsity": 0.0}})
+    context = AttentionContext()
+    assert_equal(run_ours(sparse, inputs, context), run_ours(load_ours(folder), inputs), inputs)
+    backends = {row.role: row.backend for row in context.recorder.report().rows}
+    assert backends == {role: "video_sparse_attn" if role == "self" else "torch_sdpa" for role in ROLES}
+
+
+# --- what is kept between steps ---------------------------------------------------------------------------------------
+
+
+def test_the_text_is_projected_once_a_request_and_branch(folder_of: Callable[[str], Path]) -> None:
+    ours = load_ours(folder_of("halves turn"))
+    calls: list[int] = []
+    for stream in (ours.video, ours.audio):
+        stream.text_embedding.register_forward_hook(lambda module, arguments, out: calls.append(1))
+    inputs = make_inputs(SQUARE)
+    text = inputs.conditions()
+    other = Conditions.of(inputs.text.flip(2), inputs.lengths, further=text.further)
+    first, second = (run_ours(ours, inputs, text=words) for words in (text, other))
+    assert relative(first, second) > 1e-3
+    calls.clear()
+    cond = AttentionContext(step=StepInfo(branch="cond"))
+    uncond = AttentionContext(step=StepInfo(branch="uncond"), state=cond.state)
+    for _ in range(3):
+        assert torch.equal(run_ours(ours, inputs, cond, text), first)
+        assert torch.equal(run_ours(ours, inputs, uncond, other), second)
+    assert len(calls) == 4
+    # The same branch with another text.
+    assert torch.equal(run_ours(ours, inputs, cond, other), second)
+    assert len(calls) == 6
+
+
+def test_what_does_not_fit_is_named(folder_of: Callable[[str], Path]) -> None:
+    ours = load_ours(folder_of("halves turn"))
+    inputs = make_inputs(SQUARE)
+    with pytest.raises(RequestError, match="two text embeddings"):
+        run_ours(ours, inputs, text=Conditions.of(inputs.text, inputs.lengths))
+    whole = DenoiserInputs(text=inputs.conditions(), size=SQUARE)
+    with pytest.raises(RequestError, match=r"expected \[batch, 120\] .* 9 frames of 64 x 64 at 24 .* got \[2, 119\]"):
+        ours(inputs.latents[:, :-1], inputs.timestep, whole, AttentionContext())

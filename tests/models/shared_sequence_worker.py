@@ -1,0 +1,121 @@
+"""Two processes that share the sequence of whole transformers; test_shared_sequence.py runs it with a file for results.
+
+Each process compares with itself alone and writes the largest difference, as a part of the largest value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from diffusion_runtime.attention import AttentionContext, AttentionPolicy
+from diffusion_runtime.attention.roles import register_role
+from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
+from diffusion_runtime.models.flux1.transformer import Flux1Transformer
+from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
+from diffusion_runtime.models.flux2.transformer import Flux2Transformer
+from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.interface import ClipSize, DenoiserInputs, DiffusionTransformer
+from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
+from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
+from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
+from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
+from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.text_encoders.interface import Conditions
+
+WORLD = 2
+CHANNELS, TEXT_DIM, POOLED_DIM = 4, 12, 6
+# 3 x 5 tokens, which two processes do not divide, and text of which one prompt has less.
+LATENTS = (2, CHANNELS, 1, 6, 10)
+LENGTHS = (3, 7)
+GEOMETRY = ImageGeometry(CHANNELS, 8, 1, (1, 2, 2))
+
+
+def flux1(policy: AttentionPolicy) -> DiffusionTransformer:
+    config = Flux1TransformerConfig(2, 2, 4, 12, CHANNELS, TEXT_DIM, POOLED_DIM, True, (4, 4, 4))
+    return Flux1Transformer(config, GEOMETRY, policy)
+
+
+def qwen_image(policy: AttentionPolicy) -> DiffusionTransformer:
+    config = QwenImageTransformerConfig(3, 4, 12, CHANNELS, TEXT_DIM, (4, 4, 4))
+    return QwenImageTransformer(config, GEOMETRY, policy)
+
+
+def flux2(policy: AttentionPolicy) -> DiffusionTransformer:
+    config = Flux2TransformerConfig(2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, True, (2, 4, 4, 2))
+    return Flux2Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
+
+
+def z_image(policy: AttentionPolicy) -> DiffusionTransformer:
+    register_role(TEXT_ROLE, "cross")
+    config = ZImageTransformerConfig(2, 1, 4, 48, CHANNELS, TEXT_DIM, (4, 4, 4), theta=256.0, eps=1e-5)
+    return ZImageTransformer(config, GEOMETRY, policy)
+
+
+BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
+    "flux1": flux1,
+    "flux2": flux2,
+    "qwen_image": qwen_image,
+    "z_image": z_image,
+}
+
+
+def forward(build: Callable[[AttentionPolicy], DiffusionTransformer], mesh: ProcessMesh) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = build(AttentionPolicy(environment=None, mesh=mesh)).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(LATENTS, generator=generator)
+    text = torch.randn(2, 8, TEXT_DIM, generator=generator)
+    conditions = Conditions.of(text, LENGTHS, pooled=torch.randn(2, POOLED_DIM, generator=generator))
+    inputs = DenoiserInputs(conditions, ClipSize(48, 80, 1, 1), guidance=3.5)
+    context = AttentionContext()
+    if mesh.sequence.size > 1:
+        context = dataclasses.replace(context, sharding=mesh.sharding)
+    out: torch.Tensor = model(latents, torch.tensor([900.0, 40.0]), inputs, context)
+    return out
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    patience = datetime.timedelta(seconds=25)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=patience)
+    measured = {}
+    for kind, degrees in {"ulysses": (2, 1), "ring": (1, 2)}.items():
+        mesh = ProcessMesh.create(ulysses_degree=degrees[0], ring_degree=degrees[1], branch_degree=1, ring_inside=False)
+        for name, build in BUILDERS.items():
+            together, alone = forward(build, mesh), forward(build, ProcessMesh())
+            measured[f"{name}, {kind}"] = float((together - alone).abs().max() / alone.abs().max())
+    (folder / f"result-{rank}.json").write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    folder, children = Path(sys.argv[1]), []
+    for rank in range(WORLD):
+        process = os.fork()
+        if process == 0:
+            try:
+                work(rank, folder)
+                os._exit(0)
+            except BaseException:
+                print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+                os._exit(1)
+        children.append(process)
+    return max(os.waitpid(process, 0)[1] != 0 for process in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

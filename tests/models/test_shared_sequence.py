@@ -1,0 +1,37 @@
+"""Whole transformers with text beside the grid, over a sequence that two real processes share: as one process alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """What each process measured."""
+    folder = tmp_path_factory.mktemp("world")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/models/shared_sequence_worker.py"), str(folder)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["flux1", "flux2", "qwen_image", "z_image"])
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_two_processes_equal_one(measured: list[dict[str, float]], name: str, kind: str) -> None:
+    for of_process in measured:
+        assert of_process[f"{name}, {kind}"] < 1e-5

@@ -1,0 +1,71 @@
+"""The board of a run: who is believed, and runs that meet at one port."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.parallel.board import Board, connect
+from diffusion_runtime.parallel.failure import RankFailure
+from diffusion_runtime.parallel.place import Place
+
+SECONDS = timedelta(seconds=5)
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """The first of two processes, that meet at a free port."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    return Place(0, 2, 0, 2, "localhost", port)
+
+
+def test_the_first_reason_is_believed() -> None:
+    board = Board(dist.HashStore(), "run/")
+    assert board.ending() is None
+    first, second = RankFailure(1, "KeyError", "first", 4, "trace"), RankFailure(0, "OSError", "second")
+    assert board.end(first)
+    assert not board.end(second)
+    assert board.ending() == first
+
+
+def test_a_wait_can_be_given_up() -> None:
+    board = Board(dist.HashStore(), "run/")
+    board.set("a", "1")
+    assert board.wait(["a"], lambda: True)
+    assert not board.wait(["a", "b"], lambda: True)
+    assert board.get(["a"]) == ["1"]
+
+
+def test_a_rank_that_is_started_twice_at_one_port(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The store that torchrun keeps: both runs' processes reach it.
+    store = dist.TCPStore("localhost", place.port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    connect(place, SECONDS)
+    with pytest.raises(ConfigError, match=r"rank 0 was started twice at localhost:\d+: another run meets there"):
+        connect(place, SECONDS)
+    # Processes that a launcher starts again after a failure are no second run.
+    connect(dataclasses.replace(place, attempt=1), SECONDS)
+    del store
+
+
+def test_a_port_that_somebody_else_has(place: Place) -> None:
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("", place.port))
+        taken.listen()
+        with pytest.raises(ConfigError, match=f"MASTER_PORT {place.port} is in use"):
+            connect(place, SECONDS)
+
+
+def test_nobody_answers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(DiffusionRuntimeError, match=f"rank 1: nobody answers at localhost:{place.port} after 1 s"):
+        connect(dataclasses.replace(place, rank=1), timedelta(seconds=1))

@@ -1,0 +1,96 @@
+"""Several processes that run the command together, for tests: started by `--num-gpus` or torchrun, with faults."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli_support import Result, process_environment
+
+PROGRAM = Path(__file__).with_name("faulty_program.py")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A command that was started as `faulty_program.py` in `folder`, whose plan it follows."""
+
+    process: subprocess.Popen[str]
+    program: Path
+
+    def finish(self, timeout: float = 240) -> Result:
+        out, err = self.process.communicate(timeout=timeout)
+        return Result(self.process.returncode, out, err)
+
+    def remaining(self) -> list[int]:
+        """Processes of this run that are still there, after a moment to be gone."""
+        deadline = time.monotonic() + 5
+        while (found := _processes_of(self.program)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+
+def start(
+    folder: Path, *arguments: object, plan: dict[str, Any] | None = None, num_torchrun: int | None = None
+) -> Running:
+    """Start a command line in `folder`. num_torchrun: processes that torchrun starts, None for one process, whose
+    `--num-gpus` may start more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = Path(shutil.copy(PROGRAM, folder / PROGRAM.name))
+    (folder / "plan.json").write_text(json.dumps(plan or {}))
+    launcher: Sequence[str] = ()
+    if num_torchrun is not None:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_torchrun))
+    process = subprocess.Popen(
+        [sys.executable, *launcher, str(program), *map(str, arguments)],
+        cwd=folder,
+        env=process_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return Running(process, program)
+
+
+def run(folder: Path, *arguments: object, plan: dict[str, Any] | None = None) -> Result:
+    running = start(folder, *arguments, plan=plan)
+    try:
+        return running.finish()
+    finally:
+        end(running)
+
+
+def end(running: Running) -> None:
+    """Whatever happens in a test, nothing of it runs on."""
+    for process in _processes_of(running.program):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    running.process.communicate()
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def _processes_of(program: Path) -> list[int]:
+    """Processes that were started with this very script, whoever their parent is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                is_zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if str(program).encode() in words and not is_zombie:
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,227 @@
+"""Tiny LTX-2 folders with random weights, written by diffusers' own classes and a tokenizer made offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tiny_encoders import HIDDEN
+from tiny_hunyuan_video import word_tokenizer
+from tiny_models import WORDS
+
+# Sizes of a clip that is quick on two cores: 2 x 2 x 3 latents, and 9 moments of sound.
+TINY_SIZES: dict[str, int] = {"height": 64, "width": 96, "num_frames": 9, "fps": 25}
+VIDEO_CHANNELS, AUDIO_CHANNELS, AUDIO_BINS = 6, 2, 4
+NUM_GEMMA_LAYERS = 3
+
+
+def write_tiny_ltx2(
+    folder: Path, *, rope_type: str = "split", has_registers: bool = True, shifts_by_size: bool = True
+) -> Path:
+    """Write a whole LTX-2 folder and return its path. About 1 MB; it depends on nothing but the arguments.
+
+    has_registers: whether the connectors fill what a prompt leaves. shifts_by_size: whether the flow shift follows the
+    number of video tokens.
+    """
+    import torch
+    from diffusers import LTX2Pipeline
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        tokenizer = gemma_tokenizer()
+        pipeline = LTX2Pipeline(
+            scheduler=_scheduler(shifts_by_size),
+            vae=_vae(),
+            audio_vae=_audio_vae(),
+            text_encoder=_gemma(len(tokenizer)),
+            tokenizer=tokenizer,
+            connectors=_connectors(rope_type, has_registers),
+            transformer=random_transformer(rope_type=rope_type),
+            vocoder=_vocoder(),
+        )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def gemma_tokenizer() -> Any:
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<image_soft_token>")
+    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    return word_tokenizer(WORDS, special, ["<bos>", "$A"], **names)
+
+
+def _gemma(vocab_size: int) -> Any:
+    """Gemma 3 with both kinds of layers, and its vision half."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    config = Gemma3Config(
+        text_config={
+            "vocab_size": vocab_size,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 48,
+            "num_hidden_layers": NUM_GEMMA_LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            # Large weights: the states of two words would otherwise hardly differ.
+            "initializer_range": 0.3,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": 2,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=4,
+    )
+    return Gemma3ForConditionalGeneration(config).eval()
+
+
+def _connectors(rope_type: str, has_registers: bool) -> Any:
+    import torch
+    from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+
+    num_registers = 128 if has_registers else None
+    model = LTX2TextConnectors(
+        caption_channels=HIDDEN,
+        text_proj_in_factor=NUM_GEMMA_LAYERS + 1,
+        video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=HIDDEN // 2,
+        video_connector_num_layers=1,
+        video_connector_num_learnable_registers=num_registers,
+        audio_connector_num_attention_heads=2,
+        audio_connector_attention_head_dim=HIDDEN // 2,
+        audio_connector_num_layers=1,
+        audio_connector_num_learnable_registers=num_registers,
+        rope_type=rope_type,
+    )
+    with torch.no_grad():
+        # A prompt is a few tokens among a thousand: it would otherwise be too quiet to compare anything by.
+        for name, parameter in model.named_parameters():
+            if "registers" in name:
+                parameter.mul_(0.1)
+            if "text_proj_in" in name:
+                parameter.mul_(20.0)
+    return model.eval()
+
+
+def random_transformer(*, rope_type: str = "split", num_layers: int = 2, **changes: Any) -> Any:
+    """Heads whose width no number of axes divides, so that some channels do not turn."""
+    import torch
+    from diffusers import LTX2VideoTransformer3DModel
+
+    settings: dict[str, Any] = {
+        "in_channels": VIDEO_CHANNELS,
+        "out_channels": VIDEO_CHANNELS,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "audio_in_channels": AUDIO_CHANNELS * AUDIO_BINS,
+        "audio_out_channels": AUDIO_CHANNELS * AUDIO_BINS,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16,
+        "num_layers": num_layers,
+        "caption_channels": HIDDEN,
+        "cross_attn_timestep_scale_multiplier": 500,
+        # As in the published model; a smaller one would leave the quickest channels slow.
+        "rope_theta": 10000.0,
+        "rope_type": rope_type,
+        **changes,
+    }
+    model = LTX2VideoTransformer3DModel(**settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norm weights of exactly one and small modulations would hide a part that is left out.
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            if "table" in name or ".linear" in name:
+                parameter.mul_(2.0)
+            if "attn2.to_out" in name or "_attn.to_out" in name:
+                parameter.mul_(3.0)
+            if "attn2.norm" in name:
+                # Sharp attention, else a few words among a thousand learned tokens would hardly count.
+                parameter.mul_(3.0)
+    return model.eval()
+
+
+def _vae() -> Any:
+    import torch
+    from diffusers import AutoencoderKLLTX2Video
+
+    model = AutoencoderKLLTX2Video(
+        latent_channels=VIDEO_CHANNELS,
+        block_out_channels=(8, 8, 8, 16),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_block_out_channels=(8, 16, 32),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        decoder_causal=False,
+        scaling_factor=0.7,
+        spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )
+    model.latents_mean.copy_(0.3 * torch.randn(VIDEO_CHANNELS))
+    model.latents_std.copy_(0.5 + torch.rand(VIDEO_CHANNELS))
+    return model.eval()
+
+
+def _audio_vae() -> Any:
+    import torch
+    from diffusers import AutoencoderKLLTX2Audio
+
+    width = AUDIO_CHANNELS * AUDIO_BINS
+    model = AutoencoderKLLTX2Audio(
+        base_channels=width,
+        ch_mult=(1, 1, 1),
+        num_res_blocks=1,
+        resolution=16,
+        latent_channels=AUDIO_CHANNELS,
+        mel_bins=4 * AUDIO_BINS,
+    )
+    model.latents_mean.copy_(0.3 * torch.randn(width))
+    model.latents_std.copy_(0.5 + torch.rand(width))
+    return model.eval()
+
+
+def _vocoder() -> Any:
+    import torch
+    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+
+    model = LTX2Vocoder(
+        in_channels=2 * 4 * AUDIO_BINS,
+        hidden_channels=16,
+        upsample_kernel_sizes=[16, 10],
+        upsample_factors=[8, 5],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3]],
+        output_sampling_rate=4000,
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Else the biases would be all there is to hear.
+            parameter.mul_(0.1 if name.endswith("bias") else 2.5)
+    return model.eval()
+
+
+def _scheduler(shifts_by_size: bool) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    if not shifts_by_size:
+        return FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.95,
+        max_shift=2.05,
+        base_image_seq_len=1024,
+        max_image_seq_len=4096,
+        shift_terminal=0.1,
+    )
