@@ -38,7 +38,8 @@ from diffusion_runtime.models.shared_decoder import SharedDecoder
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.planned import planned_mesh
 from diffusion_runtime.parallel.world import World
-from diffusion_runtime.pipeline import Pipeline, RequestRules
+from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 

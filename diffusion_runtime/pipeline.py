@@ -4,150 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.info import StepInfo
-from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.report import AttentionRecorder
 from diffusion_runtime.attention.state import AttentionState
-from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.denoising.registry import build_sampler
-from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.errors import DiffusionRuntimeError, RequestError, nearest
+from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, GeneratedMedia
-from diffusion_runtime.media.images import check_image, read_image
+from diffusion_runtime.media.images import read_image
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.interface import (
-    ClipSize,
     DenoiserInputs,
     DiffusionTransformer,
     ImageCondition,
     ImageConditioner,
     LatentDecoder,
-    LatentGeometry,
 )
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.progress import OnProgress, StageClock
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request_rules import BatchSettings, RequestRules
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")
-
-# What the requests of one batch may differ in.
-_OWN_FIELDS = ("prompt", "negative_prompt", "seed")
-# What a request may leave open although no model fills it.
-_MAY_STAY_NONE = ("true_cfg_scale", "guidance_scale_2", "image_path")
-
-Stage: TypeAlias = Literal["text", "denoise", "decode"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """`step` of `num_steps` of a stage are done, `seconds` after the stage began; step 0 says that it begins.
-
-    request_index: which request of the batch, None for a stage in which all of them move together.
-    """
-
-    stage: Stage
-    step: int
-    num_steps: int
-    seconds: float
-    request_index: int | None = None
-
-
-OnProgress: TypeAlias = Callable[[Progress], None]
-
-
-@dataclass(frozen=True)
-class RequestRules:
-    """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
-    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance), what is added to
-    its guidance_scale for classifier-free guidance, whether it takes or needs an image, and its attention layers, with
-    or without weights around them, whose options may ask for a number of steps.
-    """
-
-    defaults: Mapping[str, Any]
-    presets: Mapping[str, Mapping[str, Any]]
-    geometry: LatentGeometry
-    scheduler: SchedulerConfig
-    attention_layers: tuple[AttentionLayer, ...]
-    schedule: FlowSchedule = field(default_factory=FlowSchedule)
-    embeds_guidance: bool = False
-    guidance_offset: float = 0.0
-    takes_image: bool = False
-    needs_image: bool = False
-
-    def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
-        """The request with every None filled, from the preset first, then from the defaults.
-
-        Raises RequestError for an unknown preset, sizes that do not divide, or a value that nothing gives; ConfigError
-        for attention options made for other steps; ModelLoadError when nobody names a sampler there is.
-        """
-        if preset is not None:
-            if preset not in self.presets:
-                raise RequestError(f"preset: unknown name {preset!r}.{nearest(preset, self.presets)}")
-            request = request.with_defaults(self.presets[preset])
-        request = request.with_defaults(self.defaults)
-        if request.sampler is None:
-            raise self.scheduler.unknown_class_error()
-        request = request.with_defaults(self._computed_defaults(request))
-        settings = _Settings.of([request], self)
-        self.geometry.sample_shape(settings.size)
-        # What a sampler cannot do it says when it is made.
-        options = self.scheduler.options_for(settings.sampler)
-        build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
-        if settings.image_path is None and self.needs_image:
-            raise RequestError("image_path: this model makes videos from an image; say which: --image-path FILE")
-        if settings.image_path is not None:
-            self._check_image(settings.image_path, settings.height, settings.width)
-        for layer in self.attention_layers:
-            layer.check_request(settings.num_inference_steps)
-        return request
-
-    @property
-    def makes_sound(self) -> bool:
-        """Whether what it makes is more than pictures."""
-        return self.geometry.makes_sound
-
-    @property
-    def is_guided_by_default(self) -> bool:
-        """Whether a request that says nothing about guidance runs two branches."""
-        scale = self.defaults.get("true_cfg_scale" if self.embeds_guidance else "guidance_scale")
-        offset = 0.0 if self.embeds_guidance else self.guidance_offset
-        return scale is not None and float(scale) + offset > 1
-
-    def is_guided(self, request: GenerationRequest) -> bool:
-        """Whether a resolved request runs two branches of guidance."""
-        return _Settings.of([request], self).is_guided
-
-    def _computed_defaults(self, request: GenerationRequest) -> dict[str, Any]:
-        """What follows from the request's other values: a flow shift that grows with the size."""
-        height, width, num_frames, num_steps = (
-            request.height,
-            request.width,
-            request.num_frames,
-            request.num_inference_steps,
-        )
-        if height is None or width is None or num_frames is None or num_steps is None:
-            return {}
-        self.geometry.check(height, width, num_frames)
-        flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
-        return {} if flow_shift is None else {"flow_shift": flow_shift}
-
-    def _check_image(self, image_path: str, height: int, width: int) -> None:
-        if not self.takes_image:
-            raise RequestError("image_path: this model makes videos from text alone; leave it out")
-        check_image(image_path, height, width)
 
 
 class Pipeline:
@@ -204,8 +93,8 @@ class Pipeline:
         DeviceMemoryError when memory runs out, and DiffusionRuntimeError when the numbers overflow.
         """
         batch = [self.resolve(request) for request in requests]
-        settings = _Settings.of(batch, self.rules)
-        recorder, clock = AttentionRecorder(), _Clock(self.device, on_progress)
+        settings = BatchSettings.of(batch, self.rules)
+        recorder, clock = AttentionRecorder(), StageClock(self.device, on_progress)
         with explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:
                 prompts = self._encode(batch, settings, recorder)
@@ -260,7 +149,7 @@ class Pipeline:
         return sound
 
     def _encode(
-        self, batch: Sequence[GenerationRequest], settings: _Settings, recorder: AttentionRecorder
+        self, batch: Sequence[GenerationRequest], settings: BatchSettings, recorder: AttentionRecorder
     ) -> _EncodedPrompts:
         """Every different text of the batch once, in one call."""
         positive = [request.prompt for request in batch]
@@ -281,7 +170,7 @@ class Pipeline:
         pairs = zip(positive, negative or positive, strict=True)
         return _EncodedPrompts(branches, tuple(tuple(dict.fromkeys(remarks[a] + remarks[b])) for a, b in pairs))
 
-    def _inputs(self, text: Mapping[str, Conditions], settings: _Settings) -> dict[str, DenoiserInputs]:
+    def _inputs(self, text: Mapping[str, Conditions], settings: BatchSettings) -> dict[str, DenoiserInputs]:
         """What the transformer is conditioned on, by guidance branch."""
         image = self._image_condition(settings)
         return {
@@ -294,7 +183,7 @@ class Pipeline:
             for branch, conditions in text.items()
         }
 
-    def _image_condition(self, settings: _Settings) -> ImageCondition | None:
+    def _image_condition(self, settings: BatchSettings) -> ImageCondition | None:
         if settings.image_path is None:
             return None
         if self._image_conditioner is None:
@@ -331,114 +220,6 @@ class _EncodedPrompts:
 
     conditions: Mapping[str, Conditions]
     notes: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What the requests of one batch have in common, with no None left that a model could fill.
-
-    rules: of the model.
-    """
-
-    num_requests: int
-    rules: RequestRules
-    height: int
-    width: int
-    num_frames: int
-    fps: int
-    num_inference_steps: int
-    guidance_scale: float
-    true_cfg_scale: float | None
-    guidance_scale_2: float | None
-    guidance_mode: str
-    flow_shift: float
-    sampler: str
-    image_path: str | None
-
-    @property
-    def size(self) -> ClipSize:
-        return ClipSize(self.height, self.width, self.num_frames, self.fps)
-
-    @property
-    def embedded_guidance(self) -> float | None:
-        """The scale that goes into the transformer; None when it takes none."""
-        return self.guidance_scale if self.rules.embeds_guidance else None
-
-    @property
-    def cfg_scales(self) -> tuple[float, float]:
-        """The scale of classifier-free guidance for the first expert and for the second."""
-        if self.rules.embeds_guidance:
-            scale = 1.0 if self.true_cfg_scale is None else self.true_cfg_scale
-            return scale, scale
-        second = self.guidance_scale if self.guidance_scale_2 is None else self.guidance_scale_2
-        return self.guidance_scale + self.rules.guidance_offset, second + self.rules.guidance_offset
-
-    @property
-    def is_guided(self) -> bool:
-        return max(self.cfg_scales) > 1
-
-    @classmethod
-    def of(cls, batch: Sequence[GenerationRequest], rules: RequestRules) -> Self:
-        """Raises RequestError for no request, a field that is still None, and fields that differ within the batch."""
-        if not batch:
-            raise RequestError("a batch needs one request or more, got none")
-        shared = batch[0].to_dict()
-        for name in shared:
-            if shared[name] is None and name not in _MAY_STAY_NONE:
-                raise RequestError(f"{name}: the model has no default for it; say a value")
-            values = list(dict.fromkeys(getattr(request, name) for request in batch))
-            if len(values) > 1 and name not in _OWN_FIELDS:
-                raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
-        if shared["true_cfg_scale"] is not None and not rules.embeds_guidance:
-            raise RequestError("true_cfg_scale: guidance_scale is this model's classifier-free guidance; use that")
-        common = {name: value for name, value in shared.items() if name not in _OWN_FIELDS}
-        return cls(len(batch), rules, **common)
-
-    def advice(self, dtype: torch.dtype) -> str:
-        """What would need less memory."""
-        ways = [f"a smaller height, width or num_frames (now {self.height}, {self.width}, {self.num_frames})"]
-        if self.num_requests > 1:
-            ways.append(f"fewer requests in a batch (now {self.num_requests})")
-        if self.is_guided and self.guidance_mode == "batched":
-            ways.append("guidance_mode two_pass")
-        if dtype == torch.float32:
-            ways.append("dtype bfloat16")
-        return f"These need less: {', '.join(ways)}"
-
-
-class _Clock:
-    """Tells the time of stages, and whoever watches how far they are."""
-
-    def __init__(self, device: torch.device, on_progress: OnProgress | None) -> None:
-        self._device = device
-        self._on_progress = on_progress
-        self._seconds: dict[tuple[Stage, int | None], float] = {}
-
-    @contextmanager
-    def stage(self, stage: Stage, num_steps: int, request_index: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Gives a function to call with the number of steps that are done."""
-        started = time.perf_counter()
-
-        def done(step: int) -> None:
-            if self._on_progress is not None:
-                if step:
-                    self._wait()
-                seconds = time.perf_counter() - started
-                self._on_progress(Progress(stage, step, num_steps, seconds, request_index))
-
-        done(0)
-        yield done
-        self._wait()
-        self._seconds[stage, request_index] = time.perf_counter() - started
-
-    def timings(self, request_index: int) -> dict[str, float]:
-        """Seconds by stage: the batch's where it moved together, the request's own where it did not."""
-        return {stage: seconds for (stage, index), seconds in self._seconds.items() if index in (None, request_index)}
-
-    def _wait(self) -> None:
-        # An accelerator runs behind the CPU. Without somebody who watches it is waited for once a stage only.
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
 
 
 def _check_finite(latents: torch.Tensor, dtype: torch.dtype) -> None:

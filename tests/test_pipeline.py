@@ -24,7 +24,7 @@ from diffusion_runtime.errors import (
     ModelLoadError,
     RequestError,
 )
-from diffusion_runtime.pipeline import Progress
+from diffusion_runtime.progress import Progress
 
 NUM_LAYERS = 2
 

@@ -26,7 +26,7 @@ from diffusion_runtime.errors import DiffusionRuntimeError
 if TYPE_CHECKING:
     from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
     from diffusion_runtime.loading import PipelineDescription
-    from diffusion_runtime.pipeline import RequestRules
+    from diffusion_runtime.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.generate/1"
 

@@ -25,7 +25,7 @@ from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import DiffusionRuntimeError, ModelLoadError, RequestError
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.shortage import explain_memory_shortage
-from diffusion_runtime.pipeline import OnProgress
+from diffusion_runtime.progress import OnProgress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
 

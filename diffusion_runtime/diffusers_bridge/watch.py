@@ -13,7 +13,7 @@ import torch
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
-from diffusion_runtime.pipeline import OnProgress, Progress, Stage
+from diffusion_runtime.progress import OnProgress, Progress, Stage
 
 
 class DenoisingWatch:

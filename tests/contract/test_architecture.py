@@ -16,6 +16,7 @@ ROWS = [
     {"loading", "quality", "diagnosis", "benchmark"},
     {"diffusers_bridge"},
     {"pipeline"},
+    {"request_rules", "progress"},
     {"models"},
     {"text_encoders", "denoising", "memory"},
     {"layers"},

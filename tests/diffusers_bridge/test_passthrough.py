@@ -24,7 +24,8 @@ from diffusion_runtime.errors import (
     RequestError,
 )
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.pipeline import Progress, RequestRules
+from diffusion_runtime.progress import Progress
+from diffusion_runtime.request_rules import RequestRules
 
 SIZES = {"height": 16, "width": 16, "num_inference_steps": 2}
 VIDEO = GenerationRequest(prompt="a red circle", seed=3, num_frames=9, **SIZES)

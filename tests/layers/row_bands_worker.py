@@ -34,6 +34,8 @@ def main(rank: int, size: int, store: str, folders: list[str]) -> None:
         alone = gather_bands(decoder.decode(latents[..., band_of(NUM_ROWS, group), :]), 2, group)
         if rank == 0:
             print((frames - whole).abs().max().item(), (alone - whole).abs().max().item())
+    # None may leave while another still reads from it.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -21,8 +21,8 @@ from diffusion_runtime.models.interface import ClipSize
 from diffusion_runtime.models.ltx2.family import LTX2Family
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.registry import family_for_folder
-from diffusion_runtime.pipeline import RequestRules
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request_rules import RequestRules
 
 CONFIG = "transformer/config.json"
 SOUND_ROLES = ("ltx2.audio_self", "ltx2.audio_cross", "ltx2.audio_to_video", "ltx2.video_to_audio")

@@ -1,0 +1,65 @@
+"""How far a generation is, and how long each of its stages took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+Stage: TypeAlias = Literal["text", "denoise", "decode"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`step` of `num_steps` of a stage are done, `seconds` after the stage began; step 0 says that it begins.
+
+    request_index: which request of the batch, None for a stage in which all of them move together.
+    """
+
+    stage: Stage
+    step: int
+    num_steps: int
+    seconds: float
+    request_index: int | None = None
+
+
+OnProgress: TypeAlias = Callable[[Progress], None]
+
+
+class StageClock:
+    """Tells the time of stages, and whoever watches how far they are."""
+
+    def __init__(self, device: torch.device, on_progress: OnProgress | None) -> None:
+        self._device = device
+        self._on_progress = on_progress
+        self._seconds: dict[tuple[Stage, int | None], float] = {}
+
+    @contextmanager
+    def stage(self, stage: Stage, num_steps: int, request_index: int | None = None) -> Iterator[Callable[[int], None]]:
+        """Gives a function to call with the number of steps that are done."""
+        started = time.perf_counter()
+
+        def done(step: int) -> None:
+            if self._on_progress is not None:
+                if step:
+                    self._wait()
+                seconds = time.perf_counter() - started
+                self._on_progress(Progress(stage, step, num_steps, seconds, request_index))
+
+        done(0)
+        yield done
+        self._wait()
+        self._seconds[stage, request_index] = time.perf_counter() - started
+
+    def timings(self, request_index: int) -> dict[str, float]:
+        """Seconds by stage: the batch's where it moved together, the request's own where it did not."""
+        return {stage: seconds for (stage, index), seconds in self._seconds.items() if index in (None, request_index)}
+
+    def _wait(self) -> None:
+        # An accelerator runs behind the CPU. Without somebody who watches it is waited for once a stage only.
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)

@@ -1,0 +1,182 @@
+"""What a model says about requests, and what the requests of one batch have in common once it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.errors import RequestError, nearest
+from diffusion_runtime.media.images import check_image
+from diffusion_runtime.models.interface import ClipSize, LatentGeometry
+from diffusion_runtime.request import GenerationRequest
+
+# What the requests of one batch may differ in.
+_OWN_FIELDS = ("prompt", "negative_prompt", "seed")
+# What a request may leave open although no model fills it.
+_MAY_STAY_NONE = ("true_cfg_scale", "guidance_scale_2", "image_path")
+
+
+@dataclass(frozen=True)
+class RequestRules:
+    """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
+    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance), what is added to
+    its guidance_scale for classifier-free guidance, whether it takes or needs an image, and its attention layers, with
+    or without weights around them, whose options may ask for a number of steps.
+    """
+
+    defaults: Mapping[str, Any]
+    presets: Mapping[str, Mapping[str, Any]]
+    geometry: LatentGeometry
+    scheduler: SchedulerConfig
+    attention_layers: tuple[AttentionLayer, ...]
+    schedule: FlowSchedule = field(default_factory=FlowSchedule)
+    embeds_guidance: bool = False
+    guidance_offset: float = 0.0
+    takes_image: bool = False
+    needs_image: bool = False
+
+    def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
+        """The request with every None filled, from the preset first, then from the defaults.
+
+        Raises RequestError for an unknown preset, sizes that do not divide, or a value that nothing gives; ConfigError
+        for attention options made for other steps; ModelLoadError when nobody names a sampler there is.
+        """
+        if preset is not None:
+            if preset not in self.presets:
+                raise RequestError(f"preset: unknown name {preset!r}.{nearest(preset, self.presets)}")
+            request = request.with_defaults(self.presets[preset])
+        request = request.with_defaults(self.defaults)
+        if request.sampler is None:
+            raise self.scheduler.unknown_class_error()
+        request = request.with_defaults(self._computed_defaults(request))
+        settings = BatchSettings.of([request], self)
+        self.geometry.sample_shape(settings.size)
+        # What a sampler cannot do it says when it is made.
+        options = self.scheduler.options_for(settings.sampler)
+        build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
+        if settings.image_path is None and self.needs_image:
+            raise RequestError("image_path: this model makes videos from an image; say which: --image-path FILE")
+        if settings.image_path is not None:
+            self._check_image(settings.image_path, settings.height, settings.width)
+        for layer in self.attention_layers:
+            layer.check_request(settings.num_inference_steps)
+        return request
+
+    @property
+    def makes_sound(self) -> bool:
+        """Whether what it makes is more than pictures."""
+        return self.geometry.makes_sound
+
+    @property
+    def is_guided_by_default(self) -> bool:
+        """Whether a request that says nothing about guidance runs two branches."""
+        scale = self.defaults.get("true_cfg_scale" if self.embeds_guidance else "guidance_scale")
+        offset = 0.0 if self.embeds_guidance else self.guidance_offset
+        return scale is not None and float(scale) + offset > 1
+
+    def is_guided(self, request: GenerationRequest) -> bool:
+        """Whether a resolved request runs two branches of guidance."""
+        return BatchSettings.of([request], self).is_guided
+
+    @property
+    def _product(self) -> str:
+        return "images" if self.geometry.temporal_factor == 1 else "videos"
+
+    def _computed_defaults(self, request: GenerationRequest) -> dict[str, Any]:
+        """What follows from the request's other values: a flow shift that grows with the size."""
+        height, width, num_frames, num_steps = (
+            request.height,
+            request.width,
+            request.num_frames,
+            request.num_inference_steps,
+        )
+        if height is None or width is None or num_frames is None or num_steps is None:
+            return {}
+        self.geometry.check(height, width, num_frames)
+        flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
+        return {} if flow_shift is None else {"flow_shift": flow_shift}
+
+    def _check_image(self, image_path: str, height: int, width: int) -> None:
+        if not self.takes_image:
+            raise RequestError(f"image_path: this model makes {self._product} from text alone; leave it out")
+        check_image(image_path, height, width)
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """What the requests of one batch have in common, with no None left that a model could fill.
+
+    rules: of the model.
+    """
+
+    num_requests: int
+    rules: RequestRules
+    height: int
+    width: int
+    num_frames: int
+    fps: int
+    num_inference_steps: int
+    guidance_scale: float
+    true_cfg_scale: float | None
+    guidance_scale_2: float | None
+    guidance_mode: str
+    flow_shift: float
+    sampler: str
+    image_path: str | None
+
+    @property
+    def size(self) -> ClipSize:
+        return ClipSize(self.height, self.width, self.num_frames, self.fps)
+
+    @property
+    def embedded_guidance(self) -> float | None:
+        """The scale that goes into the transformer; None when it takes none."""
+        return self.guidance_scale if self.rules.embeds_guidance else None
+
+    @property
+    def cfg_scales(self) -> tuple[float, float]:
+        """The scale of classifier-free guidance for the first expert and for the second."""
+        if self.rules.embeds_guidance:
+            scale = 1.0 if self.true_cfg_scale is None else self.true_cfg_scale
+            return scale, scale
+        second = self.guidance_scale if self.guidance_scale_2 is None else self.guidance_scale_2
+        return self.guidance_scale + self.rules.guidance_offset, second + self.rules.guidance_offset
+
+    @property
+    def is_guided(self) -> bool:
+        return max(self.cfg_scales) > 1
+
+    @classmethod
+    def of(cls, batch: Sequence[GenerationRequest], rules: RequestRules) -> Self:
+        """Raises RequestError for no request, a field that is still None, and fields that differ within the batch."""
+        if not batch:
+            raise RequestError("a batch needs one request or more, got none")
+        shared = batch[0].to_dict()
+        for name in shared:
+            if shared[name] is None and name not in _MAY_STAY_NONE:
+                raise RequestError(f"{name}: the model has no default for it; say a value")
+            values = list(dict.fromkeys(getattr(request, name) for request in batch))
+            if len(values) > 1 and name not in _OWN_FIELDS:
+                raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
+        if shared["true_cfg_scale"] is not None and not rules.embeds_guidance:
+            raise RequestError("true_cfg_scale: guidance_scale is this model's classifier-free guidance; use that")
+        common = {name: value for name, value in shared.items() if name not in _OWN_FIELDS}
+        return cls(len(batch), rules, **common)
+
+    def advice(self, dtype: torch.dtype) -> str:
+        """What would need less memory."""
+        ways = [f"a smaller height, width or num_frames (now {self.height}, {self.width}, {self.num_frames})"]
+        if self.num_requests > 1:
+            ways.append(f"fewer requests in a batch (now {self.num_requests})")
+        if self.is_guided and self.guidance_mode == "batched":
+            ways.append("guidance_mode two_pass")
+        if dtype == torch.float32:
+            ways.append("dtype bfloat16")
+        return f"These need less: {', '.join(ways)}"
