@@ -103,7 +103,7 @@ def build_theirs(step: FamilyStep, device: torch.device) -> nn.Module:
         width = parameter.shape[-1] if parameter.dim() < 3 else parameter[0].numel()
         spread = 0.02 if parameter.dim() < 2 else width**-0.5
         parameter.normal_(1.0 if is_norm_weight else 0.0, spread, generator=generator)
-    refill_buffers(step, model, device)
+    refill_tables(step, model, device)
     return model
 
 
@@ -113,23 +113,26 @@ def stays_float32(model: nn.Module, name: str) -> bool:
     return not set(kept).isdisjoint(name.split("."))
 
 
-def refill_buffers(step: FamilyStep, model: nn.Module, device: torch.device) -> None:
-    """Tables that are made in a constructor hold nothing after `to_empty`: compute them again, on the CPU."""
+def refill_tables(step: FamilyStep, model: nn.Module, device: torch.device) -> None:
+    """Tables that a constructor computes hold nothing on the meta device: take those of a model of one layer."""
     import diffusers
 
-    empty = [name for name, _ in model.named_buffers()]
-    if not empty:
-        return
     small = {**step.config}
-    for key in ("num_layers", "num_single_layers", "num_refiner_layers", "num_layers_single"):
+    for key in ("num_layers", "num_single_layers", "num_refiner_layers", "n_layers", "n_refiner_layers"):
         if key in small:
             small[key] = 1
     small_model: nn.Module = getattr(diffusers, step.transformer_class)(**small)
-    whole = dict(small_model.named_buffers())
-    for name in empty:
-        if name in whole:
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = whole[name].to(device)
+    modules = dict(model.named_modules())
+    for name, module in small_model.named_modules():
+        if name not in modules:
+            continue
+        for key, table in module._buffers.items():
+            if table is not None:
+                modules[name]._buffers[key] = table.to(device)
+        # Some keep tables as plain attributes.
+        for key, table in vars(module).items():
+            if isinstance(table, torch.Tensor):
+                vars(modules[name])[key] = table.to(device)
 
 
 def build_ours(
