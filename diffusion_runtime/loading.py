@@ -43,6 +43,10 @@ from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 
+# Ulysses sends one group of heads while it computes another. On two H200s that hides 15 of 17.5 ms of a forward pass
+# (benchmarks/results/parallel_gpu.json); over gloo, on CPUs, it costs more than it hides.
+_HEAD_GROUPS = 2
+
 OnStage = Callable[[str], None]
 
 
@@ -272,6 +276,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
         device=str(device),
         dtype=dtype,
         mesh=mesh,
+        num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
     )
     # Every attention layer settles its backend when it is made, so a choice that cannot run ends here.
     transformer = family.build_transformer(folder, policy)

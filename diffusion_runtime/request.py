@@ -54,6 +54,8 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str) or not self.prompt.strip():
             raise RequestError("prompt: expected at least one word, got an empty prompt")
+        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
+            raise RequestError(f"negative_prompt: expected a text, got {self.negative_prompt!r}")
         for name in ("height", "width", "num_frames", "fps", "num_inference_steps"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

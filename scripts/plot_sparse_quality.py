@@ -69,9 +69,8 @@ def main() -> None:
         axis.set_xlabel("share of (query, key) pairs kept in self-attention")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     counts = sorted({row["num_prompts"] for row in rows})
-    figure.suptitle(
-        f"The embedded model under sparse attention, {counts[0]} to {counts[-1]} prompts of each kind a point"
-    )
+    prompts = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    figure.suptitle(f"The embedded model under sparse attention, {prompts} prompts of each kind a point")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.output, dpi=110)
     print(arguments.output)

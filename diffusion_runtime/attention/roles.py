@@ -8,9 +8,9 @@ from diffusion_runtime.errors import ConfigError, nearest
 
 CATEGORIES = ("self", "cross")
 
-# Who knows the roles of every model family. It stands above and is not imported from here: it is asked by its name, and
-# only about a role that nobody has registered, so that a choice can be checked before its model is known.
-_DECLARED_IN = "diffusion_runtime.models.registry"
+# Who knows the roles of every model. They stand above and are not imported from here: they are asked by their names,
+# and only about a role that nobody has registered, so that a choice can be checked before its model is known.
+_DECLARED_IN = ("diffusion_runtime.models.registry", "diffusion_runtime.diffusers_bridge.modules")
 
 _category_of: dict[str, str] = {category: category for category in CATEGORIES}
 
@@ -32,14 +32,15 @@ def known_roles() -> tuple[str, ...]:
 
 
 def is_role(name: object) -> bool:
-    """Whether `name` is a role, of a category, of this process or of any model family."""
+    """Whether `name` is a role, of a category, registered, or of any model there is."""
     if isinstance(name, str) and name not in _category_of:
-        importlib.import_module(_DECLARED_IN).register_declared_roles()
-    return name in _category_of
+        for place in _DECLARED_IN:
+            importlib.import_module(place).register_declared_roles()
+    return isinstance(name, str) and name in _category_of
 
 
 def role_category(role: str) -> str:
     """The category of a role. Raises ConfigError that names the nearest role for an unknown one."""
-    if role not in _category_of:
+    if not is_role(role):
         raise ConfigError(f"unknown attention role {role!r}.{nearest(role, _category_of)}")
     return _category_of[role]

@@ -21,7 +21,7 @@ from diffusion_runtime.attention.backends.registry import available_names, broke
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.options import check_options, option_names
 from diffusion_runtime.attention.platforms import platform_candidates
-from diffusion_runtime.attention.roles import known_roles, role_category
+from diffusion_runtime.attention.roles import is_role, known_roles, role_category
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, nearest
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
@@ -87,7 +87,7 @@ class force_attention_backend:
     """
 
     def __init__(self, spec: AttentionSpec | str | dict[str, Any], role: str | None = None) -> None:
-        if role is not None and role not in known_roles():
+        if role is not None and not is_role(role):
             raise ConfigError(f"unknown attention role {role!r}.{nearest(role, known_roles())}")
         self._choice = ForcedChoice(AttentionSpec.parse(spec, "force_attention_backend"), role)
         self._tokens: list[contextvars.Token[tuple[ForcedChoice, ...]]] = []

@@ -20,8 +20,8 @@ MAX_CONFIG_BYTES = 1024 * 1024
 
 @dataclass(frozen=True)
 class FileConfig:
-    """runtime: RuntimeConfig fields; request: GenerationRequest fields, except that `prompt` is a list of prompts and
-    `seed` a list of seeds; settings: the same, of --set; presets: name to GenerationRequest fields."""
+    """runtime: RuntimeConfig fields; request: GenerationRequest fields, except that `prompt`, `negative_prompt` and
+    `seed` are lists; settings: the same, of --set; presets: name to GenerationRequest fields."""
 
     runtime: Mapping[str, Any] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
@@ -80,8 +80,9 @@ def _nearest_file(path: Path) -> str:
 
 
 def _check_request(values: Mapping[str, Any], where: str, *, allow_prompt: bool = True) -> dict[str, Any]:
-    """Checked values; `prompt` and `seed` become lists."""
+    """Checked values; `prompt` and `seed` become lists, and `negative_prompt` where a list of prompts is allowed."""
     known = request_field_types()
+    several = ("prompt", "negative_prompt", "seed") if allow_prompt else ()
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known or (key in ("prompt", "seed") and not allow_prompt):
@@ -89,12 +90,12 @@ def _check_request(values: Mapping[str, Any], where: str, *, allow_prompt: bool 
             raise ConfigError(f"{where}: unknown key {key!r}.{nearest(str(key), allowed)}")
         if value is None:
             continue
-        if key == "prompt":
-            value = [value] if not isinstance(value, list) else value
+        if key in several and key != "seed" and not isinstance(value, list):
+            value = [value]
         try:
             if key == "seed":
                 value = parse_seeds(value if isinstance(value, list) else [value])
-            for single in value if key in ("prompt", "seed") else [value]:
+            for single in value if key in several else [value]:
                 # The request's own check, one key at a time, so that the error can say where the value stands.
                 GenerationRequest.from_dict({"prompt": "checked", key: single})
         except UsageError as error:

@@ -27,7 +27,6 @@ _SHARED = (
     "flow_shift",
     "sampler",
     "guidance_mode",
-    "negative_prompt",
 )
 
 
@@ -52,6 +51,8 @@ def show_plan(
     if description.degrees.num_processes > 1:
         facts.append(("processes", f"{description.degrees.num_processes}: {description.degrees}"))
     facts += [(name, getattr(makeable[0], name)) for name in _SHARED]
+    negative_prompts = dict.fromkeys(str(request.negative_prompt) for request in makeable)
+    facts.append(("negative_prompt", "\n".join(negative_prompts)))
     terminal.show(facts_table(facts, "\nWhat would run"))
     terminal.show(_attention_plan(description))
     for library in description.libraries:

@@ -95,7 +95,6 @@ def generate(
     from diffusion_runtime.parallel.place import read_place
 
     request: dict[str, Any] = {
-        "negative_prompt": negative_prompt,
         "height": height,
         "width": width,
         "num_frames": num_frames,
@@ -111,6 +110,7 @@ def generate(
     }
     flags = Flags(
         prompts=collect_prompts(prompts or (), prompt or (), prompt_file),
+        negative_prompts=negative_prompt or (),
         seeds=seed or (),
         request=request,
         runtime={

@@ -28,7 +28,10 @@ PromptFile: TypeAlias = Annotated[
     _flag(WHAT, "One prompt a line; # starts a comment; - reads standard input.", "--prompt-file", metavar="FILE"),
 ]
 NegativePrompt: TypeAlias = Annotated[
-    str | None, _flag(WHAT, "What to steer away from.", "--negative-prompt", metavar="TEXT")
+    list[str] | None,
+    _flag(
+        WHAT, "What to steer away from: once for all prompts, or once a prompt.", "--negative-prompt", metavar="TEXT"
+    ),
 ]
 ImagePath: TypeAlias = Annotated[
     str | None,

@@ -35,6 +35,21 @@ def collect_prompts(positional: Sequence[str], flags: Sequence[str], file: str |
     return prompts if file is None else [*prompts, *read_prompt_file(file)]
 
 
+def match_negative_prompts(num_prompts: int, negative_prompts: Sequence[str]) -> Sequence[str | None]:
+    """One for each prompt: one alone is everybody's, none at all leaves it to the model.
+
+    Raises RequestError for any other number.
+    """
+    if not negative_prompts:
+        return [None] * num_prompts
+    if len(negative_prompts) not in (1, num_prompts):
+        raise RequestError(
+            f"negative_prompt: {len(negative_prompts)} negative prompts for {num_prompts} "
+            f"prompt{'s' if num_prompts > 1 else ''}; give one for all, or one for each prompt, in their order"
+        )
+    return list(negative_prompts) * (num_prompts if len(negative_prompts) == 1 else 1)
+
+
 def read_prompt_file(file: str) -> list[str]:
     """One prompt a line; blank lines and lines that start with # are skipped; `-` is standard input."""
     name = "standard input" if file == "-" else file

@@ -13,7 +13,7 @@ from typing import Any
 
 from diffusion_runtime.cli.attention_flags import AttentionFlags, overlay_attention
 from diffusion_runtime.cli.config_file import FileConfig, read_config
-from diffusion_runtime.cli.prompts import parse_seeds
+from diffusion_runtime.cli.prompts import match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, nearest
 from diffusion_runtime.request import GenerationRequest
@@ -26,10 +26,11 @@ _REPEATED_RUNTIME = ("model_path", "backend", "dtype", "attention", "attention_o
 class Flags:
     """The flags of `generate` that say what to make and where, as they were typed; None or empty means not given.
 
-    request, runtime: values by field name; prompts, seeds: every one that was given.
+    request, runtime: values by field name; prompts, negative_prompts, seeds: every one that was given.
     """
 
     prompts: Sequence[str] = ()
+    negative_prompts: Sequence[str] = ()
     seeds: Sequence[str] = ()
     request: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, Any] = field(default_factory=dict)
@@ -88,10 +89,14 @@ def settle(flags: Flags) -> Settings:
             'prompt: there is none; give it in quotes, as in generate "a red circle moving left", or use --prompt, '
             "--prompt-file or --from"
         )
+    negative_prompts = match_negative_prompts(
+        len(prompts), flags.negative_prompts or _listed(values.pop("negative_prompt", None))
+    )
     requests = []
-    for prompt in prompts:
+    for prompt, negative_prompt in zip(prompts, negative_prompts, strict=True):
         for seed in seeds:
-            requests.append(_build_request({**values, "prompt": prompt, "seed": seed}, flags.repeat))
+            own = {"prompt": prompt, "negative_prompt": negative_prompt, "seed": seed}
+            requests.append(_build_request({**values, **own}, flags.repeat))
     notes = []
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")

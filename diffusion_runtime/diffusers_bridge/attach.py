@@ -106,10 +106,14 @@ def plan_attachment(
             f"reached: {listed(others)}. It runs with diffusers' own attention only",
             [("attach", f"{other.processor}: {other.reason}") for other in others[:1]],
         )
+    above, below = AttentionConfig.parse(override), AttentionConfig.parse(config)
+    roles = sorted({module.layer.role for _, module in everything})
+    for level in (above, below):
+        level.check_roles(roles, type(model_or_pipeline).__name__)
     policies = {
         name: AttentionPolicy(
-            cli=AttentionConfig.parse(override),
-            config=AttentionConfig.parse(config),
+            cli=above,
+            config=below,
             device=str(device_of(model_or_pipeline, model, device)),
             dtype=dtype_of(model) if dtype is None else dtype,
         )

@@ -35,8 +35,14 @@ _ATTENTION_CALLS = frozenset({"dispatch_attention_fn", "scaled_dot_product_atten
 # How many functions deep a processor may hide its call.
 _MAX_CALL_DEPTH = 3
 
-for _name in (TEXT_ROLE, *_ROLES_OF_NAMES.values()):
-    register_role(_name, "cross")
+
+def register_declared_roles() -> None:
+    """Make the roles that modules of diffusers may have known, whether or not a model of it is loaded."""
+    for name in (TEXT_ROLE, *_ROLES_OF_NAMES.values()):
+        register_role(name, "cross")
+
+
+register_declared_roles()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,13 @@ def refuse_quantised_components(folder: Path) -> None:
 
 
 def check_component_files(folder: Path) -> None:
-    """Raises ModelLoadError for a component whose files are missing, pickled, quantised, damaged or cut off."""
+    """Raises ModelLoadError for a component that is missing, or whose weight files are missing, pickled, quantised,
+    damaged or cut off."""
+    for component, _ in _components(folder):
+        if not (folder / component).is_dir():
+            raise ModelLoadError(
+                f"{folder / component}/ is missing, and {INDEX_FILE} names it; copy or download the whole model folder"
+            )
     for component, stem in _with_weights(folder):
         for path in find_weight_files(folder / component, stem):
             refuse_quantised(path, stored_dtypes(path))
@@ -39,7 +45,13 @@ def check_component_files(folder: Path) -> None:
 def _with_weights(folder: Path) -> Iterator[tuple[str, str]]:
     """(name, stem of its weight files) of every component that has weights: schedulers and tokenizers have no
     config.json."""
-    for component, entry in read_json(folder / INDEX_FILE).items():
-        library = entry[0] if isinstance(entry, list) and len(entry) == 2 else None
+    for component, library in _components(folder):
         if library in _STEMS and (folder / component / "config.json").is_file():
             yield component, _STEMS[library]
+
+
+def _components(folder: Path) -> Iterator[tuple[str, str]]:
+    """(name, library) of every component; optional ones that a model lacks are null in model_index.json."""
+    for component, entry in read_json(folder / INDEX_FILE).items():
+        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str):
+            yield component, entry[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,10 @@ from diffusion_runtime.models.weight_files import listed
 COMPONENTS = ("transformer", "transformer_2")
 _DOWN, _UP, _UP_BIAS, _ALPHA = ".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".alpha"
 _METADATA_KEY = "lora_adapter_metadata"
+_CONVERSION = (
+    "diffusers converts many formats: pipe.load_lora_weights(file, adapter_name='default'), then "
+    "pipe.transformer.save_lora_adapter(folder)"
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Lora(WeightChange):
         if missing:
             raise ModelLoadError(
                 f"{self.path}: this LoRA is for another model: {len(missing)} of its {len(parts)} modules are not in "
-                f"the {component}: {listed(missing)}"
+                f"the {component}: {listed(missing)}. If it is for this one, in another format: {_CONVERSION}"
             )
         misfits = [
             f"{name} is {list(shapes[f'{name}.weight'])}, the LoRA's {[part.up.shape[0], part.down.shape[1]]}"
@@ -91,10 +96,9 @@ def read_lora(config: LoraConfig) -> Lora:
         raise ModelLoadError(
             f"{path}: expected a LoRA in diffusers' format, for the transformer alone, with keys such as "
             f"'transformer.blocks.0.attn1.to_q{_DOWN}'; {len(strange)} of {len(tensors)} keys are others: "
-            f"{listed(strange) if strange else 'there are none'}. diffusers converts many formats: "
-            "pipe.load_lora_weights(file), then pipe.transformer.save_lora_adapter(folder)"
+            f"{listed(strange) if strange else 'there are none'}. {_CONVERSION}"
         )
-    settings = _read_settings(path, metadata)
+    settings = _read_settings(path, metadata, config.component)
     return Lora(
         path,
         {
@@ -129,14 +133,21 @@ def _low_rank(
             f"{list(up.shape)}; LoRAs of convolutions are not supported"
         )
     rank = down.shape[0]
-    patterns = settings.get("alpha_pattern") or {}
-    alpha = float(found[_ALPHA]) if _ALPHA in found else float(patterns.get(name, settings.get("lora_alpha", rank)))
+    alpha = float(found[_ALPHA]) if _ALPHA in found else _stated_alpha(name, settings, rank)
     by_rank = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     bias = found.get(_UP_BIAS)
     return LowRank(down.float(), up.float(), None if bias is None else bias.float(), scale * by_rank)
 
 
-def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _stated_alpha(name: str, settings: Mapping[str, Any], rank: int) -> float:
+    """As peft reads it: the first pattern that the end of the module's name matches, then the file's own alpha."""
+    for pattern, alpha in (settings.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", name):
+            return float(alpha)
+    return float(settings.get("lora_alpha", rank))
+
+
+def _read_settings(path: Path, metadata: Mapping[str, str], wanted: str) -> dict[str, dict[str, Any]]:
     """What the file says about its adapters, by component: lora_alpha, alpha_pattern, use_rslora."""
     text = metadata.get(_METADATA_KEY)
     if text is None:
@@ -149,12 +160,21 @@ def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[st
         raise ModelLoadError(f"{path}: its {_METADATA_KEY}: expected a json object, got {values!r}")
     settings: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
-        component, _, name = key.partition(".")
-        settings.setdefault(component, {})[name] = value
+        component, name = _split_component(key, wanted)
+        if component is not None:
+            settings.setdefault(component, {})[name] = value
     for component, known in settings.items():
         if known.get("use_dora"):
             raise ModelLoadError(f"{path}: {component}: use_dora: expected False, got True; DoRA is not supported")
-        numbers = [known.get("lora_alpha", 1), *(known.get("alpha_pattern") or {}).values()]
+        patterns = known.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict):
+            raise ModelLoadError(f"{path}: {component}: alpha_pattern: expected names with numbers, got {patterns!r}")
+        numbers = [known.get("lora_alpha", 1), *patterns.values()]
         if not all(isinstance(number, int | float) for number in numbers):
             raise ModelLoadError(f"{path}: {component}: lora_alpha and alpha_pattern: expected numbers, got {numbers}")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ModelLoadError(f"{path}: {component}: alpha_pattern: {pattern!r}: {error}") from error
     return settings

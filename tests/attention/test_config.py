@@ -124,6 +124,7 @@ def test_a_role_may_contain_dots(blocky: str) -> None:
         ({"default": 3}, "default: expected"),
         ({"schedule": [{"steps": "3-1", "backend": "torch_sdpa"}]}, r"schedule\[0\]\.steps.*ends before"),
         ({"schedule": [{"steps": "a", "backend": "torch_sdpa"}]}, r"schedule\[0\]\.steps"),
+        ({"schedule": [{"role": ["self"], "backend": "torch_sdpa"}]}, r"schedule\[0\]\.role: unknown attention role"),
         ({"schedule": [{"step": "1", "backend": "torch_sdpa"}]}, "'steps'"),
         ({"schedule": {"steps": "1"}}, "schedule: expected a list"),
         ("{not json", "not valid JSON"),

@@ -14,6 +14,7 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.cli.config_file import read_config
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.models.registry import published_models
 from diffusion_runtime.request import request_field_types
 
 
@@ -91,6 +92,8 @@ def test_settings_come_before_the_file(tmp_path: Path) -> None:
         ({"request": {"sampler": "unpc"}}, "request.sampler: unknown value 'unpc'. Did you mean 'unipc'"),
         ({"request": {"seed": [1, -2]}}, "request.seed: expected numbers"),
         ({"request": {"prompt": ["a", ""]}}, "request.prompt: .* empty prompt"),
+        ({"request": {"negative_prompt": ["a", 3]}}, "request.negative_prompt: expected a text, got 3"),
+        ({"presets": {"a": {"negative_prompt": ["x", "y"]}}}, r"presets.a.negative_prompt: expected a text, got \['x'"),
         ({"runtime": {"modelpath": "x"}}, "runtime: unknown key 'modelpath'. Did you mean 'model_path'"),
         ({"runtime": {"dtype": 16}}, "runtime.dtype: expected a text, got 16"),
         ({"runtime": {"backend": "diffuser"}}, "runtime.backend: unknown value 'diffuser'"),
@@ -136,10 +139,12 @@ def test_a_missing_config_names_the_nearest(tmp_path: Path) -> None:
         read_config(str(tmp_path / "no" / "mine.yaml"))
 
 
-@pytest.mark.parametrize("name", ["shapes.yaml", "wan2.1-1.3b.yaml"])
-def test_the_configs_that_come_along_are_right(name: str) -> None:
-    config = read_config(str(REPOSITORY / "configs" / name))
-    assert config.runtime["model_path"]
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configs_that_come_along_are_right(path: Path) -> None:
+    """Each is of a published model, and names it as `models` does."""
+    config = read_config(str(path))
+    published = {model.name: model.model_path for model in published_models()}
+    assert config.runtime["model_path"] == published[path.stem]
 
 
 def test_the_config_of_the_embedded_model_shows_every_key() -> None:

@@ -100,6 +100,45 @@ def test_a_config_may_hold_prompts_and_seeds(tmp_path: Path) -> None:
     assert settle(Flags(config=str(path), settings=["request.prompt=c"])).requests[0].prompt == "c"
 
 
+def negative_prompts(flags: Flags) -> list[tuple[str, str | None]]:
+    return [(request.prompt, request.negative_prompt) for request in settle(flags).requests]
+
+
+def test_one_negative_prompt_is_for_all_and_several_are_one_for_each(tmp_path: Path) -> None:
+    prompts = ["a", "b"]
+    assert negative_prompts(Flags(prompts=prompts)) == [("a", None), ("b", None)]
+    assert negative_prompts(Flags(prompts=prompts, negative_prompts=["x"])) == [("a", "x"), ("b", "x")]
+    assert negative_prompts(Flags(prompts=prompts, negative_prompts=["x", ""])) == [("a", "x"), ("b", "")]
+    seeds = Flags(prompts=prompts, negative_prompts=["x", "y"], seeds=["1-2"])
+    assert negative_prompts(seeds) == [("a", "x"), ("a", "x"), ("b", "y"), ("b", "y")]
+    path = tmp_path / "batch.yaml"
+    path.write_text("request: {prompt: [a, b], negative_prompt: [x, y]}\npresets: {one: {negative_prompt: z}}\n")
+    assert negative_prompts(Flags(config=str(path))) == [("a", "x"), ("b", "y")]
+    assert negative_prompts(Flags(config=str(path), preset="one")) == [("a", "z"), ("b", "z")]
+    assert negative_prompts(Flags(config=str(path), settings=["request.negative_prompt=w"])) == [("a", "w"), ("b", "w")]
+    assert negative_prompts(Flags(config=str(path), negative_prompts=["v"])) == [("a", "v"), ("b", "v")]
+
+
+def test_a_recorded_negative_prompt_is_repeated_and_overridden(tmp_path: Path) -> None:
+    recipe = {**RECIPE, "request": {**RECIPE["request"], "negative_prompt": "grey"}}
+    recorded = str(make_media(num_frames=1, recipe=recipe).save(tmp_path / "recorded.png"))
+    assert negative_prompts(Flags(repeat=recorded)) == [("recorded", "grey")]
+    assert negative_prompts(Flags(repeat=recorded, prompts=["a", "b"])) == [("a", "grey"), ("b", "grey")]
+    assert negative_prompts(Flags(repeat=recorded, negative_prompts=["x"])) == [("recorded", "x")]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "negative", "said"),
+    [
+        (["a"], ["x", "y"], "negative_prompt: 2 negative prompts for 1 prompt; give one for all"),
+        (["a", "b", "c"], ["x", "y"], "negative_prompt: 2 negative prompts for 3 prompts; give one for all"),
+    ],
+)
+def test_another_number_of_negative_prompts_is_an_error(prompts: list[str], negative: list[str], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        settle(Flags(prompts=prompts, negative_prompts=negative))
+
+
 def test_a_preset_of_the_model_is_left_to_the_model(recorded: str) -> None:
     settings = settle(Flags(prompts=["a"], preset="draft"))
     assert settings.preset_for(["draft", "large"]) == "draft"

@@ -233,6 +233,8 @@ def test_what_cannot_be_attached_is_refused_and_changes_nothing() -> None:
         attach("a model", "torch_sdpa")
     with pytest.raises(BackendUnavailableError, match="fa"):
         attach(model, {"per_role": {"cross": "fa"}})
+    with pytest.raises(ConfigError, match=r"have no attention role 'ltx2.audio_to_video'; theirs, .*: cross, self$"):
+        attach(model, {"per_role": {"ltx2.audio_to_video": "reference"}})
     with pytest.raises(ConfigError, match="unknown attention backend"):
         attach(model, "flesh")
     with attach(model, "torch_sdpa"), pytest.raises(ConfigError, match="attached already"):

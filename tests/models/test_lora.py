@@ -95,6 +95,36 @@ def test_keys_without_a_component_alphas_and_biases(tiny_wan_folder: Path, tmp_p
     assert relative(velocity(ours.transformer, ours=True), velocity(theirs, ours=False)) < 1e-5
 
 
+ADAPTER = {"r": RANK, "lora_alpha": 12, "alpha_pattern": {"to_q": 2, "blocks.1.attn1.to_k": 6}}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["save_lora_weights", "save_lora_adapter"])
+def test_files_that_peft_wrote_keep_their_alphas(tiny_wan_folder: Path, tmp_path: Path, whole: bool) -> None:
+    """diffusers' two ways of saving: keys and settings with the component's name in front, and without."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model_state_dict
+
+    theirs = WanPipeline.from_pretrained(tiny_wan_folder, dtype=torch.float32)
+    transformer = theirs.transformer
+    transformer.add_adapter(PeftConfig(target_modules=["to_q", "to_k"], init_lora_weights=False, **ADAPTER))
+    expected = velocity(transformer, ours=False)
+    if whole:
+        WanPipeline.save_lora_weights(
+            tmp_path,
+            transformer_lora_layers=get_peft_model_state_dict(transformer),
+            transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
+        )
+    else:
+        transformer.save_lora_adapter(tmp_path)
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    ours = load_pipeline(str(tiny_wan_folder), device="cpu", lora=[str(path)])
+    assert relative(velocity(ours.transformer, ours=True), expected) < 1e-5
+    for_second = read_lora(LoraConfig(str(path), component="transformer_2")).parts["transformer_2"]
+    assert for_second["blocks.0.attn1.to_k"].factor == 12 / RANK
+    assert for_second["blocks.1.attn1.to_k"].factor == 6 / RANK
+    assert for_second["blocks.1.attn2.to_q"].factor == 2 / RANK
+
+
 def test_a_file_for_each_expert(tmp_path: Path) -> None:
     folder = write_tiny_wan(tmp_path / "experts", boundary_ratio=0.9)
     path = write(tmp_path / "a.safetensors", lora_tensors())
@@ -139,13 +169,17 @@ def test_another_format_is_named(tmp_path: Path, rename: Callable[[str], str], t
         read_lora(LoraConfig(path))
 
 
-def test_a_half_a_convolution_and_dora_are_refused(tmp_path: Path) -> None:
+def test_a_half_a_convolution_odd_settings_and_dora_are_refused(tmp_path: Path) -> None:
     half = {key: value for key, value in lora_tensors().items() if "to_q.lora_B" not in key}
     with pytest.raises(ModelLoadError, match=r"to_q has only one of lora_A.weight and lora_B.weight"):
         read_lora(LoraConfig(write(tmp_path / "half.safetensors", half)))
     deep = {key: value[..., None, None].contiguous() for key, value in lora_tensors().items()}
     with pytest.raises(ModelLoadError, match="LoRAs of convolutions are not supported"):
         read_lora(LoraConfig(write(tmp_path / "deep.safetensors", deep)))
+    for pattern, told in (({"(": 2}, "alpha_pattern: '\\('"), ([1], "expected names with numbers")):
+        path = write(tmp_path / "odd.safetensors", lora_tensors(), {"transformer.alpha_pattern": pattern})
+        with pytest.raises(ModelLoadError, match=told):
+            read_lora(LoraConfig(path))
     path = write(tmp_path / "dora.safetensors", lora_tensors(), {"transformer.use_dora": True})
     with pytest.raises(ModelLoadError, match="DoRA is not supported"):
         read_lora(LoraConfig(path))

@@ -60,6 +60,31 @@ def test_another_family_can_be_registered_and_its_roles_are_known(
     assert role_category("registered.sound_to_picture") == "cross"
 
 
+def test_roles_of_every_family_are_known_before_a_model_is_loaded() -> None:
+    script = """
+from diffusion_runtime import AttentionConfig, force_attention_backend
+from diffusion_runtime.attention.roles import is_role, known_roles
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.models.registry import _creators, family_for_folder
+assert known_roles() == ("self", "cross"), known_roles()
+AttentionConfig(per_role={"self": "reference"})
+assert known_roles() == ("self", "cross"), "families were imported for nothing"
+AttentionConfig.parse({"per_role.ltx2.audio_to_video.backend": "reference", "per_role.diffusers.text": "reference"})
+with force_attention_backend("reference", role="z_image.text_refiner"):
+    pass
+for create in _creators.values():
+    assert all(is_role(role) for role, _ in create().roles)
+try:
+    AttentionConfig(per_role={"ltx2.audio_to_vidoe": "reference"})
+except ConfigError as error:
+    assert "Did you mean 'ltx2.audio_to_video'" in str(error), error
+else:
+    raise AssertionError("no error")
+"""
+    ran = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_no_family_is_imported_before_a_folder_asks() -> None:
     script = (
         "import sys, diffusion_runtime.models.registry as registry; registry.supported_transformer_classes();"

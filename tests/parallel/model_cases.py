@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import torch
 from denoiser_inputs import text_inputs
+from sound_denoiser import sound_denoiser, sound_inputs
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
-from diffusion_runtime.attention.roles import register_role
-from diffusion_runtime.models.interface import ClipSize, DenoiserInputs, ImageCondition, LatentGeometry
-from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
-from diffusion_runtime.models.ltx2.family import LTX2Family
-from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.models.ltx2.positions import PositionRules
-from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
+from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition, LatentGeometry
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 PATCH = (1, 2, 2)
 CONFIG = WanTransformerConfig(
@@ -53,31 +47,8 @@ def measure_models(meshes: dict[tuple[int, int, bool], ProcessMesh]) -> dict[str
 
 
 def _forward_with_sound(mesh: ProcessMesh) -> torch.Tensor:
-    config = LTX2Config(
-        video=StreamConfig(num_heads=4, head_dim=8, num_channels=4),
-        audio=StreamConfig(num_heads=4, head_dim=4, num_channels=6),
-        num_layers=2,
-        text_dim=8,
-        eps=1e-6,
-        gate_factor=1.0,
-        turns_halves=False,
-        positions=PositionRules(100.0, True, 1, (8, 32, 32), (20, 2048, 2048), 4, 160, 16000, 20),
-    )
-    geometry = LTX2Geometry(4, 32, 8, (1, 1, 1), 2, 3, 25.0)
-    for role, category in LTX2Family.roles:
-        register_role(role, category)
-    torch.manual_seed(0)
-    policy = AttentionPolicy(environment=None, mesh=mesh)
-    model = LTX2Transformer(config, geometry, policy).requires_grad_(False).eval()
-    for parameter in model.parameters():
-        parameter.add_(0.2 * torch.randn(parameter.shape))
-    generator = torch.Generator().manual_seed(1)
-    size = ClipSize(32, 224, 17, 25)
-    latents = torch.randn(2, *geometry.sample_shape(size), generator=generator)
-    text = torch.randn(2, 5, 8, generator=generator)
-    stream = TextStream(torch.randn(2, 5, 8, generator=generator), (5, 3))
-    inputs = DenoiserInputs(Conditions.of(text, (5, 3), further=[stream]), size)
-    return model(latents, torch.tensor([900.0, 40.0]), inputs, AttentionContext(sharding=mesh.sharding))
+    model = sound_denoiser(AttentionPolicy(environment=None, mesh=mesh))
+    return model(*sound_inputs(), AttentionContext(sharding=mesh.sharding))
 
 
 def _forward(attention: object, from_image: bool, mesh: ProcessMesh) -> torch.Tensor:

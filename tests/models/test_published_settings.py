@@ -1,0 +1,80 @@
+"""configs/*.yaml against the families: each published model has one, and it says what the family would do by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_support import REPOSITORY
+from tiny_families import WRITERS
+from tiny_flux1 import write_tiny_flux1
+from tiny_flux2 import write_tiny_flux2_klein
+from tiny_models import write_tiny_wan
+
+from diffusion_runtime import RuntimeConfig
+from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.models.registry import family_for_folder, published_models
+from diffusion_runtime.request import GenerationRequest
+
+# What importing diffusers' pipelines says about packages that are not here, and about guiders.
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODELS = {model.name: model for model in published_models() if model.model_path != "shapes"}
+# A folder whose settings are of the published one's kind; the others' are as their family's first.
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "wan2.2-ti2v-5b": partial(write_tiny_wan, takes_image=True),
+    "wan2.2-t2v-a14b": partial(write_tiny_wan, boundary_ratio=0.875),
+    "flux.1-schnell": partial(write_tiny_flux1, embeds_guidance=False, shifts_by_size=False),
+    "flux.2-klein-4b": partial(write_tiny_flux2_klein, is_distilled=True),
+    "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
+}
+# Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
+# scale from its folder, which is tiny here: its files are compared with the family's own.
+OTHER = {
+    "wan2.2-t2v-a14b": {"height", "width"},
+    "hunyuan-video-1.5-t2v": {"height", "width", "guidance_scale"},
+    "hunyuan-video-1.5-i2v": {"height", "width", "guidance_scale"},
+}
+
+
+def settings(name: str) -> dict[str, object]:
+    content = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
+    request = dict(content["request"])
+    # Long lists of what to avoid are their authors', and no default of anybody's.
+    request.pop("negative_prompt", None)
+    return request
+
+
+def test_every_file_is_of_a_published_model() -> None:
+    names = {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")}
+    assert names == {*MODELS, "shapes"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_says_what_its_family_does(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    folder = KINDS.get(name, WRITERS[model.family])(tmp_path / "model")
+    family = family_for_folder(folder)
+    assert family.name == model.family
+    defaults = {**family.request_defaults(folder)}
+    for key, value in settings(name).items():
+        if key in OTHER.get(name, ()):
+            assert name.startswith("wan") or value == family.defaults[key]
+            continue
+        assert value == defaults[key], key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tmp_path: Path) -> None:
+    """By the rule of the published folders: 16 or 32 pixels, and frames by the autoencoder's factor."""
+    content = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
+    multiple = 32 if name in ("wan2.2-ti2v-5b", "ltx-2") else 16
+    rules = inspect_pipeline(RuntimeConfig(str(KINDS.get(name, WRITERS[MODELS[name].family])(tmp_path / "m")))).rules
+    for preset in ({}, *content.get("presets", {}).values()):
+        request = GenerationRequest(prompt="a star", **{**settings(name), **preset})
+        assert request.height is not None
+        assert request.width is not None
+        assert request.height % multiple == request.width % multiple == 0
+        rules.resolve(request)

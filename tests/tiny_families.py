@@ -1,0 +1,41 @@
+"""Every family's tiny folder, by one name each, for tests that hold for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tiny_flux1 import write_tiny_flux1
+from tiny_flux2 import write_tiny_flux2
+from tiny_hunyuan_video import write_tiny_hunyuan_video
+from tiny_hunyuan_video_15 import write_tiny_hunyuan_video_15
+from tiny_ltx2 import write_tiny_ltx2
+from tiny_models import write_tiny_wan
+from tiny_qwen_image import write_tiny_qwen_image
+from tiny_z_image import write_tiny_z_image
+
+from diffusion_runtime import GenerationRequest, Pipeline
+
+# Between them every kind of text encoder: UMT5, CLIP, T5, Mistral 3, Qwen 2.5 VL, Llama, ByT5, Gemma 3, Qwen 3.
+WRITERS: Mapping[str, Callable[[Path], Path]] = {
+    "wan": write_tiny_wan,
+    "flux1": write_tiny_flux1,
+    "flux2": write_tiny_flux2,
+    "qwen_image": write_tiny_qwen_image,
+    "hunyuan_video": write_tiny_hunyuan_video,
+    "hunyuan_video_15": write_tiny_hunyuan_video_15,
+    "ltx2": write_tiny_ltx2,
+    "z_image": write_tiny_z_image,
+}
+
+
+def small_request(pipeline: Pipeline, num_steps: int = 2) -> GenerationRequest:
+    """64 x 64 pixels, one latent frame and another where the model makes videos."""
+    num_frames = 1 + pipeline.rules.geometry.temporal_factor if makes_videos(pipeline) else 1
+    return GenerationRequest(
+        prompt="a red circle", height=64, width=64, num_frames=num_frames, num_inference_steps=num_steps, seed=3
+    )
+
+
+def makes_videos(pipeline: Pipeline) -> bool:
+    return pipeline.rules.geometry.temporal_factor > 1
