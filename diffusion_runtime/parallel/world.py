@@ -96,12 +96,20 @@ class World:
         return timedelta(seconds=self._collective_seconds)
 
     def open_groups(self, device: torch.device, timeout: float) -> None:
-        """Set torch.distributed up between all processes: NCCL for CUDA, gloo for the CPU.
+        """Set torch.distributed up between all processes: NCCL for CUDA, gloo for the CPU. A second model on the same
+        device uses what the first one set up.
 
         timeout: seconds that processes wait for one that does not move. Raises ConfigError for another device.
         """
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"device: several processes need cuda or cpu, got {device}; use --device cpu")
+        if dist.is_initialized():
+            if device != self.device:
+                raise ConfigError(
+                    f"device: these processes share a model on {self.device} already, and can share another on that "
+                    f"device alone, got {device}; call leave() first, or start again"
+                )
+            return
         is_cuda = device.type == "cuda"
         seconds = _LONGEST_STEP_SECONDS if is_cuda else timeout + _COLLECTIVE_EXTRA_SECONDS
         self.device = device

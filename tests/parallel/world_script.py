@@ -1,0 +1,34 @@
+"""A script of a user's own, which torchrun starts: two pipelines in one world, then one on another device."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.config import ParallelConfig, RuntimeConfig
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.parallel.place import read_place
+from diffusion_runtime.parallel.world import World
+
+SIZES = {"height": 64, "width": 64, "num_frames": 1, "num_inference_steps": 2}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    place = read_place()
+    assert place is not None
+    world = World.join(place, announce=lambda failure: print(failure.message, flush=True))
+    frames = []
+    for parallel in (ParallelConfig(ulysses_degree=2, cfg_parallel=False), ParallelConfig(cfg_parallel=True)):
+        pipeline = load_pipeline(RuntimeConfig("shapes", device="cpu", parallel=parallel), world=world)
+        frames.append(pipeline(GenerationRequest(prompt="a red circle", **SIZES)).frames.astype(int))
+    try:
+        world.open_groups(torch.device("cuda", 0), 40.0)
+    except ConfigError as error:
+        print(f"rank {world.place.rank}: {abs(frames[0] - frames[1]).max()}; {error}", flush=True)
+    world.agree(None)
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()
