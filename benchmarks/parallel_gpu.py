@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo
 from diffusion_runtime.denoising.guidance import with_guidance
-from diffusion_runtime.models.interface import ClipSize, DenoiserInputs, LatentGeometry
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import stays_float32

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +12,14 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
-from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import LibraryAttention
-from diffusion_runtime.attention.select import Decision
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
+from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.diffusers_bridge.choice import is_passthrough
-from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
-from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.memory.shortage import explain_memory_shortage
@@ -48,78 +43,6 @@ from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 _HEAD_GROUPS = 2
 
 OnStage = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class PlannedAttention:
-    """What would run in some layers of a role. when: `always`, or the steps a schedule rule holds for."""
-
-    role: str
-    when: str
-    layers: tuple[int, ...]
-    decision: Decision
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "role": self.role,
-            "when": self.when,
-            "layers": list(self.layers),
-            "backend": self.decision.backend,
-            "options": dict(self.decision.options),
-            "source": self.decision.source,
-            "reason": self.decision.reason,
-            "rejected": [list(pair) for pair in self.decision.rejected],
-        }
-
-
-@dataclass(frozen=True)
-class PipelineDescription:
-    """What a RuntimeConfig leads to, known without any weight.
-
-    folder: of the model; family: its architecture; device, dtype: where and in what it would run. rules: its request
-    defaults, presets and sizes. attention: every choice, by role, layers and steps. libraries: components whose
-    attention is their library's own. degrees: how processes share the work.
-    """
-
-    config: RuntimeConfig
-    folder: Path
-    family: str
-    device: str
-    dtype: str
-    rules: RequestRules | PassthroughRules
-    attention: tuple[PlannedAttention, ...]
-    libraries: tuple[LibraryAttention, ...]
-    degrees: Degrees = dataclasses.field(default_factory=Degrees)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `attention`, `version`."""
-        plain = dataclasses.replace(self.config, attention=None, attention_override=None)
-        levels = {"attention": self.config.attention, "attention_override": self.config.attention_override}
-        parsed = {name: self._recorded(given) for name, given in levels.items()}
-        return {
-            "version": str(importlib.import_module("diffusion_runtime").__version__),
-            "runtime": {
-                **dataclasses.asdict(plain),
-                **parsed,
-                "lora": [dataclasses.asdict(lora) for lora in plain.lora],
-            },
-            "model": {
-                "path": self.config.model_path,
-                "family": self.family,
-                "config_sha256": _config_digest(self.folder),
-                "device": self.device,
-                "dtype": self.dtype,
-            },
-            "attention": [planned.to_dict() for planned in self.attention],
-            **({} if self.degrees.num_processes == 1 else {"parallel": self.degrees.to_dict()}),
-        }
-
-    def _recorded(self, given: Any) -> Any:
-        """A level's choices as plain values; a name of diffusers' stays what it is where diffusers reads it."""
-        if given is None:
-            return None
-        is_theirs = isinstance(self.rules, PassthroughRules) and dispatcher_name(given) is not None
-        return given if is_theirs else AttentionConfig.parse(given).to_dict()
 
 
 @dataclass(frozen=True)
@@ -287,7 +210,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         rules=dataclasses.replace(rules, attention_layers=tuple(transformer.attention_layers())),
-        attention=_planned_attention(transformer.attention_layers()),
+        attention=planned_attention(transformer.attention_layers()),
         libraries=(
             LibraryAttention("text_encoder", "transformers", "its own choice"),
             LibraryAttention("vae", "diffusers", "its own choice"),
@@ -313,7 +236,7 @@ def _prepare_passthrough(config: RuntimeConfig) -> _PreparedPassthrough | None:
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         rules=plan.rules,
-        attention=_planned_attention(plan.layers),
+        attention=planned_attention(plan.layers),
         libraries=plan.libraries,
     )
     return _PreparedPassthrough(description, plan, device, dtype)
@@ -374,27 +297,3 @@ def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig
         needs_image=family.needs_image(folder),
         attention_layers=(),
     )
-
-
-def _planned_attention(layers: Iterable[AttentionLayer]) -> tuple[PlannedAttention, ...]:
-    """Equal decisions of one role as one row, in the order in which layers run."""
-    rows: list[PlannedAttention] = []
-    for layer in layers:
-        for when, decision in layer.decisions:
-            for place, row in enumerate(rows):
-                if (row.role, row.when, row.decision) == (layer.layer.role, when, decision):
-                    rows[place] = dataclasses.replace(row, layers=(*row.layers, layer.layer.index))
-                    break
-            else:
-                rows.append(PlannedAttention(layer.layer.role, when, (layer.layer.index,), decision))
-    return tuple(rows)
-
-
-def _config_digest(folder: Path) -> str:
-    """SHA-256 over the json files of the model and its parts: folders that differ in it are not the same model."""
-    digest = hashlib.sha256()
-    whole = [folder / "model_index.json", folder / "generation.json"]
-    for path in sorted([*whole, *folder.glob("[!.]*/*.json")]):
-        if path.is_file():
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()

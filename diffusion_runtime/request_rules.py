@@ -14,7 +14,7 @@ from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.images import check_image
-from diffusion_runtime.models.interface import ClipSize, LatentGeometry
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.request import GenerationRequest
 
 # What the requests of one batch may differ in.

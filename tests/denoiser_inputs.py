@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from diffusion_runtime.models.interface import ClipSize, DenoiserInputs
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.text_encoders.interface import Conditions
 
 

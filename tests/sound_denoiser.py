@@ -6,7 +6,8 @@ import torch
 
 from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
-from diffusion_runtime.models.interface import ClipSize, DenoiserInputs
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.family import LTX2Family
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry

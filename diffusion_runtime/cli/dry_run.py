@@ -13,7 +13,7 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
 if TYPE_CHECKING:
     from diffusion_runtime.attention.select import Decision
-    from diffusion_runtime.loading import PipelineDescription
+    from diffusion_runtime.description import PipelineDescription
 
 SCHEMA = "diffusion_runtime.dry_run/1"
 # Request fields that all items of one command share, in the order in which a reader wants them.

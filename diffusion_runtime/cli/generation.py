@@ -24,8 +24,8 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import DiffusionRuntimeError
 
 if TYPE_CHECKING:
+    from diffusion_runtime.description import PipelineDescription
     from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
-    from diffusion_runtime.loading import PipelineDescription
     from diffusion_runtime.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.generate/1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.interface import LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
 
 
 @dataclass(frozen=True)

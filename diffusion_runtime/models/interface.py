@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,104 +17,11 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.checkpoint import WeightChange
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
-
-
-@dataclass(frozen=True)
-class LatentGeometry:
-    """How pixels become latents and latents become tokens.
-
-    num_channels: of a latent. spatial_factor: pixels a latent in height and width. temporal_factor: frames a latent
-    after the first one, which holds a single frame. patch: latents a token in (frames, height, width).
-    """
-
-    num_channels: int
-    spatial_factor: int
-    temporal_factor: int
-    patch: tuple[int, int, int]
-
-    # Whether a sample holds sound as well.
-    makes_sound: ClassVar[bool] = False
-
-    def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
-        """One sample as samplers and transformers see it: `latent_shape`, for a model that makes pictures alone.
-
-        Raises RequestError for sizes that do not divide.
-        """
-        return self.latent_shape(size.height, size.width, size.num_frames)
-
-    def parts(self, latents: torch.Tensor, size: ClipSize) -> LatentParts:
-        """Samples [batch, *sample_shape] taken apart, as decoders take them."""
-        return LatentParts(latents)
-
-    def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
-        """(channels, frames, height, width) of the latents of a clip of height x width pixels.
-
-        Raises RequestError for sizes that do not divide.
-        """
-        self.check(height, width, num_frames)
-        num_latent_frames = (num_frames - 1) // self.temporal_factor + 1
-        return self.num_channels, num_latent_frames, height // self.spatial_factor, width // self.spatial_factor
-
-    def num_tokens(self, height: int, width: int, num_frames: int) -> int:
-        """Grid tokens of such a clip, after patchify. Raises RequestError for sizes that do not divide."""
-        return math.prod(self.grid(self.latent_shape(height, width, num_frames)))
-
-    def check(self, height: int, width: int, num_frames: int) -> None:
-        """Raises RequestError for sizes that do not divide; it names the nearest ones that do, below and above."""
-        frames_a_token = self.temporal_factor * self.patch[0]
-        rules = (
-            ("height", height, self.spatial_factor * self.patch[1], 0),
-            ("width", width, self.spatial_factor * self.patch[2], 0),
-            ("num_frames", num_frames, frames_a_token, (1 - self.temporal_factor) % frames_a_token),
-        )
-        wrong = [_misfit(*rule) for rule in rules if rule[1] < 1 or rule[1] % rule[2] != rule[3] % rule[2]]
-        if wrong:
-            raise RequestError("; ".join(wrong))
-
-    def grid(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """(frames, height, width) in tokens of latents whose shape ends in frames, height, width.
-
-        Raises RequestError when the latents are not a whole number of patches.
-        """
-        sizes = latent_shape[-3:]
-        if any(size < 1 or size % patch for size, patch in zip(sizes, self.patch, strict=True)):
-            raise RequestError(
-                f"latents of {sizes[0]} x {sizes[1]} x {sizes[2]} (frames x height x width) are not a whole number of "
-                f"{self.patch[0]} x {self.patch[1]} x {self.patch[2]} patches"
-            )
-        frames, height, width = (size // patch for size, patch in zip(sizes, self.patch, strict=True))
-        return frames, height, width
-
-
-def _misfit(name: str, value: int, step: int, remainder: int) -> str:
-    """Why `value` does not fit "a multiple of step, plus remainder", with the nearest values that do."""
-    below = value - (value - remainder) % step
-    fitting = [str(size) for size in (below, below + step) if size >= 1]
-    rule = f"a multiple of {step}" if remainder == 0 else f"a multiple of {step} plus {remainder}"
-    return f"{name}: expected {rule}, got {value}; use {' or '.join(fitting)}"
-
-
-@dataclass(frozen=True)
-class ClipSize:
-    """What is made: height, width in pixels, num_frames (1 is an image), fps: frames a second."""
-
-    height: int
-    width: int
-    num_frames: int
-    fps: int
-
-
-@dataclass(frozen=True)
-class LatentParts:
-    """What samples hold. video: [batch, channels, frames, height, width]. audio: [batch, channels, length, bins], None
-    in a model that makes pictures alone."""
-
-    video: torch.Tensor
-    audio: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

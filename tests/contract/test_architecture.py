@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 ROWS = [
     {"cli"},
     {"loading", "quality", "diagnosis", "benchmark"},
+    {"description"},
     {"diffusers_bridge"},
     {"pipeline"},
     {"request_rules", "progress"},

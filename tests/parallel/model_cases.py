@@ -7,7 +7,8 @@ from denoiser_inputs import text_inputs
 from sound_denoiser import sound_denoiser, sound_inputs
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
-from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition, LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh

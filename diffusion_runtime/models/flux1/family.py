@@ -19,7 +19,8 @@ from diffusion_runtime.models.flux1.text import load_text_encoder
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux1.weights import transformer_pieces
 from diffusion_runtime.models.folder import refuse_other_pipelines
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, LatentGeometry, ModelFamily
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 # Tokens of T5: models distilled to few steps, which take no guidance scale, were trained on shorter prompts.

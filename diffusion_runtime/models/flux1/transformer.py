@@ -26,7 +26,8 @@ from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.text_encoders.interface import Conditions
 
 

@@ -18,7 +18,8 @@ from diffusion_runtime.models.flux2.schedule import read_schedule
 from diffusion_runtime.models.flux2.text import load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux2.weights import transformer_pieces
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, LatentGeometry, ModelFamily
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 

@@ -24,7 +24,8 @@ from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleBlock
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.text_encoders.interface import Conditions
 
 

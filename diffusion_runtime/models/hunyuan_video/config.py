@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.folder import read_config
-from diffusion_runtime.models.interface import LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm"
 

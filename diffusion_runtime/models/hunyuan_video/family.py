@@ -12,11 +12,12 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, falling_to_last_step
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
+from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video import codec, text
 from diffusion_runtime.models.hunyuan_video.config import read_geometry, read_transformer_config
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, LatentGeometry, ModelFamily
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 

@@ -31,9 +31,10 @@ from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.layers.token_refiner import TokenRefiner, UnrefinedText
+from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig
 from diffusion_runtime.models.hunyuan_video.weights import NUM_WAVES
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.text_encoders.interface import Conditions
 
 REFINER_ROLE = "hunyuan_video.text_refiner"

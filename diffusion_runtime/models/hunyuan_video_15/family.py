@@ -12,6 +12,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, falling_to_last_step
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
+from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15 import codec, image, text
 from diffusion_runtime.models.hunyuan_video_15.config import (
     read_geometry,
@@ -22,13 +23,7 @@ from diffusion_runtime.models.hunyuan_video_15.config import (
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
 from diffusion_runtime.models.hunyuan_video_15.weights import stays_float32, transformer_pieces
-from diffusion_runtime.models.interface import (
-    DiffusionTransformer,
-    ImageConditioner,
-    LatentDecoder,
-    LatentGeometry,
-    ModelFamily,
-)
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder, ModelFamily
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 

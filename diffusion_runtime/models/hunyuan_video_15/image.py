@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.hunyuan_video_15 import codec
-from diffusion_runtime.models.interface import ClipSize, ImageCondition, ImageConditioner
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.text_encoders.siglip import SiglipImageEncoder, load_siglip
 
 

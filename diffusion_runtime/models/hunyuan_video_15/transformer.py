@@ -27,10 +27,11 @@ from diffusion_runtime.layers.embeddings import PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
+from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE, PreparedText, TextStreamEmbedding
 from diffusion_runtime.models.hunyuan_video_15.weights import NUM_WAVES
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 
 EPS = 1e-6
 

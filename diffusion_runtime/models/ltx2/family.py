@@ -22,7 +22,8 @@ from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.token_shift import token_shift
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
 from diffusion_runtime.models.folder import refuse_other_pipelines
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, LatentGeometry, ModelFamily
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.models.ltx2 import codec, text
 from diffusion_runtime.models.ltx2.block import (
     AUDIO_CROSS_ROLE,

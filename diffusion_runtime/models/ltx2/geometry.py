@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.interface import ClipSize, LatentGeometry, LatentParts
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry, LatentParts
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.token_shift import token_shift
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
 from diffusion_runtime.models.folder import refuse_other_pipelines
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, LatentGeometry, ModelFamily
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.models.qwen_image import codec
 from diffusion_runtime.models.qwen_image.config import read_geometry, read_transformer_config
 from diffusion_runtime.models.qwen_image.text import load_text_encoder

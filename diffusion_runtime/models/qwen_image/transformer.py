@@ -24,7 +24,8 @@ from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import diagonal_rotations, followed_by_text, position_rotations
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.text_encoders.interface import Conditions
 

@@ -12,7 +12,8 @@ from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.convolution import QuickConvolutions
 from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
 from diffusion_runtime.models.folder import ConfigFile, read_config
-from diffusion_runtime.models.interface import ClipSize, ImageCondition, ImageConditioner, LatentDecoder
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner, LatentDecoder
 
 COMPONENT = "vae"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.folder import INDEX_FILE, ConfigFile, read_config, read_json
-from diffusion_runtime.models.interface import LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm_across_heads"
 

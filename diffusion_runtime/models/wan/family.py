@@ -10,13 +10,8 @@ import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
-from diffusion_runtime.models.interface import (
-    DiffusionTransformer,
-    ImageConditioner,
-    LatentDecoder,
-    LatentGeometry,
-    ModelFamily,
-)
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder, ModelFamily
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.config import GATE, read_geometry, read_pipeline_config, read_transformer_config
 from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts

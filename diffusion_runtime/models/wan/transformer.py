@@ -30,7 +30,8 @@ from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.rope import grid_rotations, rotate
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.parallel.sharding import SequenceSharding
 

@@ -29,7 +29,8 @@ from diffusion_runtime.layers.kept_text import kept_for_text
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import position_rotations, rotate
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.z_image.config import TOKEN_MULTIPLE, ZImageTransformerConfig
 from diffusion_runtime.text_encoders.interface import Conditions
 

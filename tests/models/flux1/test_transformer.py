@@ -17,7 +17,8 @@ from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.models.flux1.family import Flux1Family
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
-from diffusion_runtime.models.interface import ClipSize, DenoiserInputs
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.text_encoders.interface import Conditions
 
 

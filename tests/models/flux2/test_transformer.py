@@ -16,7 +16,8 @@ from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.models.flux2.family import Flux2Family
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
-from diffusion_runtime.models.interface import ClipSize, DenoiserInputs
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.text_encoders.interface import Conditions
 
 NUM_TEXT_TOKENS = 9

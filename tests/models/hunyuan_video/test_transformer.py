@@ -19,9 +19,10 @@ from tiny_hunyuan_video import random_transformer
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32
-from diffusion_runtime.models.interface import ClipSize, DenoiserInputs
+from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions
 

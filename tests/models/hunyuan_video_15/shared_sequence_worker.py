@@ -18,18 +18,13 @@ import torch.distributed as dist
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video_15 import text_stream
 from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
-from diffusion_runtime.models.interface import (
-    ClipSize,
-    DenoiserInputs,
-    DiffusionTransformer,
-    ImageCondition,
-    LatentGeometry,
-)
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 

@@ -17,7 +17,7 @@ from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.interface import ClipSize
+from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.ltx2.family import LTX2Family
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.registry import family_for_folder

@@ -20,7 +20,8 @@ from diffusion_runtime.attention import AttentionConfig, AttentionContext, Atten
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.interface import ClipSize, DenoiserInputs
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.lora import read_lora
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import stays_float32

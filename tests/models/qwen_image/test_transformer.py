@@ -15,7 +15,8 @@ from tiny_qwen_image import CHANNELS
 
 from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.models.interface import ClipSize, DenoiserInputs
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.qwen_image.family import QwenImageFamily
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.text_encoders.interface import Conditions

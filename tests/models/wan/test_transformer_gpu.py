@@ -7,7 +7,7 @@ import torch
 from denoiser_inputs import text_inputs
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
-from diffusion_runtime.models.interface import LatentGeometry
+from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import stays_float32
