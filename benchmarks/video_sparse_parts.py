@@ -18,9 +18,9 @@ from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles,
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_packing.tokens import Averaged, PackedTokens
 from diffusion_runtime.kernels.block_sparse import triton_kernels
-from diffusion_runtime.kernels.block_sparse.api import PooledBranch
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
 from diffusion_runtime.kernels.block_sparse.triton import TileShape, prepare, tile_shape
 from diffusion_runtime.kernels.highest_blocks.api import highest
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make docs/images/shapes.webp, README's picture: four prompts through the `generate` command, side by side.
 
-python scripts/readme_picture
+python scripts/readme_picture.py
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `{"latents": FILE}`: the first process saves there what it decodes. `{"rank": R, "stage": S, "step": N, "fault": F}`:
 process R does F when its progress gets there: `kill` or `stop` itself, `raise` an error or `hang`. The stage `write` is
-the first process's writing, between its temporary files and their names. The file `happened` says when, in seconds of
-the system's clock.
+the first process's writing, between its temporary files and their names; `end` comes when all items are made. The file
+`happened` says when, in seconds of the system's clock.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def meddle() -> None:
     """Put hooks around the parts that a process has."""
     import numpy
 
+    from diffusion_runtime.cli import generation
     from diffusion_runtime.media import generated
     from diffusion_runtime.models.interface import LatentDecoder
     from diffusion_runtime.models.shared_decoder import SharedDecoder
@@ -62,6 +63,13 @@ def meddle() -> None:
         misbehave("write", 1)
         return publish(*arguments, **options)
 
+    say_end = generation._say_end
+
+    def watched_end(*arguments: Any) -> None:
+        misbehave("end", 1)
+        say_end(*arguments)
+
+    generation._say_end = watched_end
     Pipeline.__call__ = watched_call  # type: ignore[method-assign]
     decoder.decode = heard_decode  # type: ignore[method-assign]
     generated.publish_pair = watched_publish

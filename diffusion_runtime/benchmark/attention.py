@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -154,6 +154,7 @@ def _measure_shape(
     effort: Effort,
     on_progress: OnProgress,
 ) -> list[Measurement]:
+    """The row of each of `names` at one shape."""
     case = _Case.draw(shape, device, dtype)
     exact = ExactRows(case.q, case.k, case.v, shape.layout)
     checked: dict[str, Measurement] = {}
@@ -162,28 +163,16 @@ def _measure_shape(
         on_progress(f"{shape.name}: {name}")
         states[name] = AttentionState()
         checked[name] = _check(case, name, states[name], hardware, exact)
-    right = [name for name, row in checked.items() if row.state == "measured"]
-    functions: dict[str, Callable[[], object]] = {name: _runner(case, name, states[name]) for name in right}
+    functions = {name: _runner(case, name, states[name]) for name, row in checked.items() if row.state == "measured"}
     if not functions:
         return list(checked.values())
-    functions[_MATMUL] = _matmul(effort.matmul_size, device, dtype)
-    functions[_MATMUL]()
     on_progress(f"{shape.name}: timing")
-    samples = time_alternately(functions, device, num_rounds=effort.num_rounds, deadline=effort.deadline)
-    matmul_tflops = 2.0 * effort.matmul_size**3 / statistics.median(samples[_MATMUL]) / 1e9
-    for name in right:
-        row = checked[name]
-        checked[name] = Measurement(
-            shape,
-            name,
-            "measured",
-            "",
-            row.implementation,
-            tuple(samples[name]),
-            row.error,
-            row.bound,
-            matmul_tflops,
-        )
+    samples = _time_together(functions, checked, device, dtype, effort)
+    if not samples:
+        return list(checked.values())
+    matmul_tflops = 2.0 * effort.matmul_size**3 / statistics.median(samples.pop(_MATMUL)) / 1e9
+    for name, times in samples.items():
+        checked[name] = replace(checked[name], samples=tuple(times), matmul_tflops=matmul_tflops)
     return list(checked.values())
 
 
@@ -212,8 +201,47 @@ def _check(case: _Case, name: str, state: AttentionState, hardware: Hardware, ex
     return Measurement(shape, name, "measured", "", implementation, error=error, bound=bound)
 
 
+class _CallError(Exception):
+    """A backend raised while it was timed, after calls that it made well."""
+
+    def __init__(self, name: str, raised: Exception) -> None:
+        super().__init__(name)
+        self.name = name
+        self.raised = raised
+
+
 def _runner(case: _Case, name: str, state: AttentionState) -> Callable[[], object]:
-    return lambda: case.run(name, state)
+    def run() -> object:
+        try:
+            return case.run(name, state)
+        except Exception as raised:  # whatever a kernel or its package raises
+            raise _CallError(name, raised) from raised
+
+    return run
+
+
+def _time_together(
+    functions: dict[str, Callable[[], object]],
+    checked: dict[str, Measurement],
+    device: torch.device,
+    dtype: torch.dtype,
+    effort: Effort,
+) -> dict[str, list[float]]:
+    """Samples of the functions and of a matrix product beside them; empty when none is left.
+
+    One that raises now is taken out, its row in `checked` says so, and the others begin anew.
+    """
+    matmul = _matmul(effort.matmul_size, device, dtype)
+    # The first product sets the library up, which is not to be timed.
+    matmul()
+    while functions:
+        timed = {**functions, _MATMUL: matmul}
+        try:
+            return time_alternately(timed, device, num_rounds=effort.num_rounds, deadline=effort.deadline)
+        except _CallError as error:
+            del functions[error.name]
+            checked[error.name] = replace(checked[error.name], state="failed", said=raised_line(error.raised))
+    return {}
 
 
 def _matmul(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:

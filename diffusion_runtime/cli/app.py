@@ -22,7 +22,7 @@ from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
 from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
-from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
 
 # What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
@@ -64,8 +64,7 @@ def run(arguments: Sequence[str]) -> int:
     terminal.error(failure.message, failure.trace)
     if "--json" in arguments:
         verb = next((argument for argument in arguments if not argument.startswith("-")), "generate")
-        schema = f"diffusion_runtime.{verb}/1"
-        put_on_stdout(json_text({"schema": schema, "items": [], **failure.to_dict()}))
+        put_failure_on_stdout(f"diffusion_runtime.{verb}/1", failure.to_dict())
     return failure.exit_code
 
 

@@ -10,9 +10,11 @@ from diffusion_runtime.cli.batch import Item
 from diffusion_runtime.cli.outputs import Outputs
 from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 
 if TYPE_CHECKING:
     from diffusion_runtime.attention.select import Decision
+    from diffusion_runtime.config import RuntimeConfig
     from diffusion_runtime.description import PipelineDescription
 
 SCHEMA = "diffusion_runtime.dry_run/1"
@@ -50,11 +52,15 @@ def show_plan(
     ]
     if description.degrees.num_processes > 1:
         facts.append(("processes", f"{description.degrees.num_processes}: {description.degrees}"))
-    facts += [(name, getattr(makeable[0], name)) for name in _SHARED]
-    negative_prompts = dict.fromkeys(str(request.negative_prompt) for request in makeable)
+    chosen = {name: getattr(makeable[0], name) for name in _SHARED}
+    facts += [(name, "the pipeline's own" if value is None else value) for name, value in chosen.items()]
+    negative_prompts = dict.fromkeys(request.negative_prompt or "" for request in makeable)
     facts.append(("negative_prompt", "\n".join(negative_prompts)))
     terminal.show(facts_table(facts, "\nWhat would run"))
-    terminal.show(_attention_plan(description))
+    if description.attention:
+        terminal.show(_attention_plan(description))
+    else:
+        terminal.say(f"Attention: {_unplanned_attention(description.config)}")
     for library in description.libraries:
         terminal.say(f"{library.component}: attention of {library.library}, not chosen here")
     rows = [(path, request.seed, request.prompt) for path, request in zip(paths, makeable, strict=True)]
@@ -74,6 +80,13 @@ def _attention_plan(description: PipelineDescription) -> Any:
         backend = decision.backend + (f" {dict(decision.options)}" if decision.options else "")
         rows.append((planned.role, planned.when, index_ranges(planned.layers), backend, why))
     return plain_table(("role", "when", "layers", "backend", "why"), rows, "Attention that would run")
+
+
+def _unplanned_attention(config: RuntimeConfig) -> str:
+    name = dispatcher_name(config.attention_override) or dispatcher_name(config.attention)
+    if name is not None:
+        return f"diffusers' own {name!r}, which its dispatcher runs"
+    return "known once the weights are loaded; the generation says what ran"
 
 
 def _rejected(decision: Decision) -> str:

@@ -66,11 +66,8 @@ def run_generate(
     for note in settings.notes:
         terminal.warn(note)
     if output_flags.dry_run:
-        from diffusion_runtime.loading import inspect_pipeline
-
         outputs.check_without_writing()
-        description = inspect_pipeline(settings.runtime)
-        items = resolve_all(description.rules, settings, outputs)
+        _, description, items = _settle_degrees(settings, outputs)
         return show_plan(description, items, outputs, terminal, as_json=output_flags.as_json)
     made = outputs.prepare() if together.is_first else ()
     try:
@@ -163,6 +160,9 @@ def _end(
     result: BatchResult, timings: dict[str, float], output_flags: OutputFlags, terminal: Terminal, together: Together
 ) -> int:
     _say_end(result, timings, terminal)
+    if not result.interrupted:
+        # What is said of a run is one JSON object: the results once nobody can fail to bring them, or an error.
+        together.agree(None)
     if output_flags.as_json and together.is_first:
         put_on_stdout(json_text(to_json_object(result, timings)))
     return result.exit_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.tables import attention_table, facts_table, remarks_of, seconds_text
@@ -41,6 +42,7 @@ def _to_json_object(media: MediaFile) -> dict[str, Any]:
         "recipe": media.recipe,
         "attention_report": media.attention_report,
         "timings": media.timings,
+        "audio": media.audio,
     }
 
 
@@ -49,13 +51,13 @@ def _show(media: MediaFile) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, file=sys.stdout)
-    facts: list[tuple[str, object]] = [
-        ("file", media.path),
-        ("size", f"{media.width} x {media.height}"),
-        ("frames", media.num_frames),
-    ]
+    facts: list[tuple[str, object]] = [("file", media.path)]
+    if media.num_frames:
+        facts += [("size", f"{media.width} x {media.height}"), ("frames", media.num_frames)]
     if media.fps and media.num_frames > 1:
         facts += [("fps", f"{media.fps:g}"), ("length", f"{media.num_frames / media.fps:.2f} s")]
+    if media.audio is not None:
+        facts.append(("sound", _describe_sound(media.audio, media.path)))
     facts.append(("bytes", f"{media.num_bytes:,}"))
     console.print(facts_table(facts, f"{media.format} file"))
     if media.recipe is None:
@@ -72,6 +74,13 @@ def _show(media: MediaFile) -> None:
             console.print(Text(printable(remark)))
     if media.timings:
         console.print(Text(f"Timings: {seconds_text(media.timings)}"))
+
+
+def _describe_sound(audio: Mapping[str, Any], path: Path) -> str:
+    """audio: maybe a stranger's; what it lacks is not said."""
+    units = (("seconds", "s"), ("num_channels", "channels"), ("sample_rate", "Hz"))
+    parts = [f"{audio[key]:g} {unit}" for key, unit in units if isinstance(audio.get(key), int | float)]
+    return ", ".join([*parts, f"in {path.with_suffix('.wav').name}"] if audio.get("is_beside") is True else parts)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

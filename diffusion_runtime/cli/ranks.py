@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from diffusion_runtime.cli.failures import INTERRUPTED, Failure, Interrupted
-from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout
 from diffusion_runtime.cli.together import InWorld
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
 from diffusion_runtime.parallel.place import Place
@@ -133,7 +133,7 @@ def say_failure(terminal: Terminal, failure: RankFailure, schema: str | None) ->
     terminal.error(failure.message, failure.trace)
     if schema is not None:
         said = {"error": failure.message, "kind": failure.kind, "exit_code": failure.exit_code}
-        put_on_stdout(json_text({"schema": schema, "items": [], **said}))
+        put_failure_on_stdout(schema, said)
 
 
 def _describe(rank: int, error: BaseException) -> RankFailure:

@@ -24,29 +24,31 @@ def find_finished(
 ) -> list[Path | None]:
     """For each resolved request the file that holds its result, None when it has to be made.
 
-    description: PipelineDescription.to_dict() of the model that would make it. A sidecar whose file is missing, which a
-    process that was killed while writing may leave, is removed when it is the request's. Raises UsageError for a name
-    that a file with another recipe has, which the result could not get.
+    description: PipelineDescription.to_dict() of the model that would make it. A sidecar, or a sound, whose file is
+    missing, which a process that was killed while writing may leave, is removed when it is the request's. Raises
+    UsageError for a name that a file with another recipe has, which the result could not get.
     """
     from diffusion_runtime.media import numbered
 
     taken: set[Path] = set()
     finished: list[Path | None] = []
+    numbers = _numbers_in(outputs.folder)
     all_wanted = [essence({**description, "request": request.to_dict()}) for request in requests]
     for request, wanted in zip(requests, all_wanted, strict=True):
-        number, found, strangers = 1, None, []
-        while found is None:
-            path = numbered(outputs.target(request), number)
-            number += 1
+        target = outputs.target(request)
+        found, strangers, is_free = None, [], False
+        for path in [numbered(target, number) for number in sorted({1} | numbers.get(target.stem, set()))]:
             if path in taken:
                 continue
             if not path.exists():
-                _remove_orphan(path.with_suffix(".json"), wanted)
-                break
+                _remove_orphans(path, wanted)
+                is_free = True
+                continue
             there = _recipe_essence(path)
             if there == wanted:
                 found = path
-            elif there not in all_wanted:
+                break
+            if there not in all_wanted and not is_free:
                 strangers.append(path)
         if found is None and strangers:
             raise UsageError(
@@ -75,19 +77,37 @@ def essence(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _recipe_essence(path: Path) -> dict[str, Any] | None:
-    """Of a file that has its sidecar; None for any other."""
-    from diffusion_runtime.media import read_recipe
+def _numbers_in(folder: Path) -> dict[str, set[int]]:
+    """For each name in `folder` without its number, such as `out` of `out-2.mp4`, the numbers that it has there."""
+    numbers: dict[str, set[int]] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        name, _, number = path.stem.rpartition("-")
+        if number.isdecimal() and number == str(int(number)) and int(number) > 1:
+            numbers.setdefault(name, set()).add(int(number))
+    return numbers
 
-    sidecar = path.with_suffix(".json")
-    if not sidecar.is_file():
-        return None
+
+def _recipe_essence(path: Path) -> dict[str, Any] | None:
+    """Of a file whose sidecar is there, whether or not the file is; None for any other."""
+    from diffusion_runtime.media import read_own_sidecar
+
     try:
-        return essence(read_recipe(sidecar))
+        sidecar = read_own_sidecar(path)
     except OutputError:
         return None
+    recipe = None if sidecar is None else sidecar.get("recipe")
+    return essence(recipe) if isinstance(recipe, Mapping) else None
 
 
-def _remove_orphan(sidecar: Path, wanted: Mapping[str, Any]) -> None:
-    if _recipe_essence(sidecar) == wanted:
-        sidecar.unlink(missing_ok=True)
+def _remove_orphans(path: Path, wanted: Mapping[str, Any]) -> None:
+    """What stands beside a file that is missing, when it was written with it."""
+    from diffusion_runtime.media import has_sound_beside, read_own_sidecar
+
+    if _recipe_essence(path) != wanted:
+        return
+    if has_sound_beside(read_own_sidecar(path) or {}):
+        if path.suffix.lower() == ".wav":
+            # The sound of pictures that may well be there.
+            return
+        path.with_suffix(".wav").unlink(missing_ok=True)
+    path.with_suffix(".json").unlink(missing_ok=True)

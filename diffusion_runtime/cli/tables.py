@@ -58,12 +58,17 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
         for row in _mappings(report.get("rows")):
             key = tuple(str(row.get(name, "")) for name in _ROW_FIELDS)
             counts[key] = counts.get(key, 0) + (count if isinstance(count := row.get("count"), int) else 0)
-    rows = [
-        (role, backend, implementation, count, layers, steps, f"{source}: {reason}")
-        for (role, backend, implementation, layers, steps, source, reason), count in counts.items()
-    ]
-    columns = ("role", "backend", "implementation", "calls", "layers", "steps", "why")
-    return plain_table(columns, rows, "Attention that ran")
+    table = _empty_table("Attention that ran")
+    for column in ("role", "backend", "calls"):
+        table.add_column(column, no_wrap=True, overflow="fold")
+    # Lists of layers and steps, names of kernels and reasons may be long: these share the width that is left.
+    for column in ("layers", "steps", "computed by, and why"):
+        table.add_column(column, overflow="fold")
+    for (role, backend, implementation, layers, steps, source, reason), count in counts.items():
+        table.add_row(
+            *map(_cell, (role, backend, count, layers, steps)), _cell(f"{implementation}\n{source}: {reason}")
+        )
+    return table
 
 
 def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -7,8 +7,10 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from diffusion_runtime.errors import OutputError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -109,13 +111,24 @@ def printable(text: str) -> str:
 
 
 def put_on_stdout(text: str) -> None:
-    """One line on standard output, at once, so that whoever reads a pipe has it. A reader that left is no error."""
+    """One line on standard output, at once, so that whoever reads a pipe has it. A reader that left is no error.
+
+    Raises OutputError when it cannot be written, as on a full disk; later lines go nowhere.
+    """
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         # What is still buffered would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+def put_failure_on_stdout(schema: str, failure: Mapping[str, Any]) -> None:
+    """The JSON object of a verb that failed, which standard error has said already."""
+    with contextlib.suppress(OutputError):
+        put_on_stdout(json_text({"schema": schema, "items": [], **failure}))
 
 
 def json_text(value: dict[str, Any]) -> str:

@@ -75,4 +75,5 @@ def model_problems(check: ModelCheck) -> list[Problem]:
     if not check.error:
         return []
     what = f"the embedded model cannot be loaded: {check.error}"
-    return [Problem(what, "pip install --force-reinstall --no-deps diffusion-runtime", is_failure=True)]
+    fix = f"in a clone: git checkout -- {check.folder}; else: pip install --force-reinstall --no-deps CLONE_OR_WHEEL"
+    return [Problem(what, fix, is_failure=True)]

@@ -20,8 +20,8 @@ from diffusion_runtime.hardware import ATTENTION_PACKAGES
 IMPORT_SECONDS = 180
 _NUM_PROCESSES = 2
 
-# What every generation needs, beside torch itself.
-NEEDED = ("diffusers", "transformers", "safetensors", "imageio-ffmpeg")
+# What models are loaded and files written with, beside torch itself; accelerate is for pipelines of diffusers' own.
+NEEDED = ("diffusers", "transformers", "accelerate", "safetensors", "imageio-ffmpeg")
 PACKAGES = (*NEEDED, *ATTENTION_PACKAGES)
 
 _IMPORT = "import importlib, sys; importlib.import_module(sys.argv[1])"
@@ -32,8 +32,8 @@ _RUN_FFMPEG = "import imageio_ffmpeg; print('ffmpeg', imageio_ffmpeg.get_ffmpeg_
 @dataclass(frozen=True)
 class PackageCheck:
     """name: on the package index; version: None when it is not installed; error: why it cannot be imported, else empty;
-    crashed: importing it ends the process; detail: what else it says; is_needed: whether nothing is generated without
-    it; install: the command that brings it."""
+    crashed: importing it ends the process; detail: what else it says; is_needed: whether it comes with this package,
+    which cannot do without; install: the command that brings it."""
 
     name: str
     version: str | None

@@ -152,9 +152,9 @@ class TakenModule:
             return owner._run_eagerly(functools.partial(kind.__call__, self), args, kwargs)
 
         twin = copy.copy(processor)
-        twin.__class__ = type(
-            kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "_taken_module": self}
-        )
+        # No slots beside those of `kind`: Python changes the class of an object to one of the same layout alone.
+        body = {"__call__": call, "__module__": kind.__module__, "__slots__": (), "_taken_module": self}
+        twin.__class__ = type(kind.__name__, (kind,), body)
         return twin
 
     def _run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ import torch
 
 BoolArray: TypeAlias = numpy.typing.NDArray[numpy.bool_]
 
-# An additive mask hides a key with this or less: exp() of it is 0 beside any score that is finite in 16 bits.
+# An additive mask hides a key with this or less: exp() of it is 0 in float32, and scores of models differ by far less.
 _HIDDEN = -1e4
 # Above this many pairs a mask is not looked at row by row on the CPU.
 _MAX_PAIRS_ON_CPU = 1 << 22

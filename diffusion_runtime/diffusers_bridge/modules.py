@@ -49,7 +49,7 @@ register_declared_roles()
 class FoundModule:
     """One attention module of a model.
 
-    path: in the model. layer: its role, and the how manieth of that role it is. processor: the class that computes it,
+    path: in the model. layer: its role, and its number among those of that role. processor: the class that computes it,
     the module's own for one without a processor. unreached: why it cannot be reached; empty when it can.
     """
 

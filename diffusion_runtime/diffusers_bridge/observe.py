@@ -39,9 +39,7 @@ class ObservedAttention:
             for module in find_attention_modules(model)
         ]
         self.others = tuple(
-            UnreachedModule(
-                component, module.path, module.processor, "its processor does not ask diffusers' dispatcher"
-            )
+            UnreachedModule(component, module.path, module.processor, _NO_DISPATCHER)
             for component, module in self._found
             if name is not None and not self._is_reached(module)
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -155,7 +154,7 @@ class DiffusersPipeline:
         """The request with the sizes that the pipeline chose."""
         sizes = dict(zip(("num_frames", "height", "width"), shape[:3], strict=True))
         taken = {name: size for name, size in sizes.items() if self.rules.takes(name)}
-        return dataclasses.replace(request.with_defaults(taken))
+        return request.with_defaults(taken)
 
 
 def load_passthrough(

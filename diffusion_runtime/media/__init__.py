@@ -6,7 +6,7 @@ from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS, check_format, format_of
 from diffusion_runtime.media.generated import AttentionReportLike, GeneratedMedia
 from diffusion_runtime.media.publish import numbered
-from diffusion_runtime.media.reading import MediaFile, read_media_file, read_recipe
+from diffusion_runtime.media.reading import MediaFile, has_sound_beside, read_media_file, read_own_sidecar, read_recipe
 from diffusion_runtime.media.sidecar import RECIPE_SCHEMA, SIDECAR_SCHEMA
 
 __all__ = [
@@ -20,7 +20,9 @@ __all__ = [
     "MediaFile",
     "check_format",
     "format_of",
+    "has_sound_beside",
     "numbered",
     "read_media_file",
+    "read_own_sidecar",
     "read_recipe",
 ]

@@ -17,6 +17,7 @@ from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import encode
 from diffusion_runtime.media.formats import FORMATS_WITH_SOUND, SOUND_FORMATS, check_format, format_of
 from diffusion_runtime.media.publish import publish_pair, temporary_file
+from diffusion_runtime.media.reading import has_sound_beside, read_own_sidecar
 from diffusion_runtime.media.sidecar import (
     MAX_EMBEDDED_CHARACTERS,
     RECIPE_SCHEMA,
@@ -77,8 +78,8 @@ class GeneratedMedia:
         """Write the file and its sidecar `NAME.json`; the extension picks the format. Returns the file's path.
 
         Sound goes into an mp4; beside another format it is `NAME.wav`, which the sidecar and a line of the log say.
-        `NAME.wav` as the path is the sound alone. With `overwrite=False` a taken name gets a number (`out-2.mp4`). The
-        files appear complete or not at all.
+        `NAME.wav` as the path is the sound alone. With `overwrite=False` a taken name gets a number (`out-2.mp4`); else
+        the .wav of the file that is overwritten goes with it. The files appear complete or not at all.
         Raises ConfigError for an extension that is unknown or cannot hold what was made, OutputError when writing
         fails.
         """
@@ -93,7 +94,10 @@ class GeneratedMedia:
                 with self._written(file_format, embedded, media_file) as sound_file:
                     sidecar = self._sidecar(file_format, time.perf_counter() - started)
                     sidecar_file.write_text(to_json(sidecar, indent=2) + "\n", encoding="ascii")
+                    left = _sound_of(target) if overwrite and sound_file is None else None
                     path = publish_pair(media_file, sidecar_file, target, overwrite=overwrite, sound=sound_file)
+                    if left is not None:
+                        left.unlink(missing_ok=True)
         except OSError as error:
             reason = error.strerror or str(error)
             raise OutputError(f"cannot write {target}: {reason}; nothing was left behind") from error
@@ -137,3 +141,14 @@ class GeneratedMedia:
             "attention_report": self.attention_report.to_dict(),
             "timings": finite_seconds({**self.timings, "write": write_seconds}),
         }
+
+
+def _sound_of(target: Path) -> Path | None:
+    """The .wav that was written with the file `target`, by its sidecar; any other .wav is somebody else's."""
+    if format_of(target) in SOUND_FORMATS:
+        return None
+    try:
+        sidecar = read_own_sidecar(target)
+    except OutputError:
+        return None
+    return target.with_suffix(".wav") if sidecar is not None and has_sound_beside(sidecar) else None

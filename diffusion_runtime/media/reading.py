@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import wave
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS
 from diffusion_runtime.media.mp4_boxes import read_mp4
 from diffusion_runtime.media.sidecar import RECIPE_KEY, RECIPE_SCHEMA, parse_recipe, read_sidecar, sidecar_path
 
+_KNOWN_FORMATS = (*FORMATS, *SOUND_FORMATS)
 _SOUND_SUFFIXES = tuple(f".{name}" for name in SOUND_FORMATS)
 
 
@@ -23,8 +25,9 @@ _SOUND_SUFFIXES = tuple(f".{name}" for name in SOUND_FORMATS)
 class MediaFile:
     """One generated file: what it is, and what it says about how it was made.
 
-    fps: None when the format does not say and no recipe does. recipe, attention_report, timings: None when neither
-    the file nor its sidecar has them.
+    width, height, num_frames: 0 for sound alone. fps: None when the format does not say and no recipe does. recipe,
+    attention_report, timings: None when neither the file nor its sidecar has them. audio: of a file of sound, and of
+    one whose sidecar says that there is sound in it or beside it: sample_rate, num_channels, seconds, is_beside.
     """
 
     path: Path
@@ -37,6 +40,7 @@ class MediaFile:
     recipe: Mapping[str, Any] | None
     attention_report: Mapping[str, Any] | None
     timings: Mapping[str, Any] | None
+    audio: Mapping[str, Any] | None = None
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
@@ -67,19 +71,15 @@ def read_media_file(path: str | Path) -> MediaFile:
     file_format = source.suffix.lower().removeprefix(".")
     if not source.is_file():
         raise OutputError(f"{source}: {'this is a folder' if source.is_dir() else 'no such file'}")
-    if file_format not in FORMATS:
-        raise OutputError(f"{source}: expected a file that ends in {', '.join('.' + name for name in FORMATS)}")
+    if file_format not in _KNOWN_FORMATS:
+        raise OutputError(f"{source}: expected a file that ends in {', '.join('.' + name for name in _KNOWN_FORMATS)}")
     try:
         facts = _READERS[file_format](source)
     except OSError as error:
         raise OutputError(f"cannot read {source}: {error.strerror or 'it is not a ' + file_format}") from error
     except Exception as error:  # a stranger's bytes may upset a decoder in any way it knows
         raise OutputError(f"{source} is not a readable {file_format}: {error}") from error
-    sidecar = read_sidecar(sidecar_path(source)) or {}
-    # A sidecar of another format belongs to a file of the same name that is gone.
-    written = sidecar.get("file")
-    if not isinstance(written, dict) or written.get("format") != file_format:
-        sidecar = {}
+    sidecar = read_own_sidecar(source) or {}
     recipe = parse_recipe(facts.recipe) or _recipe_of(sidecar)
     return MediaFile(
         path=source,
@@ -92,7 +92,24 @@ def read_media_file(path: str | Path) -> MediaFile:
         recipe=recipe,
         attention_report=_mapping(sidecar.get("attention_report")),
         timings=_mapping(sidecar.get("timings")),
+        audio=facts.audio or _mapping((_mapping(sidecar.get("file")) or {}).get("audio")),
     )
+
+
+def read_own_sidecar(path: Path) -> dict[str, Any] | None:
+    """The sidecar that was written with the media file `path`, which need not be there any more; None when there is
+    none, or another file's: all formats of a name share one. Raises OutputError when it is unreadable."""
+    sidecar = read_sidecar(sidecar_path(path)) or {}
+    written = _mapping(sidecar.get("file")) or {}
+    if written.get("format") == path.suffix.lower().removeprefix("."):
+        return sidecar
+    return sidecar if path.suffix.lower() in _SOUND_SUFFIXES and has_sound_beside(sidecar) else None
+
+
+def has_sound_beside(sidecar: Mapping[str, Any]) -> bool:
+    """Whether the sound of a sidecar's file is in a .wav of the same name."""
+    audio = _mapping((_mapping(sidecar.get("file")) or {}).get("audio")) or {}
+    return audio.get("is_beside") is True
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,7 @@ class _Facts:
     num_frames: int
     fps: float | None
     recipe: str | bytes | None
+    audio: Mapping[str, Any] | None = None
 
 
 def _read_mp4(path: Path) -> _Facts:
@@ -143,12 +161,21 @@ def _read_npy(path: Path) -> _Facts:
     return _Facts(array.shape[2], array.shape[1], array.shape[0], None, None)
 
 
+def _read_wav(path: Path) -> _Facts:
+    with path.open("rb") as opened, wave.open(opened, "rb") as file:
+        rate = file.getframerate()
+        seconds = round(file.getnframes() / rate, 4) if rate else 0.0
+        audio = {"sample_rate": rate, "num_channels": file.getnchannels(), "seconds": seconds, "is_beside": False}
+        return _Facts(0, 0, 0, None, None, audio)
+
+
 _READERS: dict[str, Callable[[Path], _Facts]] = {
     "mp4": _read_mp4,
     "gif": _read_image,
     "webp": _read_image,
     "png": _read_image,
     "npy": _read_npy,
+    "wav": _read_wav,
 }
 
 

@@ -24,10 +24,18 @@ def load_autoencoder_half(
     *,
     left_out: tuple[str, ...],
     stays_float32: Callable[[str], bool] = lambda _: False,
+    idle_settings: tuple[str, ...] = (),
 ) -> Any:
     """The `vae` of a folder, without some of its parts. Raises what load_component raises."""
     return load_component(
-        folder, COMPONENT, autoencoder_class, device, dtype, left_out=left_out, stays_float32=stays_float32
+        folder,
+        COMPONENT,
+        autoencoder_class,
+        device,
+        dtype,
+        left_out=left_out,
+        stays_float32=stays_float32,
+        idle_settings=idle_settings,
     )
 
 
@@ -40,17 +48,20 @@ def load_component(
     *,
     left_out: tuple[str, ...] = (),
     stays_float32: Callable[[str], bool] = lambda _: False,
+    idle_settings: tuple[str, ...] = (),
 ) -> Any:
     """A component of that class with its config.json's settings, in eval mode and without gradients.
 
     left_out: names of its modules that are neither built nor read, such as those of the encoder. stays_float32:
-    parameters and buffers that are not converted to `dtype`.
+    parameters and buffers that are not converted to `dtype`. idle_settings: keys that published files have although
+    nothing reads them, and that some versions of the class do not know.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
     file = read_config(folder, component)
     name = component_class.__name__
-    unknown = [key for key in file.settings() if key not in inspect.signature(component_class).parameters]
+    settings = {key: value for key, value in file.settings().items() if key not in idle_settings}
+    unknown = [key for key in settings if key not in inspect.signature(component_class).parameters]
     if unknown:
         import diffusers
 
@@ -60,7 +71,7 @@ def load_component(
         )
     try:
         with torch.device("meta"):
-            module: Any = component_class(**file.settings())
+            module: Any = component_class(**settings)
     except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError) as error:
         raise ModelLoadError(f"{file.path}: {name} refuses these settings: {error}") from error
     for part in left_out:

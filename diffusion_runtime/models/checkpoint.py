@@ -40,6 +40,9 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "shapes"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # Only files of components: many repositories hold a second, single-file copy of the weights at the top.
 _HUB_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja", "*/*.safetensors")
+# A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
+# components, which nobody reads.
+_HUB_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,7 @@ def _download(hub_id: str, weights: bool) -> Path:
     patterns = [pattern for pattern in _HUB_FILES if weights or "safetensors" not in pattern]
     instead = f"or give the path of a copy, or {EMBEDDED!r} for the embedded model, which needs no network"
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=list(_HUB_COPIES)))
     except GatedRepoError as error:
         raise ModelLoadError(
             f"{hub_id}: its terms must be accepted first, at https://huggingface.co/{hub_id}; then `hf auth login`"

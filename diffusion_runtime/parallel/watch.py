@@ -62,6 +62,7 @@ class Watch:
         self._count = 0
         self._timeout: float | None = None
         self._stopped = threading.Event()
+        self._mourning = threading.Lock()
         self._looked = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -88,6 +89,14 @@ class Watch:
             return failure
         return self._board.ending() or failure
 
+    def mourn_board(self) -> None:
+        """The store does not answer any more. With torch's launcher it stood there, and nobody is left to be told; else
+        it stood in the first process, and the second one says so, once."""
+        if self._place.has_agent or self._place.rank != 1 or not self._mourning.acquire(blocking=False):
+            return
+        what = "rank 0 is gone: it was killed or crashed, and the store where all processes meet with it"
+        self._announce(RankFailure(0, "ProcessLostError", what))
+
     def blame(self, seconds: float) -> RankFailure | None:
         """Who keeps the others waiting, now that this process has waited for `seconds`; None if all of them wait."""
         for rank, beat in self._read_beats().items():
@@ -105,8 +114,8 @@ class Watch:
                 if ending is not None and not self._stopped.is_set():
                     self._leave(ending.exit_code)
         except dist.DistError:
-            # The store went away, and with it the launcher: nobody is left to be told.
             if not self._stopped.is_set():
+                self.mourn_board()
                 self._leave(1)
 
     def _beat(self, *, has_left: bool) -> None:

@@ -207,10 +207,14 @@ class World:
     def _wait_for_ending(self, seconds: float) -> None:
         assert threading.current_thread() is threading.main_thread()
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if (ending := self._board.ending()) is not None:
-                raise RunEnded(ending)
-            time.sleep(0.1)
+        try:
+            while time.monotonic() < deadline:
+                if (ending := self._board.ending()) is not None:
+                    raise RunEnded(ending)
+                time.sleep(0.1)
+        except dist.DistError:
+            self._watch.mourn_board()
+            raise
 
     def end(self, failure: RankFailure) -> RankFailure:
         """End the run on all processes; returns why it ended, which another process may have said before."""
@@ -221,10 +225,17 @@ class World:
         return self._board.ending()
 
     def leave(self) -> None:
-        """The orderly end, after a last `agree`."""
+        """The orderly end, after a last `agree`. The first process goes last: where no launcher of torch's keeps the
+        store, it stands in that process."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self._watch.stop()
+        if not self.is_first:
+            self._board.set(f"left/{self.place.rank}", "")
+            return
+        deadline = time.monotonic() + LOST_SECONDS
+        others = [f"left/{rank}" for rank in range(1, self.size)]
+        self._board.wait(others, give_up=lambda: time.monotonic() >= deadline or self._board.ending() is not None)
 
 
 class _Patience:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.text_encoders.interface import TextStream
+from diffusion_runtime.text_encoders.interface import EncoderCut, TextStream
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, first_line, load_encoder
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
 
@@ -29,12 +29,12 @@ class ByT5Encoder:
         self.implementation = str(model.config._attn_implementation)
 
     @torch.inference_mode()
-    def encode(self, texts: Sequence[str]) -> TextStream:
-        """The tokens of each text, as many as the longest has; none of an empty one. What does not fit is cut off.
+    def encode(self, texts: Sequence[str]) -> tuple[TextStream, EncoderCut]:
+        """The tokens of each text, as many as the longest has, none of an empty one; and what did not fit.
 
         Positions are relative and padding is masked, so that the longest text's length is enough.
         """
-        rows = [self._tokens(text) if text else [] for text in texts]
+        rows = [self._tokens(text, self.max_tokens) if text else [] for text in texts]
         lengths = tuple(len(row) for row in rows)
         # One token at least: a tensor without any is more trouble than it saves.
         ids = torch.full((len(rows), max(1, *lengths)), self.tokenizer.pad_token_id or 0)
@@ -50,10 +50,16 @@ class ByT5Encoder:
             hidden = self.model(ids[some].to(self.model.device), mask[some].to(self.model.device)).last_hidden_state
             for index, tokens in zip(some, hidden, strict=True):
                 embeddings[index, : lengths[index]] = tokens[: lengths[index]]
-        return TextStream(embeddings, lengths)
+        whole = (len(self._tokens(text, None)) if text else 0 for text in texts)
+        num_cut = tuple(total - length for total, length in zip(whole, lengths, strict=True))
+        return TextStream(embeddings, lengths), EncoderCut("ByT5", num_cut, self.max_tokens)
 
-    def _tokens(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer(text, truncation=True, max_length=self.max_tokens).input_ids
+    def _tokens(self, text: str, max_tokens: int | None) -> list[int]:
+        """max_tokens: None for all of them."""
+        # verbose=False: the tokenizer would print its own warning for a long text; the caller gives a better one.
+        tokens: list[int] = self.tokenizer(
+            text, truncation=max_tokens is not None, max_length=max_tokens, verbose=False
+        ).input_ids
         return tokens
 
 

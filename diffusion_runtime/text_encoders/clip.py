@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diffusion_runtime.text_encoders.interface import EncoderCut
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
 from diffusion_runtime.text_encoders.tokenized import tokenize
 
@@ -27,16 +28,15 @@ class CLIPPooledEncoder:
         self.implementation = str(model.config._attn_implementation)
 
     @torch.inference_mode()
-    def encode(self, prompts: Sequence[str]) -> torch.Tensor:
-        """[batch, dim]. What does not fit is cut off. The model is causal, so padding behind the end token is nothing
-        to it."""
-        rows = [tokenize(self.tokenizer, prompt, self.max_tokens).ids for prompt in prompts]
+    def encode(self, prompts: Sequence[str]) -> tuple[torch.Tensor, EncoderCut]:
+        """[batch, dim], and what did not fit. The model is causal, so padding behind the end token is nothing to it."""
+        rows = [tokenize(self.tokenizer, prompt, self.max_tokens) for prompt in prompts]
         padding = self.tokenizer.pad_token_id
-        ids = torch.full((len(rows), max(len(row) for row in rows)), 0 if padding is None else padding)
+        ids = torch.full((len(rows), max(len(row.ids) for row in rows)), 0 if padding is None else padding)
         for index, row in enumerate(rows):
-            ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
+            ids[index, : len(row.ids)] = torch.tensor(row.ids, dtype=torch.long)
         pooled: torch.Tensor = self.model(ids.to(self.model.device)).pooler_output
-        return pooled
+        return pooled, EncoderCut("CLIP", tuple(row.num_cut_tokens for row in rows), self.max_tokens)
 
 
 def load_clip(

@@ -32,6 +32,20 @@ class TextStream:
 
 
 @dataclass(frozen=True)
+class EncoderCut:
+    """What one encoder had no room for. encoder: its name, as a user knows it. num_tokens: for each prompt how many
+    tokens were cut off. max_tokens: its room for one prompt."""
+
+    encoder: str
+    num_tokens: tuple[int, ...]
+    max_tokens: int
+
+    def take(self, indices: Sequence[int]) -> Self:
+        """Of the prompts at these positions."""
+        return dataclasses.replace(self, num_tokens=tuple(self.num_tokens[index] for index in indices))
+
+
+@dataclass(frozen=True)
 class Conditions:
     """Encoded prompts, in the order in which they were given.
 
@@ -41,6 +55,8 @@ class Conditions:
     num_cut_tokens: for each prompt how many tokens were cut off because there is no room for them.
     pooled: one vector a prompt, [batch, dim], of models that take one. further: the tokens of encoders beside the
     first, in an order of the family's own.
+    encoder: the name of the first encoder, where a remark must say which of several it is about.
+    further_cuts: what the encoders beside the first had no room for.
     """
 
     embeddings: torch.Tensor
@@ -49,6 +65,8 @@ class Conditions:
     num_cut_tokens: tuple[int, ...]
     pooled: torch.Tensor | None = None
     further: tuple[TextStream, ...] = ()
+    encoder: str | None = None
+    further_cuts: tuple[EncoderCut, ...] = ()
 
     @classmethod
     def of(
@@ -73,7 +91,14 @@ class Conditions:
             remarks.append(f"prompt {shown!r}: the model's tokenizer does not know {words}")
         if self.num_cut_tokens[index]:
             count, room = self.num_cut_tokens[index], self.embeddings.shape[1]
-            remarks.append(f"prompt {shown!r}: too long, the last {count} tokens past {room} are cut off")
+            whom = "" if self.encoder is None else f" for {self.encoder}"
+            remarks.append(f"prompt {shown!r}: too long{whom}, the last {count} tokens past {room} are cut off")
+        for cut in self.further_cuts:
+            if cut.num_tokens[index]:
+                remarks.append(
+                    f"prompt {shown!r}: too long for {cut.encoder}, the last {cut.num_tokens[index]} tokens past "
+                    f"{cut.max_tokens} are cut off there"
+                )
         return tuple(remarks)
 
     def take(self, indices: Sequence[int]) -> Self:
@@ -86,6 +111,7 @@ class Conditions:
             num_cut_tokens=tuple(self.num_cut_tokens[index] for index in indices),
             pooled=None if self.pooled is None else self.pooled[list(indices)],
             further=tuple(stream.take(indices) for stream in self.further),
+            further_cuts=tuple(cut.take(indices) for cut in self.further_cuts),
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:

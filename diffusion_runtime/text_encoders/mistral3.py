@@ -38,6 +38,9 @@ def load_mistral3(
     from transformers.models.mistral3.modeling_mistral3 import Mistral3Model
 
     tokenizer = load_tokenizer(folder / "tokenizer")
+    if "padding_side" not in tokenizer.init_kwargs:
+        # The class that published folders name pads there by itself, so their files do not say it.
+        tokenizer.padding_side = "left"
     whole = load_encoder(folder / "text_encoder", Mistral3Model, torch.device("cpu"), dtype, num_layers=max(layers))
     model = whole.language_model
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.parallel.world import World
-from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder, TextStream
+from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
 
 
 class SharedTextEncoder(TextEncoder):
@@ -71,6 +71,8 @@ def _describe(conditions: Conditions) -> dict[str, Any]:
         "num_cut_tokens": conditions.num_cut_tokens,
         "has_pooled": conditions.pooled is not None,
         "further_lengths": [stream.lengths for stream in conditions.further],
+        "encoder": conditions.encoder,
+        "further_cuts": [(cut.encoder, cut.num_tokens, cut.max_tokens) for cut in conditions.further_cuts],
     }
 
 
@@ -85,4 +87,6 @@ def _conditions(told: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Condit
         tuple(told["num_cut_tokens"]),
         pooled,
         tuple(TextStream(next(waiting), tuple(lengths)) for lengths in told["further_lengths"]),
+        told["encoder"],
+        tuple(EncoderCut(name, tuple(counts), room) for name, counts, room in told["further_cuts"]),
     )

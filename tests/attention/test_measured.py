@@ -41,7 +41,7 @@ from diffusion_runtime.attention import (
 from diffusion_runtime.attention.backends import measured
 from diffusion_runtime.attention.backends.interface import NoOptions
 from diffusion_runtime.attention.backends.reference import reference_attention
-from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, cache_folder
+from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, cache_folder, machine_facts
 from diffusion_runtime.attention.self_test import planned_tests, run_self_test
 from diffusion_runtime.attention.shape_class import shape_class
 from diffusion_runtime.attention.state import AttentionState
@@ -119,7 +119,20 @@ class Lossy(Swift):
     lossless = False
 
 
-TEST_BACKENDS: tuple[type[Counting], ...] = (Swift, Sluggish, Wrong, Raising, Infinite, Lossy)
+class Meanwhile(Counting):
+    """While it runs, another process finishes measuring the same class, and could time torch_sdpa alone."""
+
+    name = "meanwhile"
+    summary = "a backend of the tests"
+
+    def compute(self, call: AttentionCall) -> AttentionResult:
+        hardware = detect_hardware("cpu")
+        cache = MeasuredCache(machine_facts(hardware, measured.candidates(hardware)))
+        cache.write(shape_class(call), Choice("torch_sdpa", {"torch_sdpa": 1.0}))
+        return super().compute(call)
+
+
+TEST_BACKENDS: tuple[type[Counting], ...] = (Swift, Sluggish, Wrong, Raising, Infinite, Lossy, Meanwhile)
 # As large as torch needs to be slower than a function that returns what it holds.
 SHAPE = (1, 256, 2, 64)
 
@@ -208,6 +221,13 @@ def test_the_files_decide_even_if_the_machine_would_now_measure_otherwise(qkv: I
     path.write_text(json.dumps({**kept, "backend": "sluggish"}))
     measured.forget()
     assert ran(qkv) == "sluggish: kernel of sluggish (measured)"
+
+
+def test_another_process_that_timed_fewer_backends_decides(qkv: Inputs, caplog: pytest.LogCaptureFixture) -> None:
+    register_backend(Meanwhile)
+    with caplog.at_level(logging.INFO, "diffusion_runtime.attention"):
+        assert ran(qkv) == "torch_sdpa: flash (measured)"
+    assert caplog.messages[-1].endswith(": torch_sdpa 1 ms")
 
 
 def test_lengths_of_one_class_share_a_measurement(qkv: Inputs) -> None:

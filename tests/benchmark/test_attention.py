@@ -69,6 +69,19 @@ class Infinite(Faulty):
         return AttentionResult(call.q * math.inf, None, "infinite kernel")
 
 
+class Tiring(Faulty):
+    """Right, until its fourth call."""
+
+    name = "tiring"
+    calls = 0
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        type(self).calls += 1
+        if self.calls > 3:
+            raise OSError("out of handles")
+        return AttentionResult(reference_attention(call.q, call.k, call.v)[0], None, "tiring kernel")
+
+
 class Absent(Faulty):
     name = "absent_attn"
 
@@ -78,7 +91,8 @@ class Absent(Faulty):
 
 @pytest.fixture(autouse=True)
 def faulty() -> Iterator[None]:
-    backends = (Faulty, Quantised, Infinite, Absent)
+    Tiring.calls = 0
+    backends = (Faulty, Quantised, Infinite, Tiring, Absent)
     for backend in backends:
         register_backend(backend)
     yield
@@ -135,6 +149,14 @@ def test_what_raises_and_what_cannot_are_rows_too() -> None:
     assert (refused.state, refused.samples) == ("refused", ())
     assert "serves self attention, not role 'cross'" in refused.said
     assert bench("vmoba_attn", shapes=(CROSS,)).exit_code == 0
+
+
+def test_one_that_raises_while_it_is_timed_is_a_row_and_the_others_are_timed() -> None:
+    result = bench("tiring", "torch_sdpa")
+    broken = row(result, "tiring")
+    assert (broken.state, broken.said, broken.samples) == ("failed", "OSError: out of handles", ())
+    assert len(row(result, "torch_sdpa").samples) == 3
+    assert result.exit_code == 1
 
 
 def test_a_sparse_backend_has_an_error_and_no_bound() -> None:

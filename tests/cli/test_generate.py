@@ -236,6 +236,20 @@ def test_info_shows_how_a_file_was_made(command: Command, tiny_flags: Flags) -> 
     assert told["attention_report"]["num_calls"] == 8
 
 
+@pytest.mark.parametrize(("name", "said"), [("x.wav", "1.5 s, 1 channels, 8000 Hz"), ("x.gif", "8000 Hz, in x.wav")])
+def test_info_of_sound(command: Command, name: str, said: str) -> None:
+    from sample_media import make_media
+
+    from diffusion_runtime.media import Audio
+
+    make_media(audio=Audio(numpy.zeros((1, 12000), numpy.float32), 8000)).save("x.gif")
+    shown = command("info", name)
+    assert shown.code == 0, shown.err
+    assert said in " ".join(shown.out.split())
+    assert "request.seed" in shown.out
+    assert command("info", name, "--json").json["audio"]["sample_rate"] == 8000
+
+
 def test_info_shows_nothing_that_could_drive_a_terminal(command: Command) -> None:
     from sample_media import make_media
 

@@ -21,6 +21,9 @@ def test_a_dry_run_says_how_processes_would_share_the_work(command: Command, tin
     planned = command(*arguments, "--json").json["parallel"]
     assert (planned["branches"], planned["ulysses"], planned["ring"]) == (2, 2, 1)
     assert "parallel" not in command("generate", "a star", *tiny_flags, "--dry-run", "--json").json
+    # Without guidance there is one branch, and the run would find that out as well.
+    planned = command(*arguments, "--guidance-scale", "1", "--json").json["parallel"]
+    assert (planned["branches"], planned["ulysses"], planned["ring"]) == (1, 4, 1)
 
 
 def test_a_backend_that_a_ring_cannot_serve_fails_before_processes_start(

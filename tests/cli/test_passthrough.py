@@ -97,6 +97,9 @@ def test_a_dry_run(command: Command, video: tuple[str, ...]) -> None:
         ("self", "reference", [0, 1])
     ]
     assert [row["component"] for row in told.json["libraries"]] == ["text_encoder", "vae"]
+    told = command(*video, "--dry-run", "--attention-backend", "native")
+    assert "Attention: diffusers' own 'native', which its dispatcher runs" in told.said
+    assert "None" not in told.said
     assert not list(Path().iterdir())
 
 

@@ -122,3 +122,26 @@ def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: 
     assert "interrupted: nothing was finished" in said
     assert json.loads(told)["kind"] == "Interrupted"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x.npy", "error: cannot write to standard output: No space left on device\n"),
+        ("missing.npy", "error: missing.npy: no such file\n"),
+    ],
+)
+def test_a_full_standard_output_is_one_error(name: str, said: str, tmp_path: Path) -> None:
+    numpy.save(tmp_path / "x.npy", numpy.zeros((2, 8, 8, 3), numpy.uint8))
+    with Path("/dev/full").open("w") as full:
+        finished = subprocess.run(
+            [sys.executable, "-m", "diffusion_runtime", "info", name, "--json"],
+            cwd=tmp_path,
+            env=process_environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (finished.returncode, finished.stderr) == (1, said)

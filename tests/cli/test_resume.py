@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy
+import pytest
 from cli_support import Command
+from sample_media import make_media
+
+from diffusion_runtime.cli.outputs import Outputs
+from diffusion_runtime.cli.resume import find_finished
+from diffusion_runtime.media import Audio
+from diffusion_runtime.request import GenerationRequest
 
 
 def written() -> list[str]:
@@ -82,3 +90,58 @@ def test_half_of_a_pair_is_made_again(command: Command, tiny_flags: tuple[str, .
     assert resumed.out == "outputs/a-star-seed0.npy\n"
     assert written() == ["a-star-seed0.json", "a-star-seed0.npy"]
     assert json.loads(Path("outputs/a-star-seed0.json").read_text())["recipe"]["request"]["prompt"] == "a star"
+
+
+def test_another_format_leaves_the_first_one_whole(command: Command, tiny_flags: tuple[str, ...]) -> None:
+    """All formats of a name share one sidecar: it stays the first file's, and the second one's has a number."""
+    arguments = ("generate", "a star", *tiny_flags)
+    assert command(*arguments, "--format", "npy").code == 0
+    sidecar = Path("outputs/a-star-seed0.json").read_bytes()
+    resumed = command(*arguments, "--format", "gif", "--resume")
+    assert (resumed.code, resumed.out) == (0, "outputs/a-star-seed0-2.gif\n"), resumed.err
+    assert Path("outputs/a-star-seed0.json").read_bytes() == sidecar
+    for file_format in ("gif", "npy"):
+        again = command(*arguments, "--format", file_format, "--resume")
+        assert (again.code, again.out) == (0, ""), again.err
+    assert written() == ["a-star-seed0-2.gif", "a-star-seed0-2.json", "a-star-seed0.json", "a-star-seed0.npy"]
+
+
+@pytest.mark.parametrize(("lost", "left"), [("gif", []), ("wav", ["clip.gif", "clip.json"])])
+def test_what_is_left_of_a_clip_with_sound(tmp_path: Path, lost: str, left: list[str]) -> None:
+    """Sound without its pictures is made again with them; pictures without their sound are somebody's choice."""
+    request = GenerationRequest("a star")
+    audio = Audio(numpy.zeros((1, 100), numpy.float32), 8000)
+    make_media(recipe={"request": request.to_dict()}, audio=audio).save(tmp_path / "clip.gif")
+    (tmp_path / f"clip.{lost}").unlink()
+    outputs = Outputs.parse(str(tmp_path / f"clip.{lost}"), None)
+    assert find_finished([request], outputs, {}) == [None]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_one_file_for_several_prompts_and_seeds(command: Command, tiny_flags: tuple[str, ...]) -> None:
+    arguments = ("generate", "a star", "--prompt", "a ring", *tiny_flags, "--seed", "1-2", "-o", "x.npy")
+    made = command(*arguments)
+    assert made.out.split() == ["x.npy", "x-2.npy", "x-3.npy", "x-4.npy"]
+    kept = {path.name: path.read_bytes() for path in Path().iterdir()}
+    Path("x-3.npy").unlink()
+    resumed = command(*arguments, "--resume")
+    assert (resumed.code, resumed.out) == (0, "x-3.npy\n"), resumed.err
+    # Names that a result would not get are nobody's business.
+    Path("x-4.npy").rename("x-2024.npy")
+    Path("x-2024.npy").write_bytes(b"mine")
+    remade = command(*arguments, "--resume")
+    assert (remade.code, remade.out) == (0, "x-4.npy\n"), remade.err
+    Path("x-2024.npy").unlink()
+    assert {path.name: path.read_bytes() for path in Path().glob("*.npy")} == {
+        name: content for name, content in kept.items() if name.endswith(".npy")
+    }
+
+
+def test_a_file_is_repeated_where_it_is_missing(command: Command, tiny_flags: tuple[str, ...]) -> None:
+    assert command("generate", "a star", *tiny_flags, "--format", "npy").code == 0
+    source = "outputs/a-star-seed0.npy"
+    repeat = ("generate", "--from", source, "--format", "npy", "--device", "cpu", "--resume")
+    repeated = command(*repeat)
+    assert (repeated.code, repeated.out) == (0, ""), repeated.err
+    further = command(*repeat, "--seed", "0,5")
+    assert (further.code, further.out) == (0, "outputs/a-star-seed5.npy\n"), further.err

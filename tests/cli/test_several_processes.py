@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -156,6 +157,35 @@ def test_an_interrupted_run_keeps_what_is_finished(
     assert [line for line in resumed.err.splitlines() if line.startswith("done already: ")] == [
         f"done already: {path}" for path in written
     ]
+
+
+def test_two_processes_resume_what_one_has_begun(alone: Path, tmp_path: Path) -> None:
+    """One JSON object for both, and what was there before stays."""
+    shutil.copytree(alone / "outputs", tmp_path / "outputs")
+    name = "a-red-circle-moving-left-seed"
+    kept = (tmp_path / "outputs" / f"{name}1.npy").stat().st_mtime_ns
+    repeat = ("--from", tmp_path / "outputs" / f"{name}1.npy", "--device", "cpu", "--format", "npy", "--seed", "1-2")
+    flags = ("--ulysses-degree", 2, "--no-cfg-parallel", "--resume", "--json")
+    running = start(tmp_path, "generate", *repeat, *flags)
+    result = finish(running)
+    assert result.code == 0, result.err
+    assert [(item["path"], item.get("done_already", False)) for item in result.json["items"]] == [
+        (f"outputs/{name}1.npy", True),
+        (f"outputs/{name}2.npy", False),
+    ]
+    assert (tmp_path / "outputs" / f"{name}1.npy").stat().st_mtime_ns == kept
+    assert result.err.count("done already: ") == 1
+    assert files_in(tmp_path / "outputs") == [f"{name}{seed}.{kind}" for seed in (1, 2) for kind in ("json", "npy")]
+
+
+def test_a_fault_after_the_last_item_is_all_that_is_said(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    """One JSON object: the error, and not the results as well."""
+    fault = {"rank": 1, "stage": "end", "step": 1, "fault": "raise"}
+    arguments = ("generate", "a star", *tiny_flags, "--device", "cpu", "--num-gpus", 2, "--format", "npy", "--json")
+    result = finish(start(tmp_path, *arguments, plan=fault))
+    assert result.code == 1
+    assert result.json["error"].startswith("rank 1: unexpected RuntimeError: a fault of the test")
+    assert files_in(tmp_path / "outputs") == ["a-star-seed0.json", "a-star-seed0.npy"]
 
 
 def test_what_is_wrong_on_every_process_is_said_once(tmp_path: Path) -> None:

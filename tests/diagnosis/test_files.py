@@ -37,7 +37,10 @@ def test_a_truncated_file(copied: Path) -> None:
     assert str(path) in check.error
     (problem,) = model_problems(check)
     assert problem.is_failure
+    # Where the package was installed from is not known: a name alone would ask the package index.
+    assert f"git checkout -- {copied}" in problem.fix
     assert "--force-reinstall" in problem.fix
+    assert not problem.fix.endswith(" diffusion-runtime")
 
 
 @pytest.mark.parametrize("component", ["text_encoder/model", "vae/diffusion_pytorch_model"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.diagnosis.packages import NEEDED, PackageCheck, package_problems
+from pathlib import Path
+
+import pytest
+
+from diffusion_runtime.diagnosis.packages import NEEDED, PackageCheck, check_packages, package_problems
 from diffusion_runtime.hardware import ATTENTION_PACKAGES
 
 
@@ -22,3 +26,16 @@ def test_states() -> None:
     (problem,) = package_problems([broken])
     assert problem.fix == "pip uninstall triton, or again: get triton"
     assert not problem.is_failure
+
+
+def test_what_diffusers_loads_its_own_pipelines_with_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "accelerate.py").write_text("raise OSError('libbroken.so: cannot open shared object file')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names: list[str] = []
+    problems = package_problems(check_packages(names.append))
+    assert "accelerate" in names
+    (problem,) = [problem for problem in problems if problem.what.startswith("package accelerate ")]
+    assert "libbroken.so" in problem.what
+    assert problem.fix == "pip install --force-reinstall accelerate"

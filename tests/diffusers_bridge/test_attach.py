@@ -172,6 +172,31 @@ def test_a_choice_of_diffusers_own_backend_on_the_processors_survives() -> None:
     assert model.blocks[0].attn1.processor is processor
 
 
+class SlottedProcessor:
+    """A processor of somebody's own, whose instances have no __dict__."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 0.2
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        projections = (attn.to_q, attn.to_k, attn.to_v)
+        q, k, v = (layer(hidden_states).unflatten(-1, (2, 16)).transpose(1, 2) for layer in projections)
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+
+
+def test_a_processor_with_slots() -> None:
+    model, arguments = video_cross()
+    mine = SlottedProcessor()
+    model.blocks[0].attn1.processor = mine
+    before = forward(model, arguments)
+    with attach(model, "reference") as handle:
+        assert relative_error(forward(model, arguments), before) < 1e-5
+        assert {row.backend for row in handle.report().rows} == {"reference"}
+    assert model.blocks[0].attn1.processor is mine
+
+
 def test_processors_that_were_set_in_between_stay() -> None:
     model, _ = video_cross()
     handle = attach(model, "reference")

@@ -12,9 +12,10 @@ from sparse_plans import cluster_plan, row_mask_plan, tile_plan
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch, block_sparse_attention
+from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.pieces import list_tiles
+from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
 
 GRID = (5, 6, 7)
 LAYOUTS = {

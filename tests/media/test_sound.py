@@ -114,6 +114,58 @@ def test_a_wav_is_the_sound_alone_and_its_recipe_can_be_read(tmp_path: Path) -> 
         read_recipe(path)
 
 
+@pytest.mark.parametrize("name", ["clip.wav", "clip.gif", "clip.mp4"])
+def test_a_file_says_what_sound_there_is(tmp_path: Path, name: str) -> None:
+    media_with_sound().save(tmp_path / name)
+    known = read_media_file(tmp_path / name)
+    assert known.recipe == {"schema": RECIPE_SCHEMA, **RECIPE}
+    assert known.attention_report == {"num_calls": 3, "rows": []}
+    assert known.audio == {
+        "sample_rate": RATE,
+        "num_channels": 2,
+        "seconds": 1.125,
+        "is_beside": name == "clip.gif",
+    }
+    size = (0, 0, 0) if name == "clip.wav" else (9, 48, 64)
+    assert (known.num_frames, known.height, known.width) == size
+
+
+def test_a_wav_beside_a_clip_is_read_as_well(tmp_path: Path) -> None:
+    media_with_sound().save(tmp_path / "clip.gif")
+    known = read_media_file(tmp_path / "clip.wav")
+    assert (known.format, known.num_frames) == ("wav", 0)
+    assert known.recipe == {"schema": RECIPE_SCHEMA, **RECIPE}
+
+
+def test_a_stranger_s_wav_beside_a_clip_has_no_recipe(tmp_path: Path) -> None:
+    media_with_sound().save(tmp_path / "other.wav")
+    make_media().save(tmp_path / "clip.gif")
+    (tmp_path / "other.wav").rename(tmp_path / "clip.wav")
+    assert read_media_file(tmp_path / "clip.wav").recipe is None
+
+
+@pytest.mark.parametrize("content", [b"", b"RIFF", b"RIFF\x10\0\0\0WAVEfmt \x10\0\0\0"])
+def test_a_broken_wav_is_an_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "clip.wav").write_bytes(content)
+    with pytest.raises(OutputError, match="not a readable wav"):
+        read_media_file(tmp_path / "clip.wav")
+
+
+def test_a_clip_that_is_overwritten_takes_its_sound_with_it(tmp_path: Path) -> None:
+    media_with_sound().save(tmp_path / "clip.gif")
+    make_media().save(tmp_path / "clip.gif")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["clip.gif", "clip.json"]
+
+
+def test_a_sound_of_somebody_else_s_stays(tmp_path: Path) -> None:
+    make_media().save(tmp_path / "clip.gif")
+    (tmp_path / "clip.wav").write_text("mine")
+    make_media().save(tmp_path / "clip.gif")
+    media_with_sound().save(tmp_path / "pair.gif")
+    make_media().save(tmp_path / "pair.mp4")
+    assert sorted(p.name for p in tmp_path.glob("*.wav")) == ["clip.wav", "pair.wav"]
+
+
 def test_a_wav_of_what_makes_no_sound_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="wav holds sound, and this model makes pictures alone"):
         make_media().save(tmp_path / "clip.wav")

@@ -64,6 +64,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "transformer/config.json",
         "transformer/weights.safetensors",
         "transformer/weights.bin",
+        "text_encoder/model-00001-of-00001.safetensors",
+        "text_encoder/diffusion_pytorch_model-00001-of-00001.safetensors",
         "tokenizer/spiece.model",
         "tokenizer/merges.txt",
     ):
@@ -143,7 +145,8 @@ def test_a_hub_id_is_downloaded_without_pickles_then_found_without_a_network(tmp
     json_alone = {"model_index.json", "transformer/config.json", "tokenizer/spiece.model", "tokenizer/merges.txt"}
     assert names(resolve_in_subprocess("owner/tiny", tmp_path, hub, weights=False)) == json_alone
     folder = resolve_in_subprocess("owner/tiny", tmp_path, hub)
-    assert names(folder) == json_alone | {"transformer/weights.safetensors"}
+    weights = {"transformer/weights.safetensors", "text_encoder/model-00001-of-00001.safetensors"}
+    assert names(folder) == json_alone | weights
     assert (Path(folder) / "transformer" / "config.json").read_text() == "transformer/config.json of the hub"
     assert resolve_in_subprocess("owner/tiny", tmp_path, hub, offline=True) == folder
     assert resolve_in_subprocess("owner/tiny", tmp_path, "http://127.0.0.1:9") == folder

@@ -11,6 +11,7 @@ from tiny_encoders import CLIP_TOKENS, tiny_clip
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.text_encoders.clip import load_clip
+from diffusion_runtime.text_encoders.interface import EncoderCut
 
 CPU = torch.device("cpu")
 PROMPTS = ("a cat", "a red circle, and two blue squares " * 4, "")
@@ -40,8 +41,12 @@ def expected(folder: Path) -> torch.Tensor:
 
 
 def test_the_pooled_vector_is_that_of_prompts_filled_up_with_padding(folder: Path) -> None:
-    pooled = load_clip(folder, CPU, torch.float32).encode(PROMPTS)
+    pooled, cut = load_clip(folder, CPU, torch.float32).encode(PROMPTS)
     assert (pooled - expected(folder)).abs().max() < 1e-5
+    words = tiny_clip()[1]
+    num_cut = len(words(PROMPTS[1], verbose=False).input_ids) - CLIP_TOKENS
+    assert num_cut > 0
+    assert cut == EncoderCut("CLIP", (0, num_cut, 0), CLIP_TOKENS)
     assert not torch.allclose(pooled[0], pooled[1])
 
 
@@ -52,7 +57,7 @@ def test_a_tokenizer_of_vocabulary_and_merges_is_the_same(folder: Path) -> None:
         load_clip(folder, CPU, torch.float32)
     (folder / "tokenizer_2" / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
     (folder / "tokenizer_2" / "merges.txt").write_text("#version: 0.2\n")
-    pooled = load_clip(folder, CPU, torch.float32).encode(PROMPTS)
+    pooled, _ = load_clip(folder, CPU, torch.float32).encode(PROMPTS)
     assert (pooled - expected(folder)).abs().max() < 1e-5
 
 

@@ -10,7 +10,7 @@ import torch
 
 from diffusion_runtime.parallel.place import Place
 from diffusion_runtime.parallel.world import World
-from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder, TextStream
+from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 
 
@@ -30,6 +30,8 @@ class Lengths(TextEncoder):
             (0,) * len(prompts),
             numbers[:, None],
             (TextStream(numbers[:, None, None], (1,) * len(prompts)),),
+            "the first",
+            (EncoderCut("the second", tuple(range(len(prompts))), 5),),
         )
 
 
@@ -49,6 +51,10 @@ def test_conditions_arrive_as_they_were_made(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         world.leave()
     assert (received.lengths, received.unknown_words, received.num_cut_tokens) == ((0, 1), (("a",), ("bcd",)), (0, 0))
+    assert (received.encoder, received.further_cuts) == (made.encoder, made.further_cuts)
+    remark = "prompt 'bcd': too long for the second, the last 1 tokens past 5 are cut off there"
+    assert received.remarks(1, "bcd")[-1] == remark
+    assert received.take([1]).remarks(0, "bcd")[-1] == remark
     assert received.embeddings.dtype == torch.bfloat16
     assert torch.equal(received.embeddings, made.embeddings)
     assert made.pooled is not None

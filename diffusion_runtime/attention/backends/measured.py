@@ -48,7 +48,7 @@ class MeasuredOptions:
 
 @dataclass(frozen=True)
 class _Pick:
-    """Who serves a call, and why in one word or two for the report."""
+    """Who serves a call, and why, in a word or two for the report."""
 
     backend: Backend
     why: str
@@ -191,7 +191,9 @@ def _settle(call: AttentionCall) -> tuple[_Pick, bool]:
         return _Pick(able[0], "not measured"), False
     fastest = min(times, key=lambda name: times[name])
     choice = cache.write(kind, Choice(fastest, times))
-    said = ", ".join(f"{name} {choice.milliseconds[name]:.3g} ms" for name in sorted(times, key=lambda n: times[n]))
+    # Those of the file, which another process may have written meanwhile, with other backends left out than here.
+    kept = sorted(choice.milliseconds.items(), key=lambda item: item[1])
+    said = ", ".join(f"{name} {time:.3g} ms" for name, time in kept)
     _logger.info("measured attention for %s: %s", kind, said)
     # Of two processes that measured at once, the first decided.
     return _Pick(names.get(choice.backend, names[fastest]), "measured"), True

@@ -31,9 +31,10 @@ from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
-from diffusion_runtime.kernels.block_sparse.api import PooledBranch, block_sparse_attention
+from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 

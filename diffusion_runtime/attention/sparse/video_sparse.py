@@ -25,8 +25,9 @@ from diffusion_runtime.attention.sparse.video_sparse_coarse import TileMeans, at
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
-from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch, reads_packed_rows
+from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
 

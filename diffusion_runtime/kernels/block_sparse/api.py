@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,20 +11,10 @@ from diffusion_runtime.kernels.block_packing.tokens import TAIL_ROWS, PackedToke
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
 
 IMPLEMENTATIONS = ("reference", "triton", "flash4")
-
-
-@dataclass(frozen=True)
-class PooledBranch:
-    """What is added to the result: gate * pooled[block of the query], on grid queries.
-
-    pooled: [B, H, q blocks, head_dim]; gate: [B, seq, H, head_dim].
-    """
-
-    pooled: torch.Tensor
-    gate: torch.Tensor
 
 
 class BlockSparseResult(NamedTuple):
@@ -75,18 +64,6 @@ def block_sparse_attention(
     if branch is not None:
         out = add_branch(out, plan, branch)
     return BlockSparseResult(out, lse if return_lse else None, chosen)
-
-
-def add_branch(out: torch.Tensor, plan: SparsePlan, branch: PooledBranch) -> torch.Tensor:
-    """out + gate * pooled, in float32 at least; out [B, seq, H, head_dim] as it came."""
-    working = torch.promote_types(out.dtype, torch.float32)
-    # Text tokens read one row too many, which is zero: they have no block to pool.
-    pooled = torch.nn.functional.pad(branch.pooled.to(working), (0, 0, 0, 1))
-    block = plan.q.block_of_token().long()
-    rows = block.view(-1, 1, block.shape[1]) if plan.q.num_groups == 1 else block.view(*pooled.shape[:2], -1)
-    index = rows.expand(*pooled.shape[:2], -1)[..., None].expand(-1, -1, -1, pooled.shape[-1])
-    spread = pooled.gather(2, index).transpose(1, 2)
-    return (out.to(working) + branch.gate.to(working) * spread).to(out.dtype)
 
 
 def refusal(implementation: str, q: torch.Tensor, plan: SparsePlan) -> str | None:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +19,7 @@ from diffusion_runtime.kernels.block_packing.tokens import PackedTokens, row_wid
 from diffusion_runtime.kernels.block_packing.triton import rows_contiguous
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-
-if TYPE_CHECKING:
-    from diffusion_runtime.kernels.block_sparse.api import PooledBranch
+from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
 
 
 @dataclass(frozen=True)

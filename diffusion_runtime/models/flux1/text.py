@@ -14,7 +14,8 @@ from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
 
 
 class Flux1TextEncoder(TextEncoder):
-    """The pooled vector is of the first tokens that CLIP has room for; T5 has room for more, and its cuts are told."""
+    """The pooled vector is of the first tokens that CLIP has room for; T5 has room for more. What either
+    cut is told."""
 
     library = "transformers"
 
@@ -25,7 +26,8 @@ class Flux1TextEncoder(TextEncoder):
         self.implementation = " and ".join(dict.fromkeys([t5.implementation, clip.implementation]))
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        return dataclasses.replace(self.t5.encode(prompts), pooled=self.clip.encode(prompts))
+        pooled, cut = self.clip.encode(prompts)
+        return dataclasses.replace(self.t5.encode(prompts), pooled=pooled, encoder="T5", further_cuts=(cut,))
 
 
 def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype, max_tokens: int) -> Flux1TextEncoder:

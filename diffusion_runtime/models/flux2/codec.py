@@ -50,5 +50,6 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Flux
         dtype,
         left_out=("encoder", "quant_conv"),
         stays_float32=lambda name: name.startswith("bn."),
+        idle_settings=("force_upcast",),
     )
     return Flux2Decoder(autoencoder, eps)

@@ -47,8 +47,10 @@ class HunyuanVideoTextEncoder(TextEncoder):
         self.implementation = ", ".join(dict.fromkeys([language_model.implementation, clip.implementation]))
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Remarks are about the language model: CLIP's 77 tokens are room for a summary."""
-        return dataclasses.replace(self.language_model.encode(prompts), pooled=self.clip.encode(prompts))
+        """See TextEncoder.encode. What either encoder cut is told: CLIP's room is the smaller one."""
+        pooled, cut = self.clip.encode(prompts)
+        conditions = self.language_model.encode(prompts)
+        return dataclasses.replace(conditions, pooled=pooled, encoder="the language model", further_cuts=(cut,))
 
 
 def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> HunyuanVideoTextEncoder:

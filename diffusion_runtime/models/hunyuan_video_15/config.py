@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.folder import INDEX_FILE, ConfigFile, component_class, read_config, read_json
+from diffusion_runtime.models.folder import (
+    INDEX_FILE,
+    ConfigFile,
+    component_class,
+    read_config,
+    read_json,
+    refuse_other_pipelines,
+)
 from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm"
 TASKS = ("t2v", "i2v")
+TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"
 
 _KNOWN_KEYS = (
     "in_channels",
@@ -103,8 +111,16 @@ def read_transformer_config(folder: Path) -> HunyuanVideo15Config:
         axis_channels=_axis_channels(file, head_dim),
         theta=file.number("rope_theta", 256.0),
         target_size=file.whole_number("target_size", 640),
-        starts_from_image=task == "i2v",
+        starts_from_image=_starts_from_image(folder, task),
     )
+
+
+def _starts_from_image(folder: Path, task: str) -> bool:
+    """As the folder's pipeline does. task: the transformer's task_type, for a folder that names no pipeline. diffusers
+    does not read that key, and what converts published models writes `i2v` for text to video at 480p, too."""
+    refuse_other_pipelines(folder, (TEXT_TO_VIDEO, IMAGE_TO_VIDEO))
+    name = read_json(folder / INDEX_FILE).get("_class_name")
+    return task == "i2v" if name is None else name == IMAGE_TO_VIDEO
 
 
 def _axis_channels(file: ConfigFile, head_dim: int) -> tuple[int, int, int]:

@@ -57,10 +57,10 @@ class HunyuanVideo15TextEncoder(TextEncoder):
         self.implementation = ", ".join(dict.fromkeys([language_model.implementation, byt5.implementation]))
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. An empty prompt is a blank. Remarks are about the language model."""
+        """See TextEncoder.encode. An empty prompt is a blank. What either encoder cut is told."""
         conditions = self.language_model.encode([prompt or " " for prompt in prompts])
-        written = self.byt5.encode([glyph_text(prompt) for prompt in prompts])
-        return dataclasses.replace(conditions, further=(written,))
+        written, cut = self.byt5.encode([glyph_text(prompt) for prompt in prompts])
+        return dataclasses.replace(conditions, further=(written,), encoder="the language model", further_cuts=(cut,))
 
 
 def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15TextEncoder:

@@ -202,4 +202,6 @@ def read_geometry(folder: Path) -> LTX2Geometry:
         num_audio_channels=num_audio_channels,
         num_audio_bins=num_bins // _AUDIO_FACTOR,
         audio_rate=sample_rate / hop_length / _AUDIO_FACTOR,
+        # Mirroring one latent beyond the edge takes a second one.
+        min_latents=2 if video.values.get("decoder_spatial_padding_mode", "reflect") == "reflect" else 1,
     )

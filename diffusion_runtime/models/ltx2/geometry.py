@@ -18,13 +18,26 @@ from diffusion_runtime.models.geometry import ClipSize, LatentGeometry, LatentPa
 
 @dataclass(frozen=True)
 class LTX2Geometry(LatentGeometry):
-    """num_audio_channels, num_audio_bins: of one moment of the sound. audio_rate: moments a second."""
+    """num_audio_channels, num_audio_bins: of one moment of the sound. audio_rate: moments a second. min_latents: in
+    height and width, as many as the decoder needs."""
 
     num_audio_channels: int
     num_audio_bins: int
     audio_rate: float
+    min_latents: int = 1
 
     makes_sound: ClassVar[bool] = True
+
+    def check(self, height: int, width: int, num_frames: int) -> None:
+        """See LatentGeometry.check. Raises RequestError for a picture too small to decode, too."""
+        super().check(height, width, num_frames)
+        smallest = self.min_latents * self.spatial_factor
+        for name, value in (("height", height), ("width", width)):
+            if value < smallest:
+                raise RequestError(
+                    f"{name}: expected {smallest} or more, got {value}: this model's decoder mirrors the edges of a "
+                    "picture, and there is too little between them"
+                )
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
         return (math.prod(self.video_shape(size)) + math.prod(self.audio_shape(size)),)

@@ -10,7 +10,7 @@ import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
-from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.denoising.token_shift import token_shift
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
 from diffusion_runtime.models.folder import refuse_other_pipelines
@@ -22,6 +22,9 @@ from diffusion_runtime.models.z_image.text import load_text_encoder
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
 from diffusion_runtime.models.z_image.weights import transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
+
+# Of Z-Image. Z-Image-Turbo has 3.
+_BASE_FLOW_SHIFT = 6.0
 
 
 class ZImageFamily(ModelFamily):
@@ -40,11 +43,19 @@ class ZImageFamily(ModelFamily):
         "width": 1024,
         "num_frames": 1,
         "fps": 1,
-        "num_inference_steps": 9,
+        "num_inference_steps": 8,
         "guidance_scale": 0.0,
         "sampler": "flow_match_euler",
         "guidance_mode": "batched",
     }
+    # Those of Z-Image, which is not distilled.
+    base_defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 4.0}
+
+    def request_defaults(self, folder: Path) -> Mapping[str, Any]:
+        """Those of the model before distillation where the scheduler has its flow shift: published folders of the two
+        differ in nothing else that can be read."""
+        shift = read_scheduler_config(folder).defaults.get("flow_shift")
+        return {**self.defaults, **self.base_defaults} if shift == _BASE_FLOW_SHIFT else self.defaults
 
     def schedule(self, folder: Path, scheduler: SchedulerConfig) -> FlowSchedule:
         return token_shift(scheduler)

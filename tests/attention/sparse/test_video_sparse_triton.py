@@ -20,7 +20,7 @@ from diffusion_runtime.attention import AttentionCall, AttentionState, LayerInfo
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
 from diffusion_runtime.attention.sparse.video_sparse import VideoSparseBackend, VideoSparseOptions
 from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles, tile_means
-from diffusion_runtime.kernels.block_sparse.api import PooledBranch, add_branch
+from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
 
 # Ragged on every axis; tiles of 128 leave rests of 1 to 64 queries.
 GRID = TokenLayout((5, 6, 11))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,5 +142,9 @@ def test_a_long_prompt_is_cut_and_told(dev: tuple[Pipeline, FluxPipeline], kept:
     """20 of T5's tokens and 77 of CLIP's, one a letter."""
     long = request(prompt="striped background " * 12)
     media = dev[0](long)
-    assert any("the last 5 tokens past 20 are cut off" in note for note in media.recipe["notes"])
+    of_t5, of_clip = media.recipe["notes"]
+    assert of_t5.endswith("too long for T5, the last 5 tokens past 20 are cut off")
+    assert re.search(r"too long for CLIP, the last \d+ tokens past 77 are cut off there$", of_clip)
+    # What fits into CLIP is not remarked on.
+    assert dev[0](request(prompt="a circle")).recipe["notes"] == []
     check(dev, [long], kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from family_parity import assert_equal_runs, load_theirs, record_latents, relati
 from tiny_flux2 import TINY_SIZES, change_json
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.models.flux2.codec import load_decoder
 
 # The second is longer than there is room for, and asks for a picture that nobody gives.
 PROMPTS = ("a red circle moving left", "[IMG]two objects: a blue star, and a green ring on a striped background. " * 40)
@@ -100,6 +102,30 @@ def test_padding_is_on_the_side_that_the_tokenizer_says(
     assert_equals_theirs(right, requests(1), monkeypatch)
     embeddings = [pipeline.text_encoder.encode(PROMPTS[:1]).embeddings for pipeline in (dev[0], right[0])]
     assert (embeddings[0] - embeddings[1]).abs().max() > 0.1
+
+
+def test_padding_is_on_the_left_where_the_tokenizer_does_not_say(
+    dev: tuple[Pipeline, Flux2Pipeline], tiny_flux2_folder: Path, tmp_path: Path
+) -> None:
+    """As in published folders, whose tokenizer class pads there by itself."""
+    folder = Path(shutil.copytree(tiny_flux2_folder, tmp_path / "silent"))
+    path = folder / "tokenizer" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    assert settings.pop("padding_side") == "left"
+    path.write_text(json.dumps(settings))
+    silent = load_pipeline(str(folder), device="cpu").text_encoder.encode(PROMPTS[:1])
+    assert torch.equal(silent.embeddings, dev[0].text_encoder.encode(PROMPTS[:1]).embeddings)
+
+
+def test_a_decoder_with_the_settings_of_published_folders_is_the_same(
+    dev: tuple[Pipeline, Flux2Pipeline], tiny_flux2_folder: Path, tmp_path: Path
+) -> None:
+    """They say `force_upcast`, which newer versions of diffusers' class do not know and nothing reads."""
+    folder = Path(shutil.copytree(tiny_flux2_folder, tmp_path / "published"))
+    change_json(folder / "vae" / "config.json", {"force_upcast": True})
+    latents = torch.randn(1, dev[0].rules.geometry.num_channels, 1, 4, 6, generator=torch.Generator().manual_seed(0))
+    frames = load_decoder(folder, torch.device("cpu"), torch.float32).decode(latents)
+    assert torch.equal(frames, dev[0].decoder.decode(latents))
 
 
 def test_a_request_says_how_many_tokens_were_cut(dev: tuple[Pipeline, Flux2Pipeline]) -> None:

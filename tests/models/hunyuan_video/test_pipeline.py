@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,10 @@ def test_a_long_prompt_is_cut_where_diffusers_cuts_it(pair: Pair, our_latents: l
     conditions = ours.text_encoder.encode([long, "a red circle"])
     # 300 words and the template's end, in room for 256.
     assert (conditions.lengths, conditions.num_cut_tokens) == ((256, 4), (45, 0))
+    of_language_model, of_clip = conditions.remarks(0, long)
+    assert of_language_model.endswith("too long for the language model, the last 45 tokens past 256 are cut off")
+    assert re.search(r"too long for CLIP, the last \d+ tokens past 77 are cut off there$", of_clip)
+    assert conditions.remarks(1, "a red circle") == ()
     compare(pair, [request(prompt=long, num_inference_steps=2)], our_latents)
 
 

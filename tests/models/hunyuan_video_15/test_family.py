@@ -4,6 +4,7 @@ another model's."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.hunyuan_video_15.config import wide_size
+from diffusion_runtime.models.hunyuan_video_15.config import read_transformer_config, wide_size
 from diffusion_runtime.models.hunyuan_video_15.family import HunyuanVideo15Family
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request import GenerationRequest
@@ -187,3 +188,20 @@ def test_weights_of_another_size_are_named(tiny_copy: Callable[[], Path]) -> Non
         load_transformer(family_for_folder(folder), folder)
     assert "transformer_blocks.2.attn.to_q.weight" in str(caught.value)
     assert "transformer_blocks.0.ff.net.0.proj.weight is [128, 32], expected [96, 32]" in str(caught.value)
+
+
+def test_the_pipeline_and_not_the_transformer_says_whether_a_video_starts_from_an_image(
+    text_to_video: Path, image_to_video: Path, tmp_path: Path
+) -> None:
+    """diffusers' conversion writes task_type `i2v` for text to video at 480p, too."""
+    for published, starts_from_image in ((text_to_video, False), (image_to_video, True)):
+        folder = change(Path(shutil.copytree(published, tmp_path / published.name)), CONFIG, {"task_type": "i2v"})
+        family = family_for_folder(folder)
+        assert (family.takes_image(folder), family.needs_image(folder)) == (starts_from_image, starts_from_image)
+        assert read_transformer_config(folder).starts_from_image == starts_from_image
+
+
+def test_a_pipeline_that_does_something_else_is_refused(tiny_copy: Callable[[], Path]) -> None:
+    folder = change(tiny_copy(), "model_index.json", {"_class_name": "HunyuanVideo15UpscalePipeline"})
+    with pytest.raises(ModelLoadError, match="key '_class_name': expected HunyuanVideo15Pipeline or"):
+        build(folder)

@@ -204,6 +204,9 @@ def test_a_long_prompt_and_a_long_text_to_write_are_cut_where_diffusers_cuts_the
     assert conditions.lengths[1] == 1000
     assert conditions.num_cut_tokens == (0, 203)
     assert conditions.further[0].lengths == (256, 0)
+    # `Text "`, 360 letters, `". ` and the end: 370 bytes in room for 256.
+    *_, of_byt5 = conditions.remarks(0, prompts[0])
+    assert of_byt5.endswith("too long for ByT5, the last 114 tokens past 256 are cut off there")
     with torch.no_grad():
         tokens, mask, glyphs, glyph_mask = theirs.encode_prompt(prompts, batch_size=2, device=CPU)
     assert mask.sum(1).tolist() == list(conditions.lengths)

@@ -50,7 +50,7 @@ def test_json_alone_says_geometry_schedule_and_attention(tiny_copy: Callable[[],
     description = inspect_pipeline(RuntimeConfig(model_path=str(folder)))
     rules = description.rules
     assert isinstance(rules, RequestRules)
-    expected = LTX2Geometry(VIDEO_CHANNELS, 32, 8, (1, 1, 1), AUDIO_CHANNELS, AUDIO_BINS, 25.0)
+    expected = LTX2Geometry(VIDEO_CHANNELS, 32, 8, (1, 1, 1), AUDIO_CHANNELS, AUDIO_BINS, 25.0, min_latents=2)
     assert rules.geometry == expected
     assert rules.makes_sound
     assert not rules.takes_image
@@ -90,6 +90,19 @@ def test_the_sound_is_as_long_as_the_video() -> None:
     assert lengths == {12: 252, 24: 126, 30: 101, 50: 60}
     with pytest.raises(RequestError, match="height: expected a multiple of 32, got 65"):
         geometry.sample_shape(ClipSize(65, 64, 121, 24))
+
+
+@pytest.mark.parametrize(("padding", "smallest"), [("reflect", 64), ("zeros", 32)])
+def test_a_picture_too_small_to_decode_is_refused_before_any_work(
+    tiny_copy: Callable[[], Path], padding: str, smallest: int
+) -> None:
+    """Published decoders mirror the edges of latents, for which two must be there."""
+    folder = change(tiny_copy(), "vae/config.json", {"decoder_spatial_padding_mode": padding})
+    geometry = family_for_folder(folder).geometry(folder)
+    geometry.sample_shape(ClipSize(smallest, smallest, 1, 24))
+    if smallest > 32:
+        with pytest.raises(RequestError, match="width: expected 64 or more, got 32"):
+            geometry.sample_shape(ClipSize(64, 32, 1, 24))
 
 
 def test_a_real_size_config_builds_without_memory(tmp_path: Path) -> None:

@@ -82,6 +82,18 @@ def test_weights_of_another_size_are_named(copy: Callable[[], Path]) -> None:
         )
 
 
+@pytest.mark.parametrize(("flow_shift", "steps", "scale"), [(3.0, 8, 0.0), (6.0, 50, 4.0)])
+def test_the_model_before_distillation_has_settings_of_its_own(
+    copy: Callable[[], Path], flow_shift: float, steps: int, scale: float
+) -> None:
+    """Z-Image-Turbo runs eight forward passes without guidance; Z-Image needs both more steps and guidance."""
+    folder = copy()
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shift": flow_shift}))
+    defaults = family_for_folder(folder).request_defaults(folder)
+    assert (defaults["num_inference_steps"], defaults["guidance_scale"]) == (steps, scale)
+
+
 def test_a_model_of_the_real_size_builds_without_memory(copy: Callable[[], Path]) -> None:
     """Z-Image-Turbo: 6.15 billion parameters."""
     folder = copy()

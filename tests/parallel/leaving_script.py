@@ -1,0 +1,32 @@
+"""One of two processes that no launcher of torch's started: `late`, the second one leaves a moment after the first;
+`dies`, the first one is killed while the second one waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from diffusion_runtime.parallel.place import read_place
+from diffusion_runtime.parallel.world import World
+
+
+def main(what: str) -> None:
+    place = read_place()
+    assert place is not None
+    world = World.join(place, announce=lambda failure: print(failure.message, flush=True))
+    world.open_groups(torch.device("cpu"), 10.0)
+    world.agree(None)
+    if what == "dies" and world.is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "dies" or not world.is_first:
+        time.sleep(1.5)
+    world.leave()
+    print("left", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
