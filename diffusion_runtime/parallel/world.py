@@ -157,7 +157,10 @@ class World:
         return str(told["text"])
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` as the first process has it; on the others it is overwritten. All must have it in one shape."""
+        """`tensor` as the first process has it, contiguous; on the others it is overwritten. All must have it in one
+        shape."""
+        # What travels is the memory, whatever the strides.
+        tensor = tensor.contiguous()
         dist.broadcast(tensor, src=0)
         return tensor
 

@@ -1,4 +1,5 @@
-"""A script of a user's own, which torchrun starts: two pipelines in one world, then one on another device."""
+"""A script of a user's own, which torchrun starts: two pipelines in one world, then one on another device; and a tensor
+that the first process has in another order in memory."""
 
 from __future__ import annotations
 
@@ -24,6 +25,9 @@ def main() -> None:
     for parallel in (ParallelConfig(ulysses_degree=2, cfg_parallel=False), ParallelConfig(cfg_parallel=True)):
         pipeline = load_pipeline(RuntimeConfig("shapes", device="cpu", parallel=parallel), world=world)
         frames.append(pipeline(GenerationRequest(prompt="a red circle", **SIZES)).frames.astype(int))
+    turned = torch.arange(6.0).view(2, 3).t()
+    received = world.broadcast(turned if world.is_first else torch.empty(3, 2))
+    assert torch.equal(received, turned), received
     try:
         world.open_groups(torch.device("cuda", 0), 40.0)
     except ConfigError as error:

@@ -14,8 +14,7 @@ from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
 
 
 class Flux1TextEncoder(TextEncoder):
-    """The pooled vector is of the first tokens that CLIP has room for; T5 has room for more. What either
-    cut is told."""
+    """The pooled vector is of the tokens that CLIP has room for; T5 has room for more. What either cut is said."""
 
     library = "transformers"
 
