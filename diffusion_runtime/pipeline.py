@@ -95,6 +95,10 @@ class Pipeline:
         batch = [self.resolve(request) for request in requests]
         settings = BatchSettings.of(batch, self.rules)
         recorder, clock = AttentionRecorder(), StageClock(self.device, on_progress)
+        if self.mesh.branch.size > 1 and not settings.is_guided:
+            remark = "no guidance to share: the processes of one half repeat the other's work; leave out --cfg-parallel"
+            logger.warning(remark)
+            recorder.note(remark)
         with explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:
                 prompts = self._encode(batch, settings, recorder)

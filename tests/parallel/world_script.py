@@ -25,6 +25,8 @@ def main() -> None:
     for parallel in (ParallelConfig(ulysses_degree=2, cfg_parallel=False), ParallelConfig(cfg_parallel=True)):
         pipeline = load_pipeline(RuntimeConfig("shapes", device="cpu", parallel=parallel), world=world)
         frames.append(pipeline(GenerationRequest(prompt="a red circle", **SIZES)).frames.astype(int))
+        notes = pipeline(GenerationRequest(prompt="a star", guidance_scale=1.0, **SIZES)).attention_report.notes
+        assert any("leave out --cfg-parallel" in note for note in notes) == (parallel.cfg_parallel is True), notes
     turned = torch.arange(6.0).view(2, 3).t()
     received = world.broadcast(turned if world.is_first else torch.empty(3, 2))
     assert torch.equal(received, turned), received
