@@ -44,14 +44,19 @@ class Effort:
 
 
 def default_backends(hardware: Hardware) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Every dense backend that runs here, lossless or not; and (name, reason) of those that cannot."""
+    """Every dense backend that runs and competes here, lossless or not; and (name, reason) of the other dense ones, and
+    of those that cannot run."""
     names, left_out = [], []
     for info in list_backends(hardware):
         backend = _find(info.name) if info.usable else None
         if not info.usable:
             left_out.append((info.name, info.reason))
-        elif backend is not None and backend.competes(hardware) and not isinstance(backend, SparseBackend):
+        elif backend is None or isinstance(backend, SparseBackend):
+            continue
+        elif backend.competes(hardware):
             names.append(info.name)
+        else:
+            left_out.append((info.name, f"no rival on this device; --backends {info.name} times it all the same"))
     return tuple(names), tuple(left_out)
 
 

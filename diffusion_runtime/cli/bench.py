@@ -51,7 +51,7 @@ def attention(
         str | None,
         typer.Option(
             "--backends",
-            help="Which, sparse ones too: fa,torch_sdpa. Without it: every dense one that is usable.",
+            help="Which, sparse ones too: fa,torch_sdpa. Without it: every dense one that is usable and a rival here.",
             metavar="NAMES",
             show_default=False,
             rich_help_panel=_WHAT,
@@ -242,7 +242,7 @@ def show(result: AttentionBenchmark) -> None:
         for rate in rates:
             console.print(Text(f"a matrix product of {result.matmul_size}^3 beside it: {rate:.4g} TF/s"))
     if result.left_out:
-        console.print(Text(f"\nNot usable here: {', '.join(name for name, _ in result.left_out)}; see backends."))
+        console.print(Text(f"\nNot timed: {', '.join(name for name, _ in result.left_out)}; --json says why."))
 
 
 def _cells(row: Measurement) -> tuple[str, ...]:

@@ -184,6 +184,7 @@ def test_by_default_every_dense_one_that_is_usable_and_fast() -> None:
     assert not {"reference", "measured", "flex_attn", "video_sparse_attn", "absent_attn"} & set(names)
     assert dict(left_out)["absent_attn"] == "package 'absent' is not installed"
     assert "fa" in dict(left_out)
+    assert "--backends reference" in dict(left_out)["reference"]
 
 
 def test_one_that_was_asked_for_and_cannot_run_is_an_error() -> None:

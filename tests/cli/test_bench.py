@@ -61,7 +61,8 @@ def test_the_table(command: Command) -> None:
     assert 0 < share < 2
     assert 0 < error < 2e-5
     assert row[7] == "flash"
-    assert "Not usable here: " in shown.out
+    assert "Not timed: " in shown.out
+    assert "reference" in shown.out
     assert "1/1 shapes-draft" in shown.err
     assert max(map(len, shown.out.splitlines())) <= 80
 
