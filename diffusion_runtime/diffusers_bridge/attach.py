@@ -146,8 +146,12 @@ class AttachedAttention:
 
     def take_modules(self) -> None:
         """Begin. Only `attach` calls it, once every choice is known to run."""
-        for denoiser in self._denoisers:
-            denoiser.take()
+        try:
+            for denoiser in self._denoisers:
+                denoiser.take()
+        except BaseException:
+            self.detach()
+            raise
 
     @property
     def reach(self) -> str:

@@ -197,6 +197,23 @@ def test_a_processor_with_slots() -> None:
     assert model.blocks[0].attn1.processor is mine
 
 
+class UncopiedProcessor(SlottedProcessor):
+    def __copy__(self) -> Any:
+        raise RuntimeError("one of a kind")
+
+
+def test_a_model_is_whole_again_when_attaching_breaks_off() -> None:
+    model, arguments = video_cross()
+    model.blocks[1].attn1.processor = UncopiedProcessor()
+    before = [block.attn1.processor for block in model.blocks]
+    with pytest.raises(RuntimeError, match="one of a kind"):
+        attach(model, "reference")
+    assert [block.attn1.processor for block in model.blocks] == before
+    model.blocks[1].attn1.processor = before[0]
+    with attach(model, "reference"):
+        forward(model, arguments)
+
+
 def test_processors_that_were_set_in_between_stay() -> None:
     model, _ = video_cross()
     handle = attach(model, "reference")
