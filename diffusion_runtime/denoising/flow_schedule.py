@@ -20,9 +20,16 @@ class FlowSchedule:
 
 
 @dataclass(frozen=True)
-class ShiftByTokens(FlowSchedule):
-    """A shift whose logarithm is linear in the number of tokens (Esser et al., arXiv:2403.03206, section 5.3.2), over
-    sigmas that fall evenly from 1 to 1 / num_steps.
+class EvenlyFalling(FlowSchedule):
+    """Sigmas that fall evenly from 1 to 1 / num_steps; as it is, before a shift that is a fixed number."""
+
+    def sigmas(self, num_steps: int) -> tuple[float, ...]:
+        return tuple(1 - index / num_steps for index in range(num_steps))
+
+
+@dataclass(frozen=True)
+class ShiftByTokens(EvenlyFalling):
+    """A shift whose logarithm is linear in the number of tokens (Esser et al., arXiv:2403.03206, section 5.3.2).
 
     The line goes through (base_tokens, base_log_shift) and (max_tokens, max_log_shift). is_exponential: False takes
     the line itself for the shift and not its logarithm.
@@ -38,11 +45,3 @@ class ShiftByTokens(FlowSchedule):
         slope = (self.max_log_shift - self.base_log_shift) / (self.max_tokens - self.base_tokens)
         value = slope * (num_tokens - self.base_tokens) + self.base_log_shift
         return math.exp(value) if self.is_exponential else value
-
-    def sigmas(self, num_steps: int) -> tuple[float, ...]:
-        return falling_to_last_step(num_steps)
-
-
-def falling_to_last_step(num_steps: int) -> tuple[float, ...]:
-    """1, ..., 1 / num_steps in equal steps."""
-    return tuple(1 - index / num_steps for index in range(num_steps))

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from diffusion_runtime.denoising.flow_schedule import FlowSchedule, ShiftByTokens, falling_to_last_step
+from diffusion_runtime.denoising.flow_schedule import EvenlyFalling, FlowSchedule, ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError
 
 _SHIFT_TYPES = ("exponential", "linear")
-
-
-@dataclass(frozen=True)
-class EvenlyFalling(FlowSchedule):
-    """Such sigmas and a shift that is a fixed number."""
-
-    def sigmas(self, num_steps: int) -> tuple[float, ...]:
-        return falling_to_last_step(num_steps)
 
 
 def token_shift(scheduler: SchedulerConfig) -> FlowSchedule:

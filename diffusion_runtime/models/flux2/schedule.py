@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diffusion_runtime.denoising.flow_schedule import FlowSchedule, ShiftByTokens, falling_to_last_step
+from diffusion_runtime.denoising.flow_schedule import EvenlyFalling, FlowSchedule, ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.token_shift import token_shift
 
@@ -17,9 +17,9 @@ _MAX_TOKENS_BY_STEPS = 4300
 
 
 @dataclass(frozen=True)
-class EmpiricalShift(FlowSchedule):
+class EmpiricalShift(EvenlyFalling):
     """A shift whose logarithm is linear in the number of tokens, and between 10 and 200 steps on the line through
-    both; over sigmas that fall evenly from 1 to 1 / num_steps.
+    both.
 
     is_exponential: False takes the line itself for the shift and not its logarithm.
     """
@@ -33,9 +33,6 @@ class EmpiricalShift(FlowSchedule):
         if num_tokens <= _MAX_TOKENS_BY_STEPS:
             value += (at_200 - at_10) / 190 * (num_steps - 200)
         return math.exp(value) if self.is_exponential else value
-
-    def sigmas(self, num_steps: int) -> tuple[float, ...]:
-        return falling_to_last_step(num_steps)
 
 
 def read_schedule(scheduler: SchedulerConfig) -> FlowSchedule:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.denoising.flow_schedule import FlowSchedule, falling_to_last_step
+from diffusion_runtime.denoising.flow_schedule import EvenlyFalling, FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
 from diffusion_runtime.models.geometry import LatentGeometry
@@ -19,13 +19,6 @@ from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, Hun
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.text_encoders.interface import TextEncoder
-
-
-class HunyuanVideoSchedule(FlowSchedule):
-    """Sigmas that fall evenly from 1 to 1 / num_steps, before a fixed shift."""
-
-    def sigmas(self, num_steps: int) -> tuple[float, ...]:
-        return falling_to_last_step(num_steps)
 
 
 class HunyuanVideoFamily(ModelFamily):
@@ -50,7 +43,7 @@ class HunyuanVideoFamily(ModelFamily):
 
     def schedule(self, folder: Path, scheduler: SchedulerConfig) -> FlowSchedule:
         super().schedule(folder, scheduler)
-        return HunyuanVideoSchedule()
+        return EvenlyFalling()
 
     def embeds_guidance(self, folder: Path) -> bool:
         return read_transformer_config(folder).has_guidance

@@ -29,7 +29,7 @@ from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 NUM_TEXT_TOKENS = 9
-SQUARE, WIDE, IMAGE = ClipSize(64, 64, 9, 24), ClipSize(64, 128, 17, 30), ClipSize(96, 32, 1, 8)
+SQUARE, WIDE, IMAGE = ClipSize(64, 64, 9, 24), ClipSize(64, 128, 17, 30), ClipSize(96, 64, 1, 8)
 ROLES = ("self", "cross", "ltx2.audio_self", "ltx2.audio_cross", "ltx2.audio_to_video", "ltx2.video_to_audio")
 VARIANTS: dict[str, dict[str, Any]] = {
     "halves turn": {},
