@@ -83,6 +83,23 @@ def errors(
     return result
 
 
+def check_poisoned_values(kind: str, layout: TokenLayout, shape: TileShape | None, device: str) -> None:
+    """NaN and inf in values and keys reach the queries that see them and no others, padded text included."""
+    plan = plan_of(kind, layout).to(device)
+    q, k, v = (x.to(device) for x in random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=16))
+    clean, _ = block_sparse_triton(q, k, v, plan, scale=0.25, shape=shape)
+    mask = plan.to_dense_mask().transpose(1, 2)
+    for x, value, keys in ((v, float("nan"), (0, 29, 74)), (v, float("inf"), (13,)), (k, float("nan"), (48, -1))):
+        poisoned = x.clone()
+        poisoned[:, keys] = value
+        out, _ = block_sparse_triton(q, *((k, poisoned) if x is v else (poisoned, v)), plan, scale=0.25, shape=shape)
+        sees = mask[..., keys].any(dim=-1)
+        assert sees.any(), kind
+        assert not sees.all(), kind
+        assert torch.equal(~out.isfinite().all(dim=-1), sees), (kind, value, keys)
+        assert torch.equal(out[~sees], clean[~sees]), (kind, value, keys)
+
+
 def main() -> None:
     """Every kind of plan and layout in float32; head sizes and float16 on one; bulk copies, pointers, rests."""
     small = (TileShape(32, 16, 4, 2, False, rest_rows=16), TileShape(16, 32, 4, 2, True))
@@ -97,6 +114,8 @@ def main() -> None:
         print(head_dim, errors("tiles", LAYOUTS["grid"], head_dim, torch.float16, small[0], 0.1, "cpu"), flush=True)
     for scale in (-0.3, 0.0):
         print(scale, errors("tiles", LAYOUTS["grid"], 16, torch.float32, small[0], scale, "cpu"), flush=True)
+    for place, kind in enumerate(kinds):
+        check_poisoned_values(kind, LAYOUTS["suffix"], small[place % 2], "cpu")
     print("ok")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.block_sparse_cases import LAYOUTS, errors, plan_of
+from kernels.block_sparse_cases import LAYOUTS, check_poisoned_values, errors, plan_of
 from sparse_oracle import random_qkv
 
 from diffusion_runtime.kernels.block_sparse import flash4
@@ -44,6 +44,12 @@ def test_refusals_say_what_is_missing() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernel_on_a_gpu(place: str, kind: str, dtype: torch.dtype) -> None:
     errors(kind, LAYOUTS[place], 64, dtype, None, 0.2, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tiles", "small tiles", "clusters", "row mask"])
+def test_values_that_are_not_finite_reach_who_sees_them_on_a_gpu(kind: str) -> None:
+    check_poisoned_values(kind, LAYOUTS["suffix"], None, "cuda")
 
 
 @pytest.mark.gpu

@@ -160,6 +160,13 @@ def _load_rows(rows, first, W: tl.constexpr, COUNT: tl.constexpr, BULK: tl.const
 
 
 @triton.jit
+def _load_listed(packed, rows, listed, W: tl.constexpr):
+    """Some rows through pointers; rows that are not listed are 0, so that no NaN of theirs meets a weight of 0."""
+    pointers = packed + rows.to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
+    return tl.load(pointers, mask=listed[:, None], other=0.0)
+
+
+@triton.jit
 def _add_piece(
     q,
     k,
@@ -296,6 +303,8 @@ def attend(
         kv_first = (b * (num_heads // repeats) + h // repeats) * num_rows
         q = _load_rows(q_rows, q_first, W, ROWS, BULK)
         acc = tl.zeros([ROWS, W], dtype=tl.float32)
+        # Rows that see a value that is not finite; used with row masks alone.
+        sees_broken = tl.zeros([ROWS], dtype=tl.int32)
         row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([ROWS], dtype=tl.float32)
         columns = tl.arange(0, PIECE)
@@ -320,28 +329,41 @@ def attend(
                 rows = tl.minimum(start + tl.arange(0, ROWS), num_grid - 1)
                 words = tl.load(row_mask + (head.to(tl.int64) * num_grid + rows) * mask_words + kv_block // 32)
                 seen = ((words >> (kv_block % 32)) & 1) == 1
-                visible = (columns < (code & LENGTH_MASK))[None, :] & seen[:, None]
-                k = _load_rows(k_rows, first, W, PIECE, BULK)
-                v = _load_rows(v_rows, first, W, PIECE, BULK)
+                inside = columns < (code & LENGTH_MASK)
+                visible = inside[None, :] & seen[:, None]
+                k = _load_listed(k_packed, first + columns, inside, W)
+                v = _load_listed(v_packed, first + columns, inside, W)
+                # A weight of 0 does not hide NaN or inf from the rows of this tile that do not see the key.
+                finite = v - v == 0.0
+                broken = tl.max(tl.where(finite, 0, 1), 1)
+                sees_broken = tl.maximum(sees_broken, tl.max(tl.where(visible, broken[None, :], 0), 1))
+                v = tl.where(finite, v, 0.0)
                 acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, visible, qk_scale, True, True, EXACT)
+            acc = tl.where((sees_broken > 0)[:, None], float("nan"), acc)
         else:
             for place in tl.range(0, partial, PIECE // CHUNK, num_stages=STAGES):
                 chunk = place + columns // CHUNK
                 code = tl.load(my_pieces + capacity - 1 - chunk, mask=chunk < partial, other=0)
-                visible = (columns % CHUNK < (code & LENGTH_MASK))[None, :]
-                rows = (kv_first + (code >> LENGTH_BITS) + columns % CHUNK).to(tl.int64)[:, None] * W
-                k = tl.load(k_packed + rows + tl.arange(0, W)[None, :])
-                v = tl.load(v_packed + rows + tl.arange(0, W)[None, :])
+                visible = columns % CHUNK < (code & LENGTH_MASK)
+                rows = kv_first + (code >> LENGTH_BITS) + columns % CHUNK
+                k = _load_listed(k_packed, rows, visible, W)
+                v = _load_listed(v_packed, rows, visible, W)
                 acc, row_max, row_sum = _add_piece(
-                    q, k, v, acc, row_max, row_sum, visible, qk_scale, True, False, EXACT
+                    q, k, v, acc, row_max, row_sum, visible[None, :], qk_scale, True, False, EXACT
                 )
         if HAS_TEXT:
-            for position in tl.range(text_from, num_grid + valid_text, PIECE, num_stages=STAGES):
-                visible = (position + columns < num_grid + valid_text)[None, :]
+            text_stop = num_grid + valid_text
+            whole_stop = text_from + (text_stop - text_from) // PIECE * PIECE
+            for position in tl.range(text_from, whole_stop, PIECE, num_stages=STAGES):
                 k = _load_rows(k_rows, kv_first + position, W, PIECE, BULK)
                 v = _load_rows(v_rows, kv_first + position, W, PIECE, BULK)
+                acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, None, qk_scale, False, False, EXACT)
+            if whole_stop < text_stop:
+                visible = whole_stop + columns < text_stop
+                k = _load_listed(k_packed, kv_first + whole_stop + columns, visible, W)
+                v = _load_listed(v_packed, kv_first + whole_stop + columns, visible, W)
                 acc, row_max, row_sum = _add_piece(
-                    q, k, v, acc, row_max, row_sum, visible, qk_scale, True, HAS_ROW_MASK, EXACT
+                    q, k, v, acc, row_max, row_sum, visible[None, :], qk_scale, True, HAS_ROW_MASK, EXACT
                 )
         sees = row_sum > 0
         acc = acc / tl.where(sees, row_sum, 1.0)[:, None]
