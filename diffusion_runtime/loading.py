@@ -20,6 +20,7 @@ from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.diffusers_bridge.choice import is_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
+from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.memory.shortage import explain_memory_shortage
@@ -120,7 +121,7 @@ def load_pipeline(
     folder = resolve_model_folder(config.model_path)
     check_component_files(folder)
     advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
-    with explain_memory_shortage("loading", advice):
+    with device_guard(prepared.device), explain_memory_shortage("loading", advice):
         say("loading the text encoder")
         text_encoder = _load_text_encoder(prepared, folder, world)
         say("loading the transformer")

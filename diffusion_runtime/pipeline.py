@@ -18,6 +18,7 @@ from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, GeneratedMedia
 from diffusion_runtime.media.images import read_image
@@ -99,7 +100,7 @@ class Pipeline:
             remark = "no guidance to share: the processes of one half repeat the other's work; leave out --cfg-parallel"
             logger.warning(remark)
             recorder.note(remark)
-        with explain_memory_shortage("generating", settings.advice(self.dtype)):
+        with device_guard(self.device), explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:
                 prompts = self._encode(batch, settings, recorder)
                 done(1)

@@ -67,6 +67,17 @@ class KernelCalls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_autocast_and_a_default_device_change_no_frame(pipeline: Pipeline) -> None:
+    expected = pipeline(request()).frames
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert numpy.array_equal(pipeline(request()).frames, expected)
+    torch.set_default_device("meta")
+    try:
+        assert numpy.array_equal(pipeline(request()).frames, expected)
+    finally:
+        torch.set_default_device(None)
+
+
 # --- the attention report ---------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, Question
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
@@ -141,7 +142,7 @@ def attention(
         return_lse=return_lse,
         mask=mask,
     )
-    result = resolved.backend.run(call)
+    result = run_backend(resolved.backend, call)
     if not return_lse:
         return result.out
     assert result.lse is not None, f"{resolved.decision.backend} declares lse and returned none"

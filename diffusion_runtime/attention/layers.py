@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, Question
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.context import AttentionContext
@@ -186,7 +187,7 @@ class AttentionLayer(nn.Module, ABC):
             first_head=inputs.first_head,
             num_heads_total=inputs.num_heads_total,
         )
-        return served.resolved.backend.run(call)
+        return run_backend(served.resolved.backend, call)
 
     def _count(self, context: AttentionContext, served: _Served, implementation: str) -> None:
         """Record one call, however many parts it was computed in."""

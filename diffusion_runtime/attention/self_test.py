@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, Question
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import capability_on, raised_line, usual_head_sizes
@@ -103,7 +104,7 @@ def run_self_test(test: SelfTest, device: str | torch.device) -> SelfTestResult:
     try:
         with quiet_log():
             call = inputs.call(backend, torch.device(device))
-            result = backend.run(call)
+            result = run_backend(backend, call)
             implementation = result.implementation
             error, problem = _judge(test, inputs, _visible_pairs(backend, call, test.case), call, result)
     except Exception as raised:  # whatever a kernel or its package raises

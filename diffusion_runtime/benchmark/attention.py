@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, Backend, Question
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import list_backends, raised_line
@@ -191,7 +192,7 @@ def _check(case: _Case, name: str, state: AttentionState, hardware: Hardware, ex
     bound = error_bound(backend, case.q.dtype)
     implementation = ""
     try:
-        result = backend.run(case.call(backend, state))
+        result = run_backend(backend, case.call(backend, state))
         implementation = result.implementation
         error = exact.error_of(result.out)
         # What `attention` does on top of the backend must not fail either.

@@ -86,7 +86,7 @@ class ProcessMesh:
             )
         if world == 1:
             return cls()
-        ranks = torch.arange(world)
+        ranks = torch.arange(world, device="cpu")
         if ring_inside:
             ranks = ranks.view(branch_degree, ulysses_degree, ring_degree).transpose(1, 2)
         return cls._of_ranks(ranks.reshape(branch_degree, ring_degree, ulysses_degree), timeout)

@@ -24,7 +24,7 @@ ROWS = [
     {"attention"},
     {"parallel"},
     {"kernels"},
-    {"config", "request", "media", "hardware"},
+    {"config", "request", "media", "hardware", "device_guard"},
     {"errors"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -46,8 +46,8 @@ def _planned(
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(_workspace(device), "NHD")
-    packed_q = torch.arange(len(lengths) + 1, dtype=torch.int32) * seq_q
-    packed_k = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    packed_q = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cpu") * seq_q
+    packed_k = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32)
     wrapper.plan(
         packed_q.to(device),
         packed_k.to(device),

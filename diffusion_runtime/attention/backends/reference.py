@@ -51,7 +51,7 @@ def visible_keys(call: AttentionCall) -> torch.Tensor | None:
     """bool [batch, seq_k], True for keys that may be attended to; None when all may."""
     if call.layout is None or not call.layout.has_padding:
         return None
-    visible = torch.zeros(call.k.shape[:2], dtype=torch.bool)
+    visible = torch.zeros(call.k.shape[:2], dtype=torch.bool, device="cpu")
     for sample in range(call.k.shape[0]):
         for start, stop in call.layout.key_ranges(sample):
             visible[sample, start:stop] = True

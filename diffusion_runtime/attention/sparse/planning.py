@@ -13,6 +13,7 @@ from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.options import build_options
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
@@ -44,4 +45,5 @@ def plan_attention(
         raise ConfigError(f"plan_attention: {name} keeps every pair and has no plan; expected {', '.join(sparse)}")
     checked = build_options(found.options_type, options or {}, f"options of {name}")
     state = AttentionState() if state is None else state
-    return found.plan(PlanRequest(q, k, checked, layout, layer, step, state, scale))
+    with device_guard(q.device):
+        return found.plan(PlanRequest(q, k, checked, layout, layer, step, state, scale))

@@ -142,7 +142,7 @@ def _parse_log(content: Any, source: str) -> SearchLog:
     for key, losses in content["losses"].items():
         step, layer = map(int, key.split("_"))
         for measured, name in ((l2, "l2"), (l1, "l1")):
-            values = torch.tensor(losses[name], dtype=torch.float64)
+            values = torch.tensor(losses[name], dtype=torch.float64, device="cpu")
             if values.shape != (len(setup.candidates), setup.num_heads) or not bool(values.isfinite().all()):
                 raise ValueError(f"losses {key} {name}: expected candidates x heads numbers")
             measured[step, layer] = values

@@ -78,14 +78,16 @@ class HeadGroups:
 def head_groups(strategy: MaskStrategy, num_tiles: Extent, device: torch.device) -> HeadGroups:
     """The whole table at once, so that the steps of a request copy nothing to the device."""
     attended: dict[tuple[int, int], tuple[Extent, ...]] = {}
-    group_of = torch.zeros(strategy.num_steps, strategy.num_layers, strategy.num_heads, dtype=torch.int32)
+    group_of = torch.zeros(strategy.num_steps, strategy.num_layers, strategy.num_heads, dtype=torch.int32, device="cpu")
     for step in range(strategy.num_steps):
         for layer in range(strategy.num_layers):
             windows = [strategy.windows.get((step, layer, head)) for head in range(strategy.num_heads)]
             of_heads = [num_tiles if window is None else attended_tiles(num_tiles, window) for window in windows]
             distinct = sorted(set(of_heads))
             attended[step, layer] = tuple(distinct)
-            group_of[step, layer] = torch.tensor([distinct.index(window) for window in of_heads], dtype=torch.int32)
+            group_of[step, layer] = torch.tensor(
+                [distinct.index(window) for window in of_heads], dtype=torch.int32, device="cpu"
+            )
     return HeadGroups(attended, group_of.to(device))
 
 

@@ -69,10 +69,10 @@ def window_selection(num_tiles: Extent, attended: tuple[Extent, ...], device: to
     """The key tiles of several windows, each given as `attended_tiles` says it. Kept: it depends on nothing else."""
     counts = [math.prod(extent) for extent in attended]
     total = math.prod(num_tiles)
-    index = torch.zeros(len(attended), total, max(counts), dtype=torch.int32)
+    index = torch.zeros(len(attended), total, max(counts), dtype=torch.int32, device="cpu")
     for row, extent in enumerate(attended):
         index[row, :, : counts[row]] = _listed_tiles(num_tiles, extent)
-    count = torch.tensor(counts, dtype=torch.int32)[:, None].repeat(1, total)
+    count = torch.tensor(counts, dtype=torch.int32, device="cpu")[:, None].repeat(1, total)
     return WindowSelection(count.to(device), index.to(device), is_full=min(counts) == total)
 
 
@@ -86,5 +86,5 @@ def _listed_tiles(num_tiles: Extent, attended: Extent) -> torch.Tensor:
 
 def _axis_tiles(num_tiles: int, attended: int) -> torch.Tensor:
     """int64 [num_tiles, attended]: the tiles each tile of one axis sees."""
-    first = (torch.arange(num_tiles) - attended // 2).clamp(0, num_tiles - attended)
-    return first[:, None] + torch.arange(attended)
+    first = (torch.arange(num_tiles, device="cpu") - attended // 2).clamp(0, num_tiles - attended)
+    return first[:, None] + torch.arange(attended, device="cpu")

@@ -85,7 +85,7 @@ def _random_tokens(tokens: torch.Tensor, num_clusters: int, generator: torch.Gen
     The same token indexes for every sample and head: what a head starts from then depends neither on the batch nor on
     which other heads this process holds.
     """
-    index = torch.randint(tokens.shape[2], (num_clusters,), generator=generator)
+    index = torch.randint(tokens.shape[2], (num_clusters,), generator=generator, device="cpu")
     return tokens[:, :, index.to(tokens.device)].flatten(0, 1)
 
 
@@ -95,7 +95,7 @@ def _generator(seed: int, layer: LayerInfo, step: StepInfo) -> torch.Generator:
     Both guidance branches draw alike, so that one batch of two gives what two batches of one give.
     """
     text = f"{seed} {step.expert} {layer.index} {layer.role}"
-    return torch.Generator().manual_seed(zlib.crc32(text.encode()))
+    return torch.Generator("cpu").manual_seed(zlib.crc32(text.encode()))
 
 
 def _check_finite(name: str, tokens: torch.Tensor, layer: LayerInfo) -> None:

@@ -58,7 +58,7 @@ def text_lengths(layout: TokenLayout, device: torch.device) -> torch.Tensor | No
 @functools.lru_cache(maxsize=32)
 def _tile_geometry(grid: Extent, num_prefix: int, num_suffix: int, tile: Extent, device: torch.device) -> BlockGeometry:
     counts = tile_counts(grid, tile)
-    axes = [torch.arange(extent) // size for extent, size in zip(grid, tile, strict=True)]
+    axes = [torch.arange(extent, device="cpu") // size for extent, size in zip(grid, tile, strict=True)]
     t, h, w = torch.meshgrid(*axes, indexing="ij")
     tile_of_token = ((t * counts[1] + h) * counts[2] + w).flatten()
     order = tile_of_token.argsort(stable=True)

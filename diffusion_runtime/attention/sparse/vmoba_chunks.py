@@ -56,8 +56,8 @@ def _chunks_of(grid: Extent, num_prefix: int, num_suffix: int, shape: ChunkShape
     layout = TokenLayout(grid, num_prefix, num_suffix)
     if isinstance(shape, int):
         total = layout.num_grid_tokens
-        sizes_of_runs = torch.tensor([min(shape, total - start) for start in range(0, total, shape)])
-        kv = order_geometry(layout, torch.arange(total), sizes_of_runs)
+        sizes_of_runs = torch.tensor([min(shape, total - start) for start in range(0, total, shape)], device="cpu")
+        kv = order_geometry(layout, torch.arange(total, device="cpu"), sizes_of_runs)
     else:
         kv = tile_geometry(layout, shape, "cpu")
     sizes = []
@@ -65,9 +65,9 @@ def _chunks_of(grid: Extent, num_prefix: int, num_suffix: int, shape: ChunkShape
         whole, rest = divmod(size, NUM_QUERIES_IN_BLOCK)
         sizes += [NUM_QUERIES_IN_BLOCK] * whole + [rest] * (rest > 0)
     grid_order = kv.order[0, : layout.num_grid_tokens].long() - layout.num_prefix_tokens
-    q = order_geometry(layout, grid_order, torch.tensor(sizes))
+    q = order_geometry(layout, grid_order, torch.tensor(sizes, device="cpu"))
     starts, stops = q.offsets[0, :-1].long(), q.offsets[0, 1:].long()
-    rows = starts[:, None] + torch.arange(q.max_block_size)
+    rows = starts[:, None] + torch.arange(q.max_block_size, device="cpu")
     return Chunks(
         kv=kv.to(device),
         q=q.to(device),

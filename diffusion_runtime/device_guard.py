@@ -1,0 +1,38 @@
+"""The device and autocast guard around computation whose devices and dtypes are specified.
+
+Without it `torch.autocast` lowers the float32 products that planners and references rely on, Triton launches on the
+current CUDA device whichever device its tensors are on, and `torch.set_default_device` moves tensors that belong on the
+CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+
+def guard_is_needed(device: torch.device) -> bool:
+    """Whether a call on tensors of `device` needs the guard; costs less than a microsecond, so every call may ask."""
+    if _is_autocast(device):
+        return True
+    return device.type == "cuda" and device.index is not None and device.index != torch.cuda.current_device()
+
+
+@contextmanager
+def device_guard(device: torch.device) -> Iterator[None]:
+    """Autocast off for `device`, new tensors on the CPU unless they say otherwise, `device` the current CUDA device."""
+    with ExitStack() as stack:
+        if _is_autocast(device):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda" and device.index is not None:
+            stack.enter_context(torch.cuda.device(device))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+def _is_autocast(device: torch.device) -> bool:
+    # A device type without autocast, such as meta, raises when it is asked.
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
