@@ -17,10 +17,10 @@ from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.description import PipelineDescription, planned_attention
+from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.diffusers_bridge.choice import is_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
-from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.memory.shortage import explain_memory_shortage

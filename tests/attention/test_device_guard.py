@@ -15,7 +15,7 @@ LAYOUT = TokenLayout((5, 6, 7), num_suffix_tokens=9, valid_lengths=(4,))
 DENSE = ("torch_sdpa", "reference")
 
 
-@pytest.fixture()
+@pytest.fixture
 def default_device() -> Iterator[None]:
     torch.set_default_device("meta")
     yield
