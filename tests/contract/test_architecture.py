@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 
@@ -45,12 +45,24 @@ HOMES = {
 # The two files at the package root that only re-export are exempt; folder __init__ files are not.
 EXEMPT = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - EXEMPT)
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "base", "misc"}
+# Calls that would let a model folder, a config or a prompt from a stranger run code.
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "yaml.load", "os.system"}
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def here(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
 
 
 def imported_names(path: Path) -> list[str]:
     """Every dotted name `path` imports, TYPE_CHECKING blocks and function bodies included."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -64,55 +76,59 @@ def unit_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    here = unit_of(path)
-    for name in imported_names(path):
-        package, _, rest = name.partition(".")
-        there = rest.partition(".")[0]
-        if package != PACKAGE.name or there == here:
-            continue
-        assert ROW_OF[there] > ROW_OF[here], f"{here} must not import {there}"
+def upward_imports() -> Iterator[str]:
+    for path in MODULES:
+        for name in imported_names(path):
+            package, _, rest = name.partition(".")
+            there = rest.partition(".")[0]
+            if package == PACKAGE.name and there != unit_of(path) and ROW_OF[there] <= ROW_OF[unit_of(path)]:
+                yield f"{here(path)} imports {name}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_third_party_packages_stay_home(path: Path) -> None:
-    here = path.relative_to(PACKAGE).as_posix()
-    for name in imported_names(path):
-        for package, homes in HOMES.items():
-            if name == package or name.startswith(f"{package}."):
-                assert here.startswith(homes), f"{package} may only be imported in {homes}"
+def strayed_packages() -> Iterator[str]:
+    for path in MODULES:
+        for name in imported_names(path):
+            for package, homes in HOMES.items():
+                if (name == package or name.startswith(f"{package}.")) and not here(path).startswith(homes):
+                    yield f"{here(path)} imports {name}, which belongs in {homes}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_families_are_named_only_in_their_own_folder(path: Path) -> None:
+def strayed_families() -> Iterator[str]:
+    """Identifiers that hold a family's name, outside its folder."""
     families = {p.name for p in (PACKAGE / "models").iterdir() if p.is_dir() and p.name[0] != "_"}
-    here = path.relative_to(PACKAGE).as_posix()
-    if here in {"models/registry.py"}:
-        return
-    identifiers = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
-    words = {word.lower() for name in identifiers for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name)}
-    for family in families:
-        if not here.startswith(f"models/{family}/"):
-            assert family not in words, f"{family} named in {here}"
+    for path in MODULES:
+        identifiers = {node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)}
+        words = {word.lower() for name in identifiers for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name)}
+        if here(path) != "models/registry.py":
+            yield from (
+                f"{here(path)} names {f}" for f in families & words if not here(path).startswith(f"models/{f}/")
+            )
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_nothing_reads_pickles_or_runs_text(path: Path) -> None:
-    """A model folder, a config or a prompt from a stranger must not be able to run code."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func)
-        forbidden = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "yaml.load", "os.system"}
-        assert called not in forbidden, f"{path}:{node.lineno}: {called}"
-        shell = [keyword for keyword in node.keywords if keyword.arg == "shell"]
-        assert not shell, f"{path}:{node.lineno}: a command through a shell"
+def dangerous_calls() -> Iterator[str]:
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call):
+                through_shell = any(keyword.arg == "shell" for keyword in node.keywords)
+                if through_shell or ast.unparse(node.func) in FORBIDDEN_CALLS:
+                    yield f"{here(path)}:{node.lineno}: {ast.unparse(node)[:80]}"
 
 
-FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "base", "misc"}
+def test_imports_point_down() -> None:
+    assert list(upward_imports()) == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_are_named_for_what_they_hold(path: Path) -> None:
-    assert not FORBIDDEN_NAMES & set(path.relative_to(PACKAGE).with_suffix("").parts)
+def test_third_party_packages_stay_home() -> None:
+    assert list(strayed_packages()) == []
+
+
+def test_families_are_named_only_in_their_own_folder() -> None:
+    assert list(strayed_families()) == []
+
+
+def test_nothing_reads_pickles_or_runs_text() -> None:
+    assert list(dangerous_calls()) == []
+
+
+def test_files_are_named_for_what_they_hold() -> None:
+    assert [here(path) for path in MODULES if FORBIDDEN_NAMES & set(Path(here(path)).with_suffix("").parts)] == []
