@@ -25,7 +25,7 @@ from tiny_families import WRITERS, small_request  # noqa: E402
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline  # noqa: E402
 
-SMALL = {"height": 128, "width": 128, "num_frames": 9, "num_inference_steps": 3, "seed": 7}
+SMALL: dict[str, Any] = {"height": 128, "width": 128, "num_frames": 9, "num_inference_steps": 3, "seed": 7}
 PROMPT = "a red circle moving left"
 # Options under which each method is sparse on a grid as small as this one.
 SPARSE: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ def main() -> None:
             tiny = load_pipeline(str(write(Path(folder) / family)), device="cpu")
             say(family, hashes(tiny, small_request(tiny)))
         passthrough = load_pipeline(str(Path(folder) / "wan"), device="cpu", backend="diffusers")
-        sizes = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2, "seed": 3}
+        sizes: dict[str, Any] = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2, "seed": 3}
         say("wan, diffusers' pipeline", hashes(passthrough, GenerationRequest(prompt=PROMPT, **sizes)))
         for num_processes in (2, 3):
             say(f"shapes on {num_processes} processes", on_processes(num_processes, Path(folder)))
