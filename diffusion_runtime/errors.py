@@ -8,6 +8,7 @@
     ├── DeviceMemoryError                 4   the device ran out of memory
     ├── BatchFailedError                  5   some items of a batch failed, the others are on disk
     ├── ModelLoadError                    1   a model folder, hub id or checkpoint that cannot be used
+    │   └── InstallationError                 installed packages that keep every model from being loaded
     └── OutputError                       1   a result that cannot be written or read
 
 A message says what was expected, what was there, and what to type instead.
@@ -66,6 +67,10 @@ class BatchFailedError(DiffusionRuntimeError):
 
 class ModelLoadError(DiffusionRuntimeError):
     """A model folder, hub id or checkpoint that cannot be used."""
+
+
+class InstallationError(ModelLoadError):
+    """Installed packages that keep every model from being loaded; the message says which to remove."""
 
 
 class OutputError(DiffusionRuntimeError):

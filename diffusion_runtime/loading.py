@@ -26,6 +26,7 @@ from diffusion_runtime.hardware import device_of_process, resolve_device, resolv
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import resolve_model_folder
 from diffusion_runtime.models.component_files import check_component_files, refuse_quantised_components
+from diffusion_runtime.models.diffusers_import import check_diffusers_import
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.models.lora import Lora, read_lora
@@ -93,7 +94,8 @@ def load_pipeline(
     which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
-    ConfigError for a value that is wrong; then ModelLoadError for a folder that cannot be used and DeviceMemoryError
+    ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers from being
+    imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError
     when it does not fit.
     """
     keywords = {
@@ -105,6 +107,7 @@ def load_pipeline(
         "lora": lora,
     }
     config = _runtime_config(model, keywords)
+    check_diffusers_import()
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
     say: OnStage = on_stage if on_stage is not None else lambda _: None
@@ -167,6 +170,7 @@ def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
 
     Raises what `load_pipeline` raises before it reads weights.
     """
+    check_diffusers_import()
     passthrough = _prepare_passthrough(config)
     return _prepare(config).description if passthrough is None else passthrough.description
 

@@ -62,8 +62,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 def visible_by(layout: TokenLayout | None, batch: int, seq: int, causal: bool) -> torch.Tensor:
     """bool [batch, seq, seq], True where a query may look at a key."""
     visible = torch.ones(batch, seq, seq, dtype=torch.bool)
-    if layout is not None:
-        assert layout.valid_lengths is not None
+    if layout is not None and layout.valid_lengths is not None:
         for sample, length in enumerate(layout.valid_lengths):
             first = 0 if layout.num_prefix_tokens else layout.num_grid_tokens
             visible[sample, :, first + length : first + layout.num_text_tokens] = False

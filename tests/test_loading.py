@@ -37,6 +37,48 @@ def without_weights(folder: Path) -> Path:
     return folder
 
 
+LOADING = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from diffusion_runtime import load_pipeline
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.errors import InstallationError
+from diffusion_runtime.loading import inspect_pipeline
+said = []
+for attempt in (load_pipeline, lambda: inspect_pipeline(RuntimeConfig("shapes")), lambda: load_pipeline("no/folder")):
+    try:
+        attempt()
+    except InstallationError as error:
+        said.append(str(error))
+print(json.dumps([said, "diffusers" in sys.modules]))
+"""
+
+
+def install(folder: Path, distribution: str, version: str, module: str, text: str) -> None:
+    info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    path = folder.joinpath(*module.split("."))
+    path.mkdir(parents=True)
+    (path / "__init__.py").write_text(text)
+
+
+def test_two_packages_that_keep_diffusers_from_being_imported_are_named_before_anything_else(tmp_path: Path) -> None:
+    """xformers looks for FlashAttention-2 in any package called flash_attn, and diffusers imports xformers."""
+    install(tmp_path, "xformers", "0.0.35", "xformers.ops", "import flash_attn.flash_attn_interface")
+    install(tmp_path, "flash-attn-4", "4.0.0b36", "flash_attn.cute", "")
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said, diffusers_imported = json.loads(done.stdout)
+    assert len(said) == 3
+    assert len(set(said)) == 1
+    assert "No module named 'flash_attn.flash_attn_interface'; diffusers imports it wherever it is installed" in said[0]
+    assert said[0].endswith("fix: pip uninstall xformers, which keeps the faster fa4; or pip uninstall flash-attn-4")
+    assert not diffusers_imported
+
+
 # --- before the weights -----------------------------------------------------------------------------------------------
 
 

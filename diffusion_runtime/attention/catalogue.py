@@ -7,7 +7,7 @@ from typing import Any
 
 from diffusion_runtime.attention.backends.interface import Availability, Backend, Capability, HeadSizes, Question
 from diffusion_runtime.attention.backends.names import KNOWN_NAMES, PEER_SPELLINGS
-from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
+from diffusion_runtime.attention.backends.narrowing import capability_on as capability_on
 from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
 from diffusion_runtime.attention.backends.packages import raised_line as raised_line
 from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
@@ -62,6 +62,7 @@ class BackendInfo:
                 },
                 "features": sorted(can.features),
                 "categories": sorted(can.categories),
+                "key_counts": {"block": can.key_counts.block, "tolerance": can.key_counts.tolerance},
             },
         }
 
@@ -89,12 +90,6 @@ def platform_default(hardware: Hardware) -> Decision:
     """
     dtype = "float32" if hardware.platform == "cpu" else "bfloat16"
     return select(Question("self", "self", 128, dtype, hardware, num_heads=24, num_kv_heads=24), Levels())
-
-
-def capability_on(backend: Backend, hardware: Hardware) -> Capability:
-    """What a machine leaves of a backend's capability."""
-    can = backend.capability
-    return can.on(hardware) if isinstance(can, NarrowedCapability) else can
 
 
 def usual_head_sizes(sizes: HeadSizes) -> list[int]:
@@ -130,15 +125,13 @@ def _unusable(name: str, reason: str) -> BackendInfo:
 
 def _availability(backend: Backend, hardware: Hardware, importing: bool) -> Availability:
     """What the chip says, the packages and, with `importing`, their import; the chip first: no command changes it."""
-    refused = _hardware_refusals(backend, hardware)
+    question = _usual_question(backend, hardware)
+    refused = backend.capability.refusals(question)
     if refused:
         return Availability(None, "; ".join(refused))
     found = backend.probe(hardware)
     if found.version is not None and importing and isinstance(backend, ImportingBackend):
-        broken = backend.import_error(hardware)
-        if broken is not None:
-            reason, _, fix = broken.partition("; fix: ")
-            return Availability(None, reason, fix)
+        return backend.imported(question)
     return found
 
 
@@ -148,9 +141,9 @@ def _spellings(name: str, aliases: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*aliases, *peers]))
 
 
-def _hardware_refusals(backend: Backend, hardware: Hardware) -> list[str]:
-    """Why this device cannot run the backend, whatever is asked of it: its refusal of a call it otherwise takes."""
+def _usual_question(backend: Backend, hardware: Hardware) -> Question:
+    """A call that the backend takes on its own machines: what it refuses of it, this device cannot run at all."""
     can = capability_on(backend, hardware)
     category, head_dim = min(can.categories), usual_head_sizes(can.head_sizes)[0]
     dtype = "bfloat16" if "bfloat16" in can.dtypes else min(can.dtypes)
-    return backend.capability.refusals(Question(category, category, head_dim, dtype, hardware, 8, 8))
+    return Question(category, category, head_dim, dtype, hardware, 8, 8)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, Backend, NoOptions
 from diffusion_runtime.attention.catalogue import raised_line
 from diffusion_runtime.attention.stopwatch import time_alternately
@@ -52,7 +53,7 @@ def time_candidates(call: AttentionCall, backends: Sequence[Backend]) -> dict[st
         # The same kernel under another name, such as torch's own choice of cuDNN, is timed once.
         if implementation not in implementations:
             implementations.add(implementation)
-            functions[backend.name] = functools.partial(backend.run, mine)
+            functions[backend.name] = functools.partial(run_backend, backend, mine)
     deadline = time.monotonic() + _SECONDS
     samples = time_alternately(functions, call.q.device, num_rounds=_NUM_ROUNDS, deadline=deadline)
     return {name: statistics.median(times) for name, times in samples.items()}
@@ -60,7 +61,7 @@ def time_candidates(call: AttentionCall, backends: Sequence[Backend]) -> dict[st
 
 def _first_call(backend: Backend, call: AttentionCall) -> tuple[torch.Tensor, str]:
     """Some rows of the result, in float32, and who computed it. Raises ValueError when they are not finite."""
-    result = backend.run(call)
+    result = run_backend(backend, call)
     rows = result.out[:, :: max(1, result.out.shape[1] // _NUM_COMPARED)].float()
     if not bool(rows.isfinite().all()):
         raise ValueError("its result is not finite")

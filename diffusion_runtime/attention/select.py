@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
-from diffusion_runtime.attention.backends.interface import FEATURES, Backend, Question
+from diffusion_runtime.attention.backends.interface import FEATURES, Availability, Backend, Question
 from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
 from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
@@ -197,8 +197,9 @@ def _try_choice(
 def refusals(name: str, question: Question) -> list[str]:
     """Every reason why the backend `name` cannot serve `question`; empty when it can.
 
-    Where nothing else speaks against it and the question is about the machine of this process, its package is imported,
-    once a process: one that is installed and broken is refused like any other, and so is one that raises when asked.
+    Where nothing else speaks against it and the question is about the machine of this process, its package is imported
+    and kernels that came compiled are tried, once per process: one that is installed and broken is refused like any
+    other, and so is one that raises when asked.
     """
     backend = find_backend(name)
     if backend is None:
@@ -214,12 +215,17 @@ def _refusals(backend: Backend, question: Question) -> list[str]:
     availability = backend.probe(question.hardware)
     reasons = []
     if availability.version is None:
-        reasons.append(availability.reason + (f"; fix: {availability.fix}" if availability.fix else ""))
+        reasons.append(_with_fix(availability))
     reasons += backend.capability.refusals(question)
     if not reasons and question.hardware.is_here and isinstance(backend, ImportingBackend):
-        broken = backend.import_error(question.hardware)
-        reasons += [] if broken is None else [broken]
+        availability = backend.imported(question)
+        if availability.version is None:
+            reasons.append(_with_fix(availability))
     return reasons
+
+
+def _with_fix(availability: Availability) -> str:
+    return availability.reason + (f"; fix: {availability.fix}" if availability.fix else "")
 
 
 def _serves(backend: Backend, question: Question) -> bool:

@@ -22,7 +22,7 @@ from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SelfTestCase
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
 from diffusion_runtime.attention.state import AttentionState
-from diffusion_runtime.hardware import DTYPES, Hardware
+from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
 
 # Past the steps and layers that sparse methods keep dense at first.
 _LAYER, _STEP = LayerInfo(1, 8), StepInfo(20, 50)
@@ -98,19 +98,20 @@ def run_self_test(test: SelfTest, device: str | torch.device) -> SelfTestResult:
     """Run one test on `device`. Whatever the backend raises is the result's problem; nothing is raised."""
     backend = find_backend(test.backend)
     assert backend is not None, "a planned test has a backend"
-    inputs = _Inputs.draw(test)
+    inputs, bound = _Inputs.draw(test), _bound(test, backend.error_bound)
     started = time.perf_counter()
     implementation, error = "", None
     try:
+        bound = _bound(test, backend.error_bound_on(detect_hardware(str(device))))
         with quiet_log():
             call = inputs.call(backend, torch.device(device))
             result = run_backend(backend, call)
             implementation = result.implementation
-            error, problem = _judge(test, inputs, _visible_pairs(backend, call, test.case), call, result)
+            error, problem = _judge(test, inputs, _visible_pairs(backend, call, test.case), call, result, bound)
     except Exception as raised:  # whatever a kernel or its package raises
         problem = raised_line(raised)
     seconds = time.perf_counter() - started
-    return SelfTestResult(test, error, _bound(test), implementation, problem, seconds)
+    return SelfTestResult(test, error, bound, implementation, problem, seconds)
 
 
 def device_answers(device: str | torch.device) -> bool:
@@ -230,7 +231,12 @@ def _visible_pairs(backend: Backend, call: AttentionCall, case: SelfTestCase) ->
 
 
 def _judge(
-    test: SelfTest, inputs: _Inputs, visible: torch.Tensor, call: AttentionCall, result: AttentionResult
+    test: SelfTest,
+    inputs: _Inputs,
+    visible: torch.Tensor,
+    call: AttentionCall,
+    result: AttentionResult,
+    bound: float,
 ) -> tuple[float | None, str]:
     """(error, problem) of a result."""
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -248,8 +254,8 @@ def _judge(
     error = float((result.out.cpu().double() - exact).norm() / exact.norm())
     if not math.isfinite(error):
         return None, "the result holds numbers that are not finite"
-    if error > _bound(test):
-        return error, f"the error {error:.1e} is above the bound {_bound(test):.1e}"
+    if error > bound:
+        return error, f"the error {error:.1e} is above the bound {bound:.1e}"
     if not call.return_lse:
         return error, ""
     if result.lse is None or result.lse.shape != exact_lse.shape:
@@ -259,15 +265,13 @@ def _judge(
     if not torch.equal(lse == float("-inf"), empty):
         return None, "the log-sum-exp is not -inf where, and only where, a query sees no key"
     lse_error = float((lse - exact_lse)[~empty].abs().max())
-    if not lse_error <= _bound(test):
+    if not lse_error <= bound:
         finite = lse_error if math.isfinite(lse_error) else None
-        return finite, f"the log-sum-exp is off by {lse_error:.1e}, above the bound {_bound(test):.1e}"
+        return finite, f"the log-sum-exp is off by {lse_error:.1e}, above the bound {bound:.1e}"
     return error, ""
 
 
-def _bound(test: SelfTest) -> float:
-    backend = find_backend(test.backend)
-    by_design = None if backend is None else backend.error_bound
+def _bound(test: SelfTest, by_design: float | None) -> float:
     return max(_ROUNDING_BOUNDS[test.dtype], by_design or 0.0)
 
 

@@ -10,6 +10,8 @@ BATCH, NUM_HEADS = 2, 4
 # Two tiles of 128 and a rest; sparse methods find more than one tile along every axis.
 GRID = (4, 8, 9)
 _TEXT = 24
+# Numbers of keys around the blocks of 64 and 128 that kernels read, whole and not; _TEXT is less than one block.
+_WHOLE, _ONE_MORE, _CLIP = 128, 65, 77
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ _BEFORE = TokenLayout(GRID, num_prefix_tokens=_TEXT, valid_lengths=(17, 0))
 CASES = (
     SelfTestCase("plain"),
     SelfTestCase("cross-attention", role="cross", layout=TokenLayout.text(_TEXT)),
+    SelfTestCase("128 keys", role="cross", layout=TokenLayout.text(_WHOLE)),
+    SelfTestCase("65 keys", role="cross", layout=TokenLayout.text(_ONE_MORE)),
+    # As many keys as CLIP's text encoder has tokens.
+    SelfTestCase("77 keys", role="cross", layout=TokenLayout.text(_CLIP)),
     SelfTestCase("padding after", frozenset({"key_padding"}), layout=_AFTER),
     SelfTestCase("padding before", frozenset({"key_padding"}), layout=_BEFORE),
     # The second sample has no keys at all: its result is 0.

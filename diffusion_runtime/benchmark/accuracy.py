@@ -7,6 +7,7 @@ import torch
 from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.self_test import attention_by_definition
+from diffusion_runtime.hardware import Hardware
 
 _NUM_QUERIES = 64
 # What a kernel may lose that rounds weights and result to the inputs' dtype and sums in float32: several times what
@@ -50,8 +51,8 @@ class ExactRows:
         return x[:, self._rows.to(x.device)].to(self._device)
 
 
-def error_bound(backend: Backend, dtype: torch.dtype) -> float | None:
+def error_bound(backend: Backend, dtype: torch.dtype, hardware: Hardware) -> float | None:
     """What the error of a backend may be on normally distributed inputs; None where pairs are given up by design."""
     if backend.error_bound is None and not backend.lossless:
         return None
-    return max(_ROUNDING_BOUNDS[dtype], backend.error_bound or 0.0)
+    return max(_ROUNDING_BOUNDS[dtype], backend.error_bound_on(hardware) or 0.0)

@@ -189,7 +189,7 @@ def _check(case: _Case, name: str, state: AttentionState, hardware: Hardware, ex
     backend = _find(name)
     if reasons or backend is None:
         return Measurement(shape, name, "refused", "; ".join(reasons))
-    bound = error_bound(backend, case.q.dtype)
+    bound = error_bound(backend, case.q.dtype, hardware)
     implementation = ""
     try:
         result = run_backend(backend, case.call(backend, state))

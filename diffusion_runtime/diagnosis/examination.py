@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.backends.packages import ImportingBackend, PackageBackend
+from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import BackendInfo, list_backends, missing_names, raised_line
 from diffusion_runtime.attention.config import AttentionSpec
@@ -24,6 +24,7 @@ from diffusion_runtime.diagnosis.problems import Problem
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware, resolve_device
 from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
+from diffusion_runtime.models.diffusers_import import IMPORTED_BY_DIFFUSERS
 
 # Called with a stage, and with what of it is under way.
 OnProgress = Callable[[str, str], None]
@@ -76,8 +77,8 @@ def examine(device: str, asked: Sequence[str], output_folder: Path, on_progress:
     problems += disk_problems(disk)
     on_progress("loading the embedded model", "")
     # The libraries that load it import whatever they find installed.
-    crashes = any(check.crashed for check in packages)
-    model = ModelCheck(str(EMBEDDED_FOLDER), 0, 0, was_run=False) if crashes else check_model()
+    blocked = any(check.crashed or (check.error and check.name in IMPORTED_BY_DIFFUSERS) for check in packages)
+    model = ModelCheck(str(EMBEDDED_FOLDER), 0, 0, was_run=False) if blocked else check_model()
     problems += model_problems(model)
     results: list[SelfTestResult] = []
     if hardware is not None and device_name is not None:
@@ -118,11 +119,8 @@ def _refuse_crashed(info: BackendInfo, crashed: Mapping[str, PackageCheck]) -> B
     backend = find_backend(info.name)
     if not info.usable or not isinstance(backend, ImportingBackend):
         return info
-    if isinstance(backend, PackageBackend):
-        needed = [crashed[backend.distribution]] if backend.distribution in crashed else []
-    else:
-        # It chooses among several packages, and might choose the one that crashes.
-        needed = list(crashed.values())
+    # One that chooses among several packages might choose the one that crashes.
+    needed = [crashed[name] for name in backend.distributions if name in crashed]
     reason = "; ".join(f"package {check.name} {check.version}: {check.error}" for check in needed)
     return replace(info, version=None, reason=reason, fix=needed[0].install) if needed else info
 

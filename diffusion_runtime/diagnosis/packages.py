@@ -15,6 +15,7 @@ from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.diagnosis.problems import Problem
 from diffusion_runtime.hardware import ATTENTION_PACKAGES
+from diffusion_runtime.models.diffusers_import import IMPORTED_BY_DIFFUSERS, blocking_package
 
 # CuTe packages take long the first time; what takes longer than this hangs.
 IMPORT_SECONDS = 180
@@ -24,7 +25,8 @@ _NUM_PROCESSES = 2
 NEEDED = ("diffusers", "transformers", "accelerate", "safetensors", "imageio-ffmpeg")
 PACKAGES = (*NEEDED, *ATTENTION_PACKAGES)
 
-_IMPORT = "import importlib, sys; importlib.import_module(sys.argv[1])"
+# Some packages swallow what their kernels raise at import: what is called of them must be there too.
+_IMPORT = "import importlib, sys; m = importlib.import_module(sys.argv[1]); [getattr(m, name) for name in sys.argv[2:]]"
 # Its use is the program it carries, so that is what is asked.
 _RUN_FFMPEG = "import imageio_ffmpeg; print('ffmpeg', imageio_ffmpeg.get_ffmpeg_version())"
 
@@ -69,7 +71,8 @@ def check_packages(on_package: Callable[[str], None]) -> list[PackageCheck]:
     with ThreadPoolExecutor(_NUM_PROCESSES) as pool:
         installed = {name: version for name in PACKAGES if (version := _installed_version(name)) is not None}
         modules = {name: backends[name].module if name in backends else name.replace("-", "_") for name in installed}
-        imports = {name: pool.submit(_import_apart, name, module) for name, module in modules.items()}
+        functions = {name: backends[name].functions if name in backends else () for name in installed}
+        imports = {name: pool.submit(_import_apart, name, modules[name], functions[name]) for name in installed}
         for name in PACKAGES:
             imported = _Import()
             if name in installed:
@@ -92,9 +95,12 @@ def check_packages(on_package: Callable[[str], None]) -> list[PackageCheck]:
 
 def package_problems(checks: list[PackageCheck]) -> list[Problem]:
     """Packages that are broken, and those that are needed and missing. A missing optional one is no problem."""
+    versions = {check.name: check.version for check in checks if check.version is not None}
     problems = []
     for check in checks:
-        if check.state == "broken":
+        if check.state == "broken" and check.name in IMPORTED_BY_DIFFUSERS:
+            problems.append(Problem(*blocking_package(check.name, versions, check.error), is_failure=True))
+        elif check.state == "broken":
             what = f"package {check.name} {check.version} is installed and cannot be imported: {check.error}"
             fix = check.install if check.is_needed else f"pip uninstall {check.name}, or again: {check.install}"
             problems.append(Problem(what, fix))
@@ -125,13 +131,13 @@ class _Import:
     said: str = ""
 
 
-def _import_apart(name: str, module: str) -> _Import:
-    """Import a package in a process of its own."""
+def _import_apart(name: str, module: str, functions: tuple[str, ...]) -> _Import:
+    """Import a package in a process of its own, and what backends call of it."""
     asks_version = name == "imageio-ffmpeg"
     try:
         # -P: the working folder is not searched, as it is not for the installed command.
         done = subprocess.run(
-            [sys.executable, "-P", "-W", "ignore", "-c", _RUN_FFMPEG if asks_version else _IMPORT, module],
+            [sys.executable, "-P", "-W", "ignore", "-c", _RUN_FFMPEG if asks_version else _IMPORT, module, *functions],
             capture_output=True,
             text=True,
             errors="replace",

@@ -10,9 +10,11 @@ from machines import EVERYTHING, cuda, other
 from diffusion_runtime.attention import attention, list_backends, select_backend
 from diffusion_runtime.attention.backends.interface import FEATURES, NoOptions
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
+from diffusion_runtime.attention.backends.torch_sdpa import lse_kernel
 from diffusion_runtime.attention.catalogue import capability_on
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.kernels.block_sparse import flash4, triton
 
 HOPPER = cuda((9, 0), *EVERYTHING)
 # A machine that has all a backend needs.
@@ -108,7 +110,7 @@ def test_features_dtypes_and_head_sizes_are_refused_at_home_where_they_are_not_d
         ("fa3", cuda((8, 9), "flash-attn-3"), "needs sm_90 or newer"),
         ("fa3", cuda((10, 0), "flash-attn-3"), "stops at sm_90, this is cuda sm_100"),
         ("fa4", cuda((8, 9), "flash-attn-4"), "needs sm_90 or newer"),
-        ("fa4", cuda((12, 0), "flash-attn-4"), "stops at sm_103, this is cuda sm_120"),
+        ("fa4", cuda((13, 0), "flash-attn-4"), "stops at sm_121, this is cuda sm_130"),
         ("fa4", cuda((9, 0)), r"not installed; fix: pip install 'diffusion-runtime\[flash\]'"),
         ("fa4", other("rocm", "flash-attn-4"), "runs on cuda, not on rocm"),
         ("fa", cuda((9, 0)), r"FlashAttention is not installed; fix: pip install 'diffusion-runtime\[flash\]'"),
@@ -118,7 +120,7 @@ def test_features_dtypes_and_head_sizes_are_refused_at_home_where_they_are_not_d
             cuda((8, 6), "flash-attn-4"),
             "flash-attn-4 needs sm_90 or newer, this is .*fix: pip install flash-attn ",
         ),
-        ("fa", cuda((12, 0), "flash-attn-4"), "flash-attn-4 stops at sm_103"),
+        ("fa", cuda((13, 0), "flash-attn-4"), "flash-attn-4 stops at sm_121"),
         ("fa", other("mps"), "runs on cuda, rocm, not on mps"),
         ("cudnn_attn", cuda((7, 5)), "needs sm_80 or newer"),
         ("cudnn_attn", cuda((9, 0), cudnn=None), "torch has no cuDNN here; fix: pip install -U torch"),
@@ -138,7 +140,7 @@ def test_features_dtypes_and_head_sizes_are_refused_at_home_where_they_are_not_d
             "has kernels for sm_80, sm_86, .*; fix: pip install sage",
         ),
         ("sage_attn_3", cuda((9, 0), "sageattn3"), "this is cuda sm_90"),
-        ("sage_attn_3", cuda((10, 3), "sageattn3"), "has kernels for sm_100 and sm_120, this is cuda sm_103"),
+        ("sage_attn_3", cuda((10, 3), "sageattn3"), "has kernels for sm_100, sm_120, sm_121, this is cuda sm_103"),
         ("sage_attn_3", cuda((12, 0)), "not installed; fix: git clone"),
         (
             "xformers",
@@ -146,6 +148,13 @@ def test_features_dtypes_and_head_sizes_are_refused_at_home_where_they_are_not_d
             "cannot be imported where flash-attn-4 is .*; fix: choose",
         ),
         ("xformers", cuda((7, 5), "xformers"), "needs sm_80 or newer"),
+        ("video_sparse_attn", cuda((7, 5), *EVERYTHING), "needs sm_80 or newer, this is cuda sm_75"),
+        ("video_sparse_attn", cuda((9, 0)), "its kernel on cuda needs triton"),
+        (
+            "vmoba_attn",
+            other("rocm"),
+            "its kernel on rocm needs triton; fix: pip install",
+        ),
         ("flex_attn", cuda((9, 0)), "compiled with triton, which is not installed"),
         ("flex_attn", other("cpu"), "no C\\+\\+ compiler here; fix: apt-get install"),
         ("flex_attn", other("mps"), "not on mps"),
@@ -169,6 +178,12 @@ def test_a_machine_that_lacks_something_is_told_what(name: str, hardware: Hardwa
         ("cudnn_attn", cuda((9, 0), cudnn=(9, 10)), {"head_dim": 256}),
         ("cudnn_attn", cuda((8, 0), cudnn=(9, 1)), {"head_dim": 128}),
         ("fa4", cuda((10, 3), "flash-attn-4"), {"head_dim": 256}),
+        ("fa4", cuda((12, 0), "flash-attn-4"), {"head_dim": 128, "needs": ("lse", "causal"), "num_kv_heads": 2}),
+        ("fa4", cuda((12, 1), "flash-attn-4"), {"head_dim": 64}),
+        ("sage_attn", cuda((12, 1), "triton", "sageattention"), {"head_dim": 128}),
+        ("sage_attn_3", cuda((12, 1), "sageattn3"), {"head_dim": 128}),
+        ("video_sparse_attn", other("rocm", "triton"), {}),
+        ("video_sparse_attn", other("mps"), {}),
         ("flex_attn", cuda((9, 0), "triton"), {"needs": ("lse", "boolean_mask", "additive_mask")}),
         ("cudnn_attn", cuda((10, 0)), {"needs": ("boolean_mask",), "num_kv_heads": 2}),
     ],
@@ -185,6 +200,9 @@ def test_what_versions_and_chips_add(name: str, hardware: Hardware, question: di
         ("cudnn_attn", cuda((9, 0), cudnn=(9, 9)), {"head_dim": 256}),
         ("cudnn_attn", cuda((10, 0)), {"head_dim": 256}),
         ("fa4", cuda((10, 0), "flash-attn-4"), {"head_dim": 160}),
+        ("fa4", cuda((12, 0), "flash-attn-4"), {"head_dim": 256}),
+        # On a GPU nothing runs on the eager reference without a word.
+        ("video_sparse_attn", cuda((9, 0), "triton"), {"dtype": "float64"}),
         ("flex_attn", other("cpu", programs=("g++",)), {"needs": ("lse",)}),
         ("flex_attn", other("cpu", programs=("g++",)), {"needs": ("boolean_mask",)}),
         ("fa", cuda((9, 0), *EVERYTHING), {"needs": ("boolean_mask",)}),
@@ -210,3 +228,55 @@ def test_a_call_with_a_mask_has_a_default_everywhere(hardware: Hardware, mask: s
     assert backend is not None
     assert mask in capability_on(backend, hardware).features
     assert all(why == f"cannot do {mask}" for _, why in decision.rejected if "cannot do" in why)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "block", "bound"),
+    [
+        (cuda((9, 0), "triton", sageattention="1.0.6"), 64, 0.03),
+        (cuda((8, 6), "triton", sageattention="2.0.1"), 64, 0.03),
+        # The number is that of builds before what hides the keys past the end, and of builds after it.
+        (cuda((8, 6), "triton", sageattention="2.2.0+cu128"), 64, 0.03),
+        (cuda((8, 6), "triton", sageattention="2.2.1"), 1, 0.03),
+        (cuda((8, 0), "triton", sageattention="2.0.1"), 1, 0.03),
+        # Kernels of their own, with values in fp8.
+        (cuda((8, 9), "triton", sageattention="2.0.1"), 1, 0.06),
+        (cuda((9, 0), "triton", sageattention="2.2.0"), 1, 0.06),
+    ],
+)
+def test_what_sage_computes_right_and_how_well(hardware: Hardware, block: int, bound: float) -> None:
+    backend = find_backend("sage_attn")
+    assert backend is not None
+    assert capability_on(backend, hardware).key_counts.block == block
+    assert backend.error_bound_on(hardware) == bound
+
+
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "head_dim", "has_bias", "kernel"),
+    [
+        (other("cpu"), torch.float32, 64, True, "flash"),
+        (other("cpu"), torch.float64, 64, False, "math"),
+        (cuda((9, 0)), torch.bfloat16, 64, False, "flash"),
+        (cuda((9, 0)), torch.bfloat16, 64, True, "efficient"),
+        (cuda((9, 0)), torch.float32, 64, False, "math"),
+        (cuda((9, 0)), torch.bfloat16, 260, False, "math"),
+        # torch's flash operator needs sm_80; a T4 has the efficient one, in float16.
+        (cuda((7, 5)), torch.float16, 64, False, "efficient"),
+        (cuda((7, 5)), torch.float16, 64, True, "efficient"),
+        (cuda((7, 5)), torch.bfloat16, 64, False, "math"),
+        (other("rocm"), torch.bfloat16, 64, False, "flash"),
+        (other("mps"), torch.float16, 64, False, "math"),
+    ],
+)
+def test_the_log_sum_exp_comes_from_an_operator_that_the_chip_has(
+    hardware: Hardware, dtype: torch.dtype, head_dim: int, has_bias: bool, kernel: str
+) -> None:
+    assert lse_kernel(hardware, dtype, head_dim, has_bias) == kernel
+
+
+def test_block_sparse_kernels_know_nvidias_chips_from_amds() -> None:
+    """AMD's are numbered alike: gfx90a is 9.0, gfx942 is 9.4. A Hardware of ROCm has no capability."""
+    chips = {"sm_75": cuda((7, 5)), "sm_80": cuda((8, 0)), "sm_90": cuda((9, 0)), "rocm": other("rocm")}
+    assert [name for name, chip in chips.items() if triton.serves(chip)] == ["sm_80", "sm_90", "rocm"]
+    assert [name for name, chip in chips.items() if triton.has_bulk_copies(chip)] == ["sm_90"]
+    assert [name for name, chip in chips.items() if flash4.serves(chip)] == ["sm_90"]

@@ -9,7 +9,9 @@ import torch
 from machines import EVERYTHING, cuda, other
 
 from diffusion_runtime.attention import AttentionPolicy, Decision, select_backend
+from diffusion_runtime.attention.backends.interface import Question
 from diffusion_runtime.attention.platforms import platform_candidates
+from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import PLATFORMS, Hardware
 
@@ -75,6 +77,17 @@ def test_every_platform_is_in_the_matrix_and_ends_with_what_always_runs() -> Non
         assert platform_candidates(other(platform))[-1] == "torch_sdpa"
 
 
+def test_no_default_refuses_every_call_of_its_chip() -> None:
+    """A name in the order that a chip can never have is a step that does not exist."""
+    always_refused = []
+    for capability in [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]:
+        hardware = cuda(capability, *EVERYTHING)
+        question = Question("self", "self", 64, "bfloat16", hardware, num_heads=8, num_kv_heads=8)
+        for name in platform_candidates(hardware):
+            always_refused += [(capability, name, reason) for reason in refusals(name, question)]
+    assert always_refused == []
+
+
 @pytest.mark.parametrize(
     ("hardware", "taken", "version"),
     [
@@ -95,7 +108,8 @@ def test_every_platform_is_in_the_matrix_and_ends_with_what_always_runs() -> Non
         (cuda((10, 0), "flash-attn-4", cudnn=None), "fa4", ""),
         (cuda((10, 0), "flash-attn", cudnn=None), "torch_sdpa", ""),
         (cuda((12, 0), *EVERYTHING), "cudnn_attn", ""),
-        (cuda((12, 0), "flash-attn-4", cudnn=(9, 4)), "torch_sdpa", ""),
+        (cuda((12, 0), "flash-attn-4", cudnn=(9, 4)), "fa4", ""),
+        (cuda((12, 1), "flash-attn-4", cudnn=None), "fa4", ""),
         (cuda((12, 1), "flashinfer-python", cudnn=None), "flashinfer_attn", ""),
         (other("rocm"), "torch_sdpa", ""),
         (other("rocm", "flash-attn"), "fa", "fa2 2.8.3"),

@@ -212,9 +212,9 @@ def test_the_error_is_that_of_float64_attention(shape: AttentionShape) -> None:
 
 
 def test_bounds() -> None:
-    assert error_bound(ReferenceBackend(), torch.bfloat16) == 1e-2
-    assert error_bound(Quantised(), torch.bfloat16) == 0.2
-    assert error_bound(Quantised(), torch.float64) == 0.2
+    assert error_bound(ReferenceBackend(), torch.bfloat16, Hardware()) == 1e-2
+    assert error_bound(Quantised(), torch.bfloat16, Hardware()) == 0.2
+    assert error_bound(Quantised(), torch.float64, Hardware()) == 0.2
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_broken_package_that_nobody_asked_for_is_a_problem_and_no_failure(tmp_
     assert "fix: pip uninstall sageattention, or again: pip install 'diffusion-runtime[sage]'" in said
     assert "embedded model whole, 6,988,608 parameters" in said
     assert "ffmpeg" in said
-    assert any(line.split()[:3] == ["torch_sdpa", "fp32", "15/15"] for line in result.out.splitlines())
+    assert any(line.split()[:3] == ["torch_sdpa", "fp32", "18/18"] for line in result.out.splitlines())
     assert max(len(line) for line in result.out.splitlines() if "fix:" not in line) <= 80
     assert result.err.splitlines()[0] == "reading the machine"
     assert "testing torch_sdpa" in result.err
@@ -55,7 +55,7 @@ def test_what_was_asked_for_and_does_not_work(tmp_path: Path) -> None:
     assert result.json["exit_code"] == 1
     problems = problems_of(result)
     assert set(problems) == {"wrong_scale", "on_sage", "sage_attn_3", "sageattention"}
-    assert "fails 3 of 3 self-tests; the first (plain, float32, head size 64): the error" in str(
+    assert "fails 6 of 6 self-tests; the first (plain, float32, head size 64): the error" in str(
         problems["wrong_scale"]["what"]
     )
     assert "libbroken.so" in str(problems["on_sage"]["what"])

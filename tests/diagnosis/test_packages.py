@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from diffusion_runtime.diagnosis import examination
+from diffusion_runtime.diagnosis.examination import examine
 from diffusion_runtime.diagnosis.packages import NEEDED, PackageCheck, check_packages, package_problems
 from diffusion_runtime.hardware import ATTENTION_PACKAGES
 
@@ -39,3 +41,29 @@ def test_what_diffusers_loads_its_own_pipelines_with_is_looked_at(
     (problem,) = [problem for problem in problems if problem.what.startswith("package accelerate ")]
     assert "libbroken.so" in problem.what
     assert problem.fix == "pip install --force-reinstall accelerate"
+
+
+def test_a_package_that_keeps_diffusers_from_being_imported_is_a_failure_that_says_which_to_remove() -> None:
+    error = "ModuleNotFoundError: No module named 'flash_attn.flash_attn_interface'"
+    both = [PackageCheck("xformers", "0.0.35", error=error), PackageCheck("flash-attn-4", "4.0.0b36")]
+    (problem,) = package_problems(both)
+    assert problem.is_failure
+    assert problem.what == (
+        f"package xformers 0.0.35 is installed and cannot be imported: {error}; diffusers imports it wherever it is "
+        "installed, so no model can be loaded. It takes flash-attn-4 4.0.0b36 for FlashAttention-2"
+    )
+    assert problem.fix == "pip uninstall xformers, which keeps the faster fa4; or pip uninstall flash-attn-4"
+    (alone,) = package_problems([PackageCheck("xformers", "0.0.35", error="OSError: no CUDA 12")])
+    assert (alone.is_failure, alone.fix) == (True, "pip uninstall xformers")
+
+
+def test_the_embedded_model_is_not_called_damaged_where_diffusers_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [PackageCheck("xformers", "0.0.35", error="OSError: no CUDA 12"), PackageCheck("diffusers", "0.42.1")]
+    monkeypatch.setattr(examination, "check_packages", lambda on_package: found)
+    diagnosis = examine("cpu", ["reference"], tmp_path, lambda stage, what: None)
+    assert diagnosis.exit_code == 1
+    assert diagnosis.model.state == "not looked at"
+    (problem,) = [problem for problem in diagnosis.problems if problem.is_failure]
+    assert (problem.what.split()[1], problem.fix) == ("xformers", "pip uninstall xformers")

@@ -29,6 +29,7 @@ class AiterBackend(FlashAttention):
     summary = "AMD's AITER kernels"
     distribution = "amd-aiter"
     module = "aiter"
+    functions = ("flash_attn_func", "flash_attn_varlen_func")
     install = (
         "git clone --recursive https://github.com/ROCm/aiter && cd aiter && python setup.py develop, "
         "or a wheel from its releases"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
+_logger = logging.getLogger("diffusion_runtime.attention")
+
 # Fastest first, on the chips that they share.
 _GENERATIONS: tuple[FlashAttention, ...] = (FlashAttention4(), FlashAttention3(), FlashAttention2())
 
@@ -39,17 +42,40 @@ def _installed(hardware: Hardware) -> list[FlashAttention]:
     return [generation for generation in there if not _refusals(generation, hardware, head_dim=64)]
 
 
-def fastest_generation(hardware: Hardware, head_dim: int) -> FlashAttention | None:
+def serving_generation(question: Question) -> tuple[FlashAttention | None, list[tuple[FlashAttention, Availability]]]:
+    """The generation that `fa` stands for, None when none can serve; and those before it that cannot be imported.
+
+    Which ones import is known of this process's own machine alone; of any other, the first that fits is taken.
+    """
+    broken = []
+    for generation in _installed(question.hardware):
+        if generation.capability.refusals(question):
+            continue
+        if not question.hardware.is_here:
+            return generation, []
+        found = generation.imported(question)
+        if found.version is not None:
+            return generation, broken
+        broken.append((generation, found))
+    return None, broken
+
+
+def fastest_generation(hardware: Hardware, head_dim: int, dtype: str = "bfloat16") -> FlashAttention | None:
     """The generation that `fa` stands for; None when no installed one serves this head size on this chip."""
-    fitting = (generation for generation in _installed(hardware) if not _refusals(generation, hardware, head_dim))
-    return next(fitting, None)
+    return serving_generation(Question("self", "self", head_dim, dtype, hardware, num_heads=1, num_kv_heads=1))[0]
 
 
 @functools.lru_cache(maxsize=64)
-def _generation_for(device: torch.device, head_dim: int) -> FlashAttention:
-    generation = fastest_generation(detect_hardware(str(device)), head_dim)
-    assert generation is not None, "selection asks the capability first"
+def _generation_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> FlashAttention:
+    generation = fastest_generation(detect_hardware(str(device)), head_dim, str(dtype).removeprefix("torch."))
+    assert generation is not None, "selection asks the capability, and imports, first"
     return generation
+
+
+@functools.cache
+def _say_passed_over(generation: FlashAttention, reason: str, taken: str) -> None:
+    """Said once per process: who installed the fastest generation expects it to run."""
+    _logger.warning("fa takes %s and passes over %s: %s", taken, generation.name, reason)
 
 
 @dataclass(frozen=True)
@@ -69,8 +95,9 @@ class _AnyGeneration(Capability):
 
 @register_backend
 class AnyFlashAttention(ImportingBackend):
-    """FA4 on sm_90 and sm_100/103, FA3 on sm_90, FA2 on sm_80 and newer and on ROCm, whichever is there."""
+    """FA4 on sm_90 and newer, FA3 on sm_90, FA2 on sm_80 and newer and on ROCm: the first that is there and imports."""
 
+    distributions = tuple(generation.distribution for generation in _GENERATIONS)
     name = "fa"
     summary = "FlashAttention, the fastest generation installed for this chip"
     capability = _AnyGeneration(
@@ -96,11 +123,17 @@ class AnyFlashAttention(ImportingBackend):
         return Availability(None, reason, fix)
 
     def versions(self, hardware: Hardware) -> str:
-        return _installed(hardware)[0].versions(hardware)
+        generation = fastest_generation(hardware, head_dim=64) or _installed(hardware)[0]
+        return generation.versions(hardware)
 
-    def import_error(self, hardware: Hardware) -> str | None:
-        installed = _installed(hardware)
-        return installed[0].import_error(hardware) if installed else None
+    def imported(self, question: Question) -> Availability:
+        generation, broken = serving_generation(question)
+        if generation is not None:
+            for other, found in broken:
+                _say_passed_over(other, found.reason, generation.name)
+            return Availability(f"{generation.name} {generation.probe(question.hardware).version}")
+        reasons, fixes = [found.reason for _, found in broken], [found.fix for _, found in broken]
+        return Availability(None, "; ".join(reasons), fixes[0])
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        return _generation_for(call.q.device, call.q.shape[3]).run(call)
+        return _generation_for(call.q.device, call.q.shape[3], call.q.dtype).run(call)

@@ -29,6 +29,8 @@ class FlashAttention2(FlashAttention):
     summary = "FlashAttention-2"
     distribution = "flash-attn"
     module = "flash_attn.flash_attn_interface"
+    compiled_ahead = True
+    functions = ("flash_attn_func", "flash_attn_varlen_func")
     install = "pip install flash-attn --no-build-isolation"
     capability = Capability(
         platforms=frozenset({"cuda", "rocm"}),

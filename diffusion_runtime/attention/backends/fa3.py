@@ -37,6 +37,8 @@ class FlashAttention3(FlashAttention):
     summary = "FlashAttention-3"
     distribution = "flash-attn-3"
     module = "flash_attn_interface"
+    compiled_ahead = True
+    functions = ("flash_attn_func", "flash_attn_varlen_func")
     install = (
         "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && python setup.py install"
     )

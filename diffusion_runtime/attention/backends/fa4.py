@@ -1,4 +1,4 @@
-"""FlashAttention-4: package flash-attn-4, pure Python, compiled by CuTe at the first call; sm_90 and sm_100/103.
+"""FlashAttention-4: package flash-attn-4, pure Python, compiled by CuTe at the first call; sm_90 and newer.
 
 What it compiles depends on dtypes, head sizes, heads per key head, causality, the log-sum-exp and the varlen form, and
 not on lengths, but for whether all queries fit one tile. Each process compiles anew, unless
@@ -50,27 +50,31 @@ def _capability(head_sizes: HeadSizes) -> Capability:
         head_sizes=head_sizes,
         features=FLASH_FEATURES,
         minimum_capability=(9, 0),
-        maximum_capability=(10, 3),
+        maximum_capability=(12, 1),
     )
 
 
 _UP_TO_256 = _capability(HeadSizes(minimum=8, maximum=256, multiple=8))
 _UP_TO_128_AND_256 = _capability(HeadSizes(only=(*range(8, 129, 8), 256)))
+# sm_120 and sm_121 have 99 KB of shared memory; the package's tiles for heads of 128 take 64 of them.
+_UP_TO_128 = _capability(HeadSizes(minimum=8, maximum=128, multiple=8))
 
 
 def _on(hardware: Hardware) -> Capability:
-    blackwell = hardware.capability is not None and hardware.capability >= (10, 0)
-    return _UP_TO_128_AND_256 if blackwell else _UP_TO_256
+    if hardware.capability is None or hardware.capability < (10, 0):
+        return _UP_TO_256
+    return _UP_TO_128_AND_256 if hardware.capability < (12, 0) else _UP_TO_128
 
 
 @register_backend
 class FlashAttention4(FlashAttention):
-    """flash_attn.cute.flash_attn_func. Its sm_120 kernels are experimental upstream and are not taken."""
+    """flash_attn.cute.flash_attn_func: kernels of their own for sm_90 and sm_100, those of sm_80 on sm_120."""
 
     name = "fa4"
     summary = "FlashAttention-4 (CuTe)"
     distribution = "flash-attn-4"
     module = "flash_attn.cute"
+    functions = ("flash_attn_func", "flash_attn_varlen_func")
     install = "pip install 'diffusion-runtime[flash]'"
     capability = NarrowedCapability(
         platforms=_UP_TO_256.platforms,

@@ -25,14 +25,20 @@ _WORKSPACE_SIZE = 128 * 1024 * 1024
 
 
 @functools.cache
-def _workspace(device: torch.device) -> torch.Tensor:
-    """Scratch space that all layers of a device share: one call runs after the other on its stream."""
+def _workspace(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001
+    """Scratch space that all layers of a stream share, where one call runs after the other; two streams would race."""
     return torch.empty(_WORKSPACE_SIZE, dtype=torch.uint8, device=device)
+
+
+def _stream(device: torch.device) -> int:
+    """The stream that a call on `device` runs on now; 0 where there are none."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 @functools.lru_cache(maxsize=8)
 def _planned(
     device: torch.device,
+    stream: int,
     dtype: torch.dtype,
     seq_q: int,
     lengths: tuple[int, ...],
@@ -42,10 +48,10 @@ def _planned(
     causal: bool,
     scale: float | None,
 ) -> Any:
-    """A wrapper planned for calls of one form. Planning waits for the device, so plans are kept."""
+    """A wrapper planned for calls of one form on one stream. Planning waits for the device, so plans are kept."""
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(_workspace(device), "NHD")
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(_workspace(device, stream), "NHD")
     packed_q = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cpu") * seq_q
     packed_k = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32)
     wrapper.plan(
@@ -72,6 +78,7 @@ class FlashInferBackend(PackageBackend):
     summary = "FlashInfer's prefill kernels"
     distribution = "flashinfer-python"
     module = "flashinfer"
+    functions = ("BatchPrefillWithRaggedKVCacheWrapper",)
     install = "pip install 'diffusion-runtime[flashinfer]'"
     capability = Capability(
         platforms=frozenset({"cuda"}),
@@ -113,6 +120,7 @@ def _attend_packed(call: AttentionCall, packed: PackedCall) -> AttentionResult:
 def _run(call: AttentionCall, packed: PackedCall, causal: bool, implementation: str) -> AttentionResult:
     wrapper = _planned(
         packed.q.device,
+        _stream(packed.q.device),
         packed.q.dtype,
         packed.seq_q,
         packed.lengths,

@@ -48,6 +48,29 @@ class HeadSizes:
 
 
 @dataclass(frozen=True)
+class KeyCounts:
+    """Numbers of keys a kernel computes right: whole blocks of `block`, or what fills its last block up to `tolerance`.
+
+    Kernels that do not hide what their last block of keys holds past the end count those as keys of score 0 and value
+    0. Where the keys' mean is subtracted from them, as SageAttention does, the weights of n keys sum to n or more
+    (Jensen's inequality), so r such keys cost a relative error of r / (n + r) at most. `tolerance` bounds that.
+    """
+
+    block: int = 1
+    tolerance: float = 0.0
+
+    def __contains__(self, num_keys: int) -> bool:
+        past_the_end = -num_keys % self.block
+        return past_the_end <= self.tolerance * (num_keys + past_the_end)
+
+    def __str__(self) -> str:
+        if self.block == 1:
+            return "any number of keys"
+        near = f", or at most {self.tolerance:.1%} below one" if self.tolerance else ""
+        return f"a number of keys that is a multiple of {self.block}{near}"
+
+
+@dataclass(frozen=True)
 class Question:
     """What is known of a layer when its backend is chosen.
 
@@ -75,7 +98,8 @@ class Capability:
     platforms: where it runs; dtypes: input types; head_sizes: see HeadSizes; features: a subset of FEATURES.
     minimum_capability, maximum_capability: inclusive range of compute capabilities on CUDA, None for no bound.
     categories: the role categories it may serve. needs_every_key: it chooses among all keys of the sequence, so a call
-    with a part of them means something else; without it, parts are merged by their log-sum-exps.
+    with a part of them means something else; without it, parts are merged by their log-sum-exps. key_counts: see
+    KeyCounts; no question knows a call's number of keys, so calls with another run elsewhere (`calling.run_backend`).
     """
 
     platforms: frozenset[str] = frozenset(PLATFORMS)
@@ -86,6 +110,7 @@ class Capability:
     maximum_capability: tuple[int, int] | None = None
     categories: frozenset[str] = frozenset(CATEGORIES)
     needs_every_key: bool = False
+    key_counts: KeyCounts = field(default_factory=KeyCounts)
 
     def serves(self, question: Question) -> bool:
         """Whether the backend is made for the role at all; a general choice passes over roles it is not made for."""
@@ -182,7 +207,8 @@ class Backend(ABC):
 
     lossless: computes the exact softmax up to rounding; False where precision or pairs are given up by design.
     error_bound: the relative error in the Frobenius norm that precision given up by design may cost on normally
-    distributed inputs; None where rounding alone errs, or pairs are given up and the rest is exact.
+    distributed inputs, on the machine where it costs most; None where rounding alone errs, or pairs are given up and
+    the rest is exact.
     self_test_options: options under which a small self-test exercises it, where its defaults would not.
     """
 
@@ -228,6 +254,13 @@ class Backend(ABC):
         """
         return True
 
+    def error_bound_on(self, hardware: Hardware) -> float | None:  # noqa: ARG002
+        """`error_bound` on one machine: kernels for other chips may give up less."""
+        return self.error_bound
+
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:
-        """Compute one call. Selection has already checked `capability`, so every call is one it promised."""
+        """Compute one call. Selection has already checked `capability`, so every call is one it promised.
+
+        Callers go through `calling.run_backend`, which keeps the promise that no question can be asked about: key_counts.
+        """

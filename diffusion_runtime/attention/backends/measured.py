@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import (
     AttentionCall,
     AttentionResult,
@@ -54,7 +55,7 @@ class _Pick:
     why: str
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        result = self.backend.run(with_own_options(self.backend, call))
+        result = run_backend(self.backend, with_own_options(self.backend, call))
         return result._replace(implementation=f"{self.backend.name}: {result.implementation} ({self.why})")
 
 

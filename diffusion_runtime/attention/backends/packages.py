@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from abc import abstractmethod
 from typing import ClassVar
 
-from diffusion_runtime.attention.backends.interface import Availability, Backend
+from diffusion_runtime.attention.backends.interface import Availability, Backend, Question
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.kernels.importing import raised_line as raised_line
 
 
 class ImportingBackend(Backend):
-    """A backend that can be installed and broken all the same: its package may not fit this torch or this CUDA."""
+    """A backend that can be installed and broken all the same: its package may not fit this torch, CUDA or chip.
+
+    distributions: those it may import, as the package index and Hardware.packages name them.
+    """
+
+    distributions: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def import_error(self, hardware: Hardware) -> str | None:
-        """Why this process cannot import what is installed; None when it can.
+    def imported(self, question: Question) -> Availability:
+        """The version that would serve `question` in this process, or why what is installed cannot, and the fix.
 
-        Imports it, so it is asked of the backend that is about to be chosen and of no other. hardware: the machine of
-        this process.
+        Imports packages and may run one small call, so it is asked of the backend that is about to be chosen and of no
+        other, where `probe` and the capability have nothing against it. question.hardware: the machine of this process.
         """
 
 
 class PackageBackend(ImportingBackend):
     """A backend that needs one distribution.
 
-    distribution: as the package index and Hardware.packages name it. module: what `run` imports of it. install: the
-    command that brings it.
+    distribution: as the package index and Hardware.packages name it. module: what `run` imports of it, and functions:
+    the names it takes from there. install: the command that brings it. compiled_ahead: whether its kernels came
+    compiled, for certain chips and one torch: then one small call, of a millisecond, tells whether they are there. What
+    compiles at its first call takes seconds, FlashInfer 84 on an H200.
     """
 
     distribution: ClassVar[str]
     module: ClassVar[str]
+    functions: ClassVar[tuple[str, ...]] = ()
     install: ClassVar[str]
+    compiled_ahead: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "distribution" in cls.__dict__:
+            cls.distributions = (cls.distribution,)
 
     def probe(self, hardware: Hardware) -> Availability:
         version = hardware.packages.get(self.distribution)
@@ -43,31 +57,25 @@ class PackageBackend(ImportingBackend):
     def versions(self, hardware: Hardware) -> str:
         return f"{self.distribution} {hardware.packages[self.distribution]}"
 
-    def import_error(self, hardware: Hardware) -> str | None:
-        failure = import_failure(self.module)
+    def is_compiled_ahead(self, hardware: Hardware) -> bool:  # noqa: ARG002
+        """`compiled_ahead` of the version that is installed."""
+        return self.compiled_ahead
+
+    def imported(self, question: Question) -> Availability:
+        failure, problem = import_failure(self.module, *self.functions), "cannot be imported"
+        if failure is None and self.is_compiled_ahead(question.hardware):
+            # Imported here: it needs torch, which a listing for another machine does not.
+            from diffusion_runtime.attention.backends.trial import trial_failure
+
+            failure, problem = trial_failure(self, question), f"cannot compute on {question.hardware.describe()}"
+        found = self.probe(question.hardware)
         if failure is None:
-            return None
-        version = hardware.packages.get(self.distribution, "")
-        return (
-            f"package {self.distribution!r} {version} is installed and cannot be imported: {failure}; "
-            f"fix: install it again for this torch and CUDA ({self.install}), or remove it"
+            return found
+        return Availability(
+            None,
+            f"package {self.distribution!r} {found.version or ''} is installed and {problem}: {failure}",
+            f"install it again for this torch and CUDA ({self.install}), or remove it",
         )
-
-
-@functools.cache
-def import_failure(module: str) -> str | None:
-    """What importing `module` raises, in one line; None when it imports. Tried once a process."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # whatever a stranger's package raises when it is imported
-        return raised_line(error)
-    return None
-
-
-def raised_line(error: BaseException) -> str:
-    """`OSError: libbroken.so: cannot open shared object file`."""
-    line = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def unaskable(backend: Backend, error: BaseException) -> str:

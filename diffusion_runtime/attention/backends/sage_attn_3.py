@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from diffusion_runtime.attention.backends.detour import run_elsewhere
 from diffusion_runtime.attention.backends.interface import (
     AttentionCall,
     AttentionResult,
@@ -18,14 +18,10 @@ from diffusion_runtime.attention.backends.interface import (
 )
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
-from diffusion_runtime.attention.backends.registry import find_backend, register_backend
+from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware
 
-_CHIPS = ((10, 0), (12, 0))
-# Where SageAttention's documentation sends what it has no kernel for.
-_ELSEWHERE = "torch_sdpa"
-
-_logger = logging.getLogger("diffusion_runtime.attention")
+_CHIPS = ((10, 0), (12, 0), (12, 1))
 
 
 @functools.cache
@@ -49,6 +45,8 @@ class Sage3Backend(PackageBackend):
     error_bound = 0.3
     distribution = "sageattn3"
     module = "sageattn3"
+    compiled_ahead = True
+    functions = ("sageattn3_blackwell",)
     install = (
         "git clone https://github.com/thu-ml/SageAttention && cd SageAttention/sageattention3_blackwell && "
         "python setup.py install"
@@ -65,12 +63,13 @@ class Sage3Backend(PackageBackend):
     def probe(self, hardware: Hardware) -> Availability:
         found = super().probe(hardware)
         if found.version is not None and hardware.capability not in (None, *_CHIPS):
-            return Availability(None, f"sageattn3 has kernels for sm_100 and sm_120, this is {hardware.describe()}")
+            chips = ", ".join(f"sm_{major}{minor}" for major, minor in _CHIPS)
+            return Availability(None, f"sageattn3 has kernels for {chips}, this is {hardware.describe()}")
         return found
 
     def run(self, call: AttentionCall) -> AttentionResult:
         if call.q.shape[2] != call.k.shape[2]:
-            return _run_elsewhere(call, "SageAttention 3 has no grouped queries")
+            return run_elsewhere(call, "SageAttention 3 has no grouped queries")
         return attend_by_ranges(call, _attend)
 
 
@@ -81,13 +80,3 @@ def _attend(_call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     out = _kernel()(q_bhsd, k_bhsd, v_bhsd, is_causal=causal)
     # Its kernel writes bfloat16 or float16 as q is.
     return AttentionResult(out.transpose(1, 2).to(q.dtype), None, "sageattention 3")
-
-
-def _run_elsewhere(call: AttentionCall, reason: str) -> AttentionResult:
-    """A documented detour: said once a request, and counted under what ran."""
-    other = find_backend(_ELSEWHERE)
-    assert other is not None
-    if call.state.is_first(reason):
-        _logger.info("%s: these calls run on %s", reason, other.name)
-    result = other.run(call._replace(options=other.options_type()))
-    return AttentionResult(result.out, result.lse, f"{other.name} ({result.implementation}): {reason}")

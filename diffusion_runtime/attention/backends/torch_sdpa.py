@@ -16,7 +16,7 @@ from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import aligned_rows, as_additive, blank_hidden_rows, hide_later_keys
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.hardware import DTYPES, Hardware
+from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
 
 # What torch answers when asked which kernel it takes; the numbers are those of its SDPBackend enum.
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
@@ -74,29 +74,40 @@ def _attend_with_lse(
     """The public function drops the log-sum-exp, so the operators below it are called where one returns it."""
     seq_q, repeats = q_bhsd.shape[2], q_bhsd.shape[1] // k_bhsd.shape[1]
     bias = None if mask is None else as_additive(mask, q_bhsd.dtype)
-    half = q_bhsd.dtype in (torch.bfloat16, torch.float16)
-    aligned = q_bhsd.shape[-1] % 8 == 0 and q_bhsd.shape[-1] <= 256
-    if q_bhsd.device.type == "cpu" and q_bhsd.dtype != torch.float64:
+    kernel = lse_kernel(detect_hardware(str(q_bhsd.device)), q_bhsd.dtype, q_bhsd.shape[-1], bias is not None)
+    if q_bhsd.device.type == "cpu" and kernel == "flash":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_bhsd, k_bhsd, v_bhsd, 0.0, causal, attn_mask=bias, scale=call.scale
         )
-        kernel = "flash"
-    elif q_bhsd.is_cuda and half and aligned:
+    elif kernel != "math":
         if repeats > 1:
             k_bhsd, v_bhsd = k_bhsd.repeat_interleave(repeats, 1), v_bhsd.repeat_interleave(repeats, 1)
-        if bias is None:
+        if kernel == "flash":
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
                 q_bhsd, k_bhsd, v_bhsd, 0.0, causal, scale=call.scale
             )[:2]
-            kernel = "flash"
         else:
-            whole_bias = aligned_rows(bias).expand(*q_bhsd.shape[:3], k_bhsd.shape[2])
+            whole_bias = None if bias is None else aligned_rows(bias).expand(*q_bhsd.shape[:3], k_bhsd.shape[2])
             out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
                 q_bhsd, k_bhsd, v_bhsd, whole_bias, True, 0.0, causal, scale=call.scale
             )[:2]
-            kernel = "efficient"
     else:
         q, k, v = (x.transpose(1, 2) for x in (q_bhsd, k_bhsd, v_bhsd))
         out, lse = reference_attention(q, k, v, scale=call.scale, causal=causal, mask=mask)
         return AttentionResult(out, lse.float(), "math with lse")
     return AttentionResult(out.transpose(1, 2), lse[..., :seq_q].float(), kernel)
+
+
+def lse_kernel(hardware: Hardware, dtype: torch.dtype, head_dim: int, has_bias: bool) -> str:
+    """Which of torch's operators returns the log-sum-exp of such a call: flash, efficient, or none of them, `math`.
+
+    Below sm_80 the flash operator does not run at all, and the efficient one takes no bfloat16.
+    """
+    if hardware.platform == "cpu":
+        return "math" if dtype == torch.float64 else "flash"
+    half = dtype in (torch.bfloat16, torch.float16)
+    if hardware.platform not in ("cuda", "rocm") or not half or head_dim % 8 or head_dim > 256:
+        return "math"
+    if hardware.capability is not None and hardware.capability < (8, 0):
+        return "efficient" if dtype == torch.float16 else "math"
+    return "efficient" if has_bias else "flash"

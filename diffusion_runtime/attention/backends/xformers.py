@@ -42,6 +42,12 @@ class XformersBackend(PackageBackend):
     summary = "xformers' memory-efficient attention"
     distribution = "xformers"
     module = "xformers.ops"
+    compiled_ahead = True
+    functions = (
+        "LowerTriangularMask",
+        "memory_efficient_attention_forward",
+        "memory_efficient_attention_forward_requires_grad",
+    )
     install = "pip install 'diffusion-runtime[xformers]'"
     capability = Capability(
         platforms=frozenset({"cuda"}),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
+from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import (
     AttentionCall,
     AttentionResult,
@@ -20,6 +21,8 @@ from diffusion_runtime.attention.backends.interface import (
     NoOptions,
     Question,
 )
+from diffusion_runtime.attention.backends.narrowing import NarrowedCapability, narrowed
+from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
@@ -31,20 +34,34 @@ from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
+from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
+from diffusion_runtime.kernels.importing import import_failure
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
-SPARSE_CAPABILITY = Capability(
-    dtypes=frozenset((*DTYPES, "float64")),
-    head_sizes=HeadSizes(maximum=256),
-    features=frozenset({"key_padding", "gqa", "scale", "lse"}),
-    categories=frozenset({"self"}),
-    needs_every_key=True,
-)
+# Where torch calls the device `cuda`, and the Triton kernels compute.
+GPU_PLATFORMS = ("cuda", "rocm")
+_INSTALL_TRITON = "pip install 'diffusion-runtime[sparse]'"
+
+_FEATURES = frozenset({"key_padding", "gqa", "scale", "lse"})
+
+
+def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapability:
+    """What the reference computes on every device; on a GPU, what the kernel does: nothing there runs on the reference
+    without a word."""
+    everywhere = Capability(
+        dtypes=frozenset((*DTYPES, "float64")),
+        head_sizes=HeadSizes(maximum=256),
+        features=features,
+        categories=frozenset({"self"}),
+        needs_every_key=True,
+    )
+    on_gpu = replace(everywhere, dtypes=frozenset(DTYPES), minimum_capability=triton.MINIMUM_CAPABILITY)
+    return narrowed(everywhere, lambda hardware: on_gpu if hardware.platform in GPU_PLATFORMS else everywhere)
 
 
 @dataclass(frozen=True)
@@ -106,19 +123,30 @@ class PlanRequest:
         return text_lengths(self.layout, self.q.device)
 
 
-class SparseBackend(Backend):
+class SparseBackend(ImportingBackend):
     """A backend that plans which blocks to keep and hands the rest to the block-sparse kernel.
 
     Every options_type has `min_tokens`: grids with fewer tokens run dense, and the report says so.
     """
 
-    capability: ClassVar[Capability] = SPARSE_CAPABILITY
+    capability: ClassVar[Capability] = sparse_capability()
     lossless = False
+    distributions = ("triton", "flash-attn-4")
 
     def probe(self, hardware: Hardware) -> Availability:
-        if hardware.platform == "cuda" and "triton" not in hardware.packages:
-            return Availability(None, "its CUDA kernel needs triton", "pip install 'diffusion-runtime[sparse]'")
+        if hardware.platform in GPU_PLATFORMS and "triton" not in hardware.packages:
+            return Availability(None, f"its kernel on {hardware.platform} needs triton", _INSTALL_TRITON)
         return Availability(version=hardware.packages.get("triton", hardware.torch_version))
+
+    def imported(self, question: Question) -> Availability:
+        if question.hardware.platform in GPU_PLATFORMS:
+            failure = import_failure("triton")
+            if failure is not None:
+                return Availability(None, f"triton is installed and cannot be imported: {failure}", _INSTALL_TRITON)
+            if flash4.serves(question.hardware):
+                # Asked here, so that neither its import nor what is wrong with it waits for the first sparse step.
+                flash4.package_refusal()
+        return self.probe(question.hardware)
 
     @abstractmethod
     def dense_reason(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
@@ -171,7 +199,7 @@ class SparseBackend(Backend):
         if call.state.is_first(f"{self.name}: {reason}"):
             _logger.info("%s runs dense: %s", self.name, reason)
         plain = call._replace(options=dense.options_type(), gate=None)
-        result = dense.run(plain)
+        result = run_backend(dense, plain)
         return AttentionResult(result.out, result.lse, f"dense {dense.name} ({result.implementation}): {reason}")
 
 

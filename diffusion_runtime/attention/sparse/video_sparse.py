@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
@@ -19,7 +19,7 @@ from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.schedule import IndexRanges
-from diffusion_runtime.attention.sparse.interface import SPARSE_CAPABILITY, PlanRequest, SparseBackend, check_grid
+from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid, sparse_capability
 from diffusion_runtime.attention.sparse.tiles import tile_counts, tile_geometry
 from diffusion_runtime.attention.sparse.video_sparse_coarse import TileMeans, attend_tiles, num_kept_tiles, tile_means
 from diffusion_runtime.errors import ConfigError
@@ -92,7 +92,7 @@ class VideoSparseBackend(SparseBackend):
     name = "video_sparse_attn"
     aliases = ("vsa",)
     summary = "Video Sparse Attention: the best tiles of a coarse attention, plus that attention times a learned gate"
-    capability = replace(SPARSE_CAPABILITY, features=SPARSE_CAPABILITY.features | {"gate"})
+    capability = sparse_capability(SparseBackend.capability.features | {"gate"})
     options_type = VideoSparseOptions
     self_test_options = MappingProxyType({"sparsity": 0.6})
 

@@ -7,22 +7,47 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 
 import torch
 
+from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing.triton import reorder_tokens
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.importing import import_failure
 
 _TILE = 128
 
 
+_logger = logging.getLogger("diffusion_runtime.attention")
+
+
 @functools.cache
-def _is_installed() -> bool:
+def package_refusal() -> str | None:
+    """Why flash-attn-4 cannot be used in this process; None when it can.
+
+    Imports it where it is installed: seconds, once per process. One that is broken is logged, as Triton then computes
+    what it was installed for.
+    """
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:
-        return False
+        installed = importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:
+        installed = False
+    if not installed:
+        return "flash-attn-4 is not installed: pip install 'diffusion-runtime[flash]'"
+    failure = import_failure("flash_attn.cute", "flash_attn_func")
+    failure = failure or import_failure("flash_attn.cute.block_sparsity", "BlockSparseTensorsTorch")
+    if failure is None:
+        return None
+    refusal = f"flash-attn-4 is installed and cannot be imported: {failure}"
+    _logger.warning("block-sparse attention runs on Triton: %s", refusal)
+    return refusal
+
+
+def serves(hardware: Hardware) -> bool:
+    """Whether the chip is one of its kernel; ROCm counts its chips by the same numbers and is none."""
+    return hardware.platform == "cuda" and hardware.capability == (9, 0)
 
 
 def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
@@ -37,10 +62,8 @@ def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: Block
     """Why no plan of these blocks, without row masks, can be computed here on tensors like q; None when any can."""
     if not q.is_cuda:
         return f"needs a CUDA GPU, the tensors are on {q.device}"
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
+    if not serves(detect_hardware(str(q.device))):
         return "serves sm_90 alone"
-    if not _is_installed():
-        return "flash-attn-4 is not installed: pip install 'diffusion-runtime[flash]'"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'diffusion-runtime[sparse]'"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -54,7 +77,7 @@ def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: Block
     sizes = (q_blocks.uniform_block_size, kv_blocks.uniform_block_size)
     if any(size is None or size % _TILE for size in sizes):
         return f"needs blocks of equal size, a multiple of {_TILE} tokens"
-    return None
+    return package_refusal()
 
 
 def block_sparse_flash4(

@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_packing.tokens import PackedTokens, row_width
 from diffusion_runtime.kernels.block_packing.triton import rows_contiguous
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
+
+MINIMUM_CAPABILITY = (8, 0)
+# What the kernels compute; anything else is the reference's.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,16 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def serves(hardware: Hardware) -> bool:
+    """Whether the kernels run on a chip that torch calls `cuda`: NVIDIA's from MINIMUM_CAPABILITY on, and ROCm's."""
+    return hardware.capability is None or hardware.capability >= MINIMUM_CAPABILITY
+
+
+def has_bulk_copies(hardware: Hardware) -> bool:
+    """Whether rows are fetched by TMA; ROCm numbers chips alike (gfx942 is 9.4), has none and no capability here."""
+    return hardware.platform == "cuda" and hardware.capability is not None and hardware.capability >= (9, 0)
+
+
 def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
     """Why this plan cannot be computed here on tensors like q; None when it can."""
     return refusal_of_size(q, plan.num_tokens)
@@ -50,9 +65,9 @@ def refusal_of_size(q: torch.Tensor, num_tokens: int) -> str | None:
     """Why no plan of so many tokens can be computed here on tensors like q; None when any can."""
     if not (q.is_cuda or is_interpreted()):
         return f"needs a CUDA GPU, the tensors are on {q.device}"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if q.is_cuda and not serves(detect_hardware(str(q.device))):
         return "needs sm_80 or newer"
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if q.dtype not in DTYPES:
         return f"takes bfloat16, float16 and float32, not {q.dtype}"
     if q.shape[-1] > 256:
         return f"takes head sizes up to 256, not {q.shape[-1]}"
@@ -196,7 +211,7 @@ def prepare(
 
 def tile_shape(q: torch.Tensor, plan: SparsePlan) -> TileShape:
     """What measured fastest on an H200 for blocks of this size; smaller where the head size or float32 asks for it."""
-    bulk = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    bulk = q.is_cuda and has_bulk_copies(detect_hardware(str(q.device)))
     head_dim, exact = q.shape[-1], q.dtype == torch.float32
     if exact or head_dim > 128:
         return TileShape(64, 32, 4, 2, bulk and not exact)
