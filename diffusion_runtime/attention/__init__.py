@@ -9,6 +9,7 @@ from diffusion_runtime.attention.backends.interface import (
     Backend,
     Capability,
     HeadSizes,
+    KeyCounts,
 )
 from diffusion_runtime.attention.backends.registry import register_backend, unregister_backend
 from diffusion_runtime.attention.catalogue import BackendInfo, list_backends
@@ -42,6 +43,7 @@ __all__ = [
     "Capability",
     "Decision",
     "HeadSizes",
+    "KeyCounts",
     "LayerInfo",
     "LibraryAttention",
     "LocalAttention",

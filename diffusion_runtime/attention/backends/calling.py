@@ -1,4 +1,4 @@
-"""The one place where a backend is called: on the device of its tensors, outside autocast, with keys it computes right."""
+"""The one place where a backend is called: on its tensors' device, outside autocast, with keys it computes right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of a backend: what its kernels compute right runs there, and the rest elsewhere, said and counted.
+"""Calls that a backend does not compute itself: they run elsewhere, said and counted.
 
 A detour is declared, not a fallback: a package's own documentation sends a kind of call elsewhere (SageAttention 3 and
 grouped queries), or its capability says which numbers of keys its kernels compute right.

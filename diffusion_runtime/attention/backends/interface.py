@@ -262,5 +262,5 @@ class Backend(ABC):
     def run(self, call: AttentionCall) -> AttentionResult:
         """Compute one call. Selection has already checked `capability`, so every call is one it promised.
 
-        Callers go through `calling.run_backend`, which keeps the promise that no question can be asked about: key_counts.
+        Callers go through `calling.run_backend`, which keeps what no question can ask about: key_counts.
         """
