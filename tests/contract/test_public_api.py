@@ -14,8 +14,8 @@ force_attention_backend load_pipeline""".split()
 
 ATTENTION_NAMES = """AttentionCall AttentionConfig AttentionContext AttentionPolicy AttentionRecorder AttentionReport
 AttentionResult AttentionSpec AttentionState Availability Backend BackendInfo Capability Decision HeadSizes KeyCounts
-LayerInfo LibraryAttention LocalAttention ReportRow SparsePlan StepInfo TokenLayout USPAttention UlyssesAttention attention
-force_attention_backend list_backends plan_attention register_backend register_role select_backend
+LayerInfo LibraryAttention LocalAttention ReportRow SparsePlan StepInfo TokenLayout USPAttention UlyssesAttention
+attention force_attention_backend list_backends plan_attention register_backend register_role select_backend
 unregister_backend""".split()
 
 

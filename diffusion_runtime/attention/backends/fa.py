@@ -47,7 +47,7 @@ def serving_generation(question: Question) -> tuple[FlashAttention | None, list[
 
     Which ones import is known of this process's own machine alone; of any other, the first that fits is taken.
     """
-    broken = []
+    broken: list[tuple[FlashAttention, Availability]] = []
     for generation in _installed(question.hardware):
         if generation.capability.refusals(question):
             continue
