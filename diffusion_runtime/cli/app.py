@@ -22,7 +22,7 @@ from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
 from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
-from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout, put_on_stdout
+from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
 
 # What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
@@ -41,6 +41,7 @@ app = typer.Typer(
 
 def main() -> None:
     """The `diffusion-runtime` command."""
+    prepare_standard_streams()
     # A polite kill ends like Ctrl-C does: finished items stay, unfinished files go.
     signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(run(sys.argv[1:]))

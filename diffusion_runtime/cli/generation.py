@@ -18,7 +18,7 @@ from diffusion_runtime.cli.outputs import Outputs, remove_empty
 from diffusion_runtime.cli.resume import find_finished
 from diffusion_runtime.cli.settings import Flags, Settings, settle
 from diffusion_runtime.cli.tables import attention_table, remarks_of, seconds_text
-from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.cli.together import Alone, Together
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import DiffusionRuntimeError
@@ -148,7 +148,7 @@ def _generate(
         lambda request, on_progress: pipeline(request, on_progress=on_progress),
         outputs,
         terminal,
-        (lambda path: put_on_stdout(str(path))) if prints_paths else None,
+        put_path_on_stdout if prints_paths else None,
         together,
     )
     result = dataclasses.replace(result, done=done)
