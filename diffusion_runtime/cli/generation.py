@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.failures import Failure
+from diffusion_runtime.cli.interruptions import interruptions
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
 from diffusion_runtime.cli.outputs import Outputs, remove_empty
 from diffusion_runtime.cli.resume import find_finished
@@ -153,7 +154,10 @@ def _generate(
     )
     result = dataclasses.replace(result, done=done)
     timings = {"load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
-    return _end(result, timings, output_flags, terminal, together)
+    try:
+        return _end(result, timings, output_flags, terminal, together)
+    except KeyboardInterrupt:
+        return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, together)
 
 
 def _end(
@@ -165,6 +169,8 @@ def _end(
         together.agree(None)
     if output_flags.as_json and together.is_first:
         put_on_stdout(json_text(to_json_object(result, timings)))
+    if together.world is None:
+        interruptions.all_is_said(result.exit_code)
     return result.exit_code
 
 
@@ -245,7 +251,8 @@ def _say_end(result: BatchResult, timings: dict[str, float], terminal: Terminal)
         for remark in remarks_of(reports):
             terminal.say(remark)
     if result.interrupted:
-        terminal.error(f"interrupted: {len(result.finished)} of {result.num_items} finished{_listed(result)}")
+        with interruptions.saying():
+            terminal.error(f"interrupted: {len(result.finished)} of {result.num_items} finished{_listed(result)}")
     elif result.failures and result.num_items > 1:
         lines = [
             f"  {outcome.request.prompt!r}, seed {outcome.request.seed}: {outcome.failure.message}"

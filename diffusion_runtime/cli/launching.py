@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +41,11 @@ def launch_processes(
 ) -> int:
     """Run the command in `num_processes` processes; returns the exit code, which is what one process would have."""
     from diffusion_runtime.cli.ranks import say_failure
-    from diffusion_runtime.media.publish import remove_temporary_files
     from diffusion_runtime.parallel.failure import RankFailure
     from diffusion_runtime.parallel.launch import Interrupted as RunInterrupted
     from diffusion_runtime.parallel.launch import launch, this_program
 
-    with tempfile.TemporaryDirectory(prefix="diffusion-runtime-") as folder:
+    with tempfile.TemporaryDirectory(prefix="diffusion-runtime-") as folder, _cleared(outputs.folder):
         arguments = command_line.again(Path(folder) / "prompts.txt")
         try:
             failure = launch(
@@ -53,7 +53,6 @@ def launch_processes(
                 num_processes,
                 on_cpu=device == "cpu",
                 verbose=terminal.verbose,
-                on_death=lambda process: remove_temporary_files(outputs.folder, process),
             )
         except RunInterrupted as interrupted:
             if not interrupted.is_said:
@@ -64,6 +63,17 @@ def launch_processes(
     if not failure.is_said:
         say_failure(terminal, failure, schema)
     return failure.exit_code
+
+
+@contextlib.contextmanager
+def _cleared(folder: Path) -> Iterator[None]:
+    """Processes that are killed in the block leave nothing half written in `folder`."""
+    from diffusion_runtime.media.publish import remove_abandoned_files
+
+    try:
+        yield
+    finally:
+        remove_abandoned_files(folder)
 
 
 def piped_prompts(prompt_file: str | None, prompts: Sequence[str], num_others: int) -> tuple[str, ...]:
