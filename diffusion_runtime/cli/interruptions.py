@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from diffusion_runtime.cli.failures import INTERRUPTED
 
@@ -20,7 +20,6 @@ class Interruptions:
         self._num_signals = 0
         self._is_saying = False
         self._is_said = False
-        self._end_others: Callable[[], None] = lambda: None
         self._exit_code: int | None = None
 
     def install(self) -> None:
@@ -36,7 +35,7 @@ class Interruptions:
         if self._num_signals == 1:
             raise KeyboardInterrupt
         if not self._is_saying:
-            self._end_at_once()
+            self.end_at_once()
 
     @contextlib.contextmanager
     def saying(self) -> Iterator[None]:
@@ -47,7 +46,7 @@ class Interruptions:
         finally:
             self._is_said, self._is_saying = True, False
             if self._num_signals > 1:
-                self._end_at_once()
+                self.end_at_once()
 
     def all_is_said(self, exit_code: int) -> None:
         """Whatever comes now ends the process with this code, without a word."""
@@ -57,17 +56,8 @@ class Interruptions:
         """This process is one of several, and another one speaks."""
         self._is_said = True
 
-    @contextlib.contextmanager
-    def ending_others(self, end: Callable[[], None]) -> Iterator[None]:
-        """While the block runs, an end at once calls `end` first: for processes that this one has started."""
-        self._end_others = end
-        try:
-            yield
-        finally:
-            self._end_others = lambda: None
-
-    def _end_at_once(self) -> None:
-        self._end_others()
+    def end_at_once(self) -> None:
+        """What a second signal does: one line, unless it is said, and no unwinding."""
         if not self._is_said:
             with contextlib.suppress(OSError):
                 os.write(2, _LINE)
