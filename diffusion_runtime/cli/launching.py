@@ -49,8 +49,10 @@ def launch_processes(
 
     with tempfile.TemporaryDirectory(prefix="diffusion-runtime-") as folder, _cleared(outputs.folder):
 
-        def end_at_once() -> None:
+        def end_at_once(is_said: bool) -> None:
             remove_abandoned_files(outputs.folder)
+            if is_said:
+                interruptions.leave_saying_to_others()
             interruptions.end_at_once()
 
         arguments = command_line.again(Path(folder) / "prompts.txt")

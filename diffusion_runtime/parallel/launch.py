@@ -52,14 +52,15 @@ def this_program() -> tuple[str, ...]:
 
 
 def launch(
-    program: Sequence[str], num_processes: int, *, on_cpu: bool, verbose: bool, end_at_once: Callable[[], None]
+    program: Sequence[str], num_processes: int, *, on_cpu: bool, verbose: bool, end_at_once: Callable[[bool], None]
 ) -> RankFailure | None:
     """Run a Python program in `num_processes` processes until all have ended; None when all succeeded.
 
     A process that fails ends the others. on_cpu: the processes share the CPU's cores. verbose: what torch says about
     its processes is shown, and what others than the first say on standard error.
 
-    end_at_once: called for a second signal, when the processes have been killed.
+    end_at_once: called for a second signal, when the processes have been killed; told whether one of them has said that
+    the run was interrupted.
 
     Raises Interrupted after SIGINT, SIGTERM or SIGHUP, once all processes have ended.
     """
@@ -86,8 +87,9 @@ def launch(
 
         def kill() -> None:
             _kill_children()
+            is_said = any(record.is_said for record in _records(folder))
             shutil.rmtree(folder, ignore_errors=True)
-            end_at_once()
+            end_at_once(is_said)
 
         try:
             with (
