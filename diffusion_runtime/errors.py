@@ -7,6 +7,7 @@
     ├── BackendUnavailableError           3   an explicit attention choice that cannot run here
     ├── DeviceMemoryError                 4   the device ran out of memory
     ├── BatchFailedError                  5   some items of a batch failed, the others are on disk
+    ├── PipelineBusyError                 1   a second generation on a pipeline that is generating
     ├── ModelLoadError                    1   a model folder, hub id or checkpoint that cannot be used
     │   └── InstallationError                 installed packages that keep every model from being loaded
     └── OutputError                       1   a result that cannot be written or read
@@ -63,6 +64,10 @@ class BatchFailedError(DiffusionRuntimeError):
     """Some items of a batch failed; the finished ones are on disk."""
 
     exit_code = 5
+
+
+class PipelineBusyError(DiffusionRuntimeError):
+    """A second generation on a pipeline that is generating: it makes one at a time."""
 
 
 class ModelLoadError(DiffusionRuntimeError):

@@ -23,6 +23,7 @@ from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, lo
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
+from diffusion_runtime.memory.primitive_cache import bound_primitive_cache
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import resolve_model_folder
 from diffusion_runtime.models.component_files import check_component_files, refuse_quantised_components
@@ -111,6 +112,7 @@ def load_pipeline(
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
     say: OnStage = on_stage if on_stage is not None else lambda _: None
+    bound_primitive_cache()
     say("choosing attention")
     passthrough = _prepare_passthrough(config)
     if passthrough is not None:

@@ -30,6 +30,7 @@ from diffusion_runtime.models.interface import (
     ImageConditioner,
     LatentDecoder,
 )
+from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.progress import OnProgress, StageClock
@@ -41,7 +42,7 @@ logger = logging.getLogger("diffusion_runtime")
 
 
 class Pipeline:
-    """A loaded model; `load_pipeline` makes one. One generation at a time.
+    """A loaded model; `load_pipeline` makes one. One generation at a time: a second call meanwhile is an error.
 
     defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
     brings an image. recipe: what the recipe of every generation says about the model and its attention. mesh: the
@@ -73,6 +74,7 @@ class Pipeline:
         self.presets = rules.presets
         self._load_image_conditioner = load_image_conditioner
         self._image_conditioner: ImageConditioner | None = None
+        self._one_generation = OneGeneration()
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`RequestRules.resolve` of this model."""
@@ -82,7 +84,6 @@ class Pipeline:
         """One video or image. Raises what `generate` raises."""
         return self.generate([request], on_progress=on_progress)[0]
 
-    @torch.inference_mode()
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
     ) -> list[GeneratedMedia]:
@@ -91,8 +92,14 @@ class Pipeline:
         on_progress: called before and after every step; what it raises ends the generation.
 
         Raises what `resolve` raises and RequestError for requests that do not belong together, before any work;
-        DeviceMemoryError when memory runs out, and DiffusionRuntimeError when the numbers overflow.
+        PipelineBusyError at once while another generation of this pipeline runs; DeviceMemoryError when memory runs
+        out, and DiffusionRuntimeError when the numbers overflow.
         """
+        with self._one_generation.held():
+            return self._generate(requests, on_progress)
+
+    @torch.inference_mode()
+    def _generate(self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None) -> list[GeneratedMedia]:
         batch = [self.resolve(request) for request in requests]
         settings = BatchSettings.of(batch, self.rules)
         recorder, clock = AttentionRecorder(), StageClock(self.device, on_progress)

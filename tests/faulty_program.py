@@ -1,9 +1,12 @@
-"""The command, with a fault or an ear in it: what `plan.json` beside this file says. Started as a script of its own.
+"""The command, with faults or an ear in it: what `plan.json` beside this file says. Started as a script of its own.
 
-`{"latents": FILE}`: the first process saves there what it decodes. `{"rank": R, "stage": S, "step": N, "fault": F}`:
-process R does F when its progress gets there: `kill` or `stop` itself, `raise` an error or `hang`. The stage `write` is
-the first process's writing, between its temporary files and their names; `end` comes when all items are made. The file
-`happened` says when, in seconds of the system's clock.
+`{"latents": FILE}`: the first process saves there what it decodes. `{"faults": [{"rank": R, "stage": S, "step": N,
+"fault": F}]}`: process R does F when its progress gets there: `kill`, `stop` or `interrupt` itself, `raise` an error,
+`hang`, be `deaf` to interruptions for ever, or be `busy` in one call that keeps the interpreter. Stages beside those of
+the progress: `start`, before anything is imported; `join`, before the processes meet; `load`, before weights are read;
+`write`, between the first process's temporary files and their names; `end`, when all items are made. `{"seconds":
+{NAME: SECONDS}}`: limits of signs_of_life. The file `happened` is there once a fault has begun, `heard` once a deaf
+process was interrupted.
 """
 
 from __future__ import annotations
@@ -12,35 +15,66 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HAPPENED = "happened"
-PLAN = json.loads(Path(__file__).with_name("plan.json").read_text())
+HERE = Path(__file__).parent
+PLAN = json.loads((HERE / "plan.json").read_text())
+# Longer than the limit on silence that the tests set.
+BUSY_SECONDS = 6.0
 
 
-def misbehave(stage: str, step: int) -> None:
-    if (os.environ.get("RANK"), stage, step) != (str(PLAN.get("rank")), PLAN.get("stage"), PLAN.get("step")):
-        return
-    Path(__file__).with_name(HAPPENED).write_text(str(time.time()))
-    fault = PLAN["fault"]
-    if fault in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-    elif fault == "raise":
-        raise RuntimeError("a fault of the test")
-    else:
-        time.sleep(1000)
+def misbehave(stage: str, step: int = 1) -> None:
+    for fault in PLAN.get("faults", ()):
+        if (os.environ.get("RANK"), stage, step) == (str(fault["rank"]), fault["stage"], fault.get("step", 1)):
+            (HERE / "happened").touch()
+            FAULTS[fault["fault"]]()
+
+
+def be_deaf() -> None:
+    signal.signal(signal.SIGINT, lambda *_: (HERE / "heard").touch())
+    while True:
+        time.sleep(1)
+
+
+def be_busy() -> None:
+    """In one call into C at last, as a compiler is: other threads get no turn."""
+    num_items, seconds = 1_000_000, 0.0
+    while seconds < BUSY_SECONDS / 2:
+        started = time.process_time()
+        sum(range(num_items))
+        seconds = time.process_time() - started
+        num_items *= 2
+
+
+def fail() -> None:
+    raise RuntimeError("a fault of the test")
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "raise": fail,
+    "hang": lambda: time.sleep(1000),
+    "deaf": be_deaf,
+    "busy": be_busy,
+}
 
 
 def meddle() -> None:
     """Put hooks around the parts that a process has."""
     import numpy
 
+    from diffusion_runtime import loading
     from diffusion_runtime.cli import generation
     from diffusion_runtime.media import generated
     from diffusion_runtime.models.interface import LatentDecoder
     from diffusion_runtime.models.shared_decoder import SharedDecoder
     from diffusion_runtime.models.wan.codec import WanDecoder
+    from diffusion_runtime.parallel import signs_of_life
+    from diffusion_runtime.parallel.world import World
     from diffusion_runtime.pipeline import Pipeline
 
     # With several processes each decodes a part of what this one is given.
@@ -60,13 +94,28 @@ def meddle() -> None:
         return decode(self, latents)
 
     def watched_publish(*arguments: Any, **options: Any) -> Any:
-        misbehave("write", 1)
+        misbehave("write")
         return publish(*arguments, **options)
+
+    for name, seconds in PLAN.get("seconds", {}).items():
+        setattr(signs_of_life, name, seconds)
+    join, check = World.join, loading.check_component_files
+
+    def watched_join(*arguments: Any, **options: Any) -> World:
+        misbehave("join")
+        return join(*arguments, **options)
+
+    def watched_check(folder: Path) -> None:
+        misbehave("load")
+        check(folder)
+
+    World.join = watched_join  # type: ignore[method-assign]
+    loading.check_component_files = watched_check
 
     say_end = generation._say_end
 
     def watched_end(*arguments: Any) -> None:
-        misbehave("end", 1)
+        misbehave("end")
         say_end(*arguments)
 
     generation._say_end = watched_end
@@ -76,6 +125,7 @@ def meddle() -> None:
 
 
 if __name__ == "__main__":
+    misbehave("start")
     from diffusion_runtime.cli.app import main
 
     meddle()

@@ -27,13 +27,13 @@ class Running:
     process: subprocess.Popen[str]
     program: Path
 
-    def finish(self, timeout: float = 240) -> Result:
+    def finish(self, timeout: float = 280) -> Result:
         out, err = self.process.communicate(timeout=timeout)
         return Result(self.process.returncode, out, err)
 
     def remaining(self) -> list[int]:
         """Processes of this run that are still there, after a moment to be gone."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (found := _processes_of(self.program)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return found
@@ -75,6 +75,13 @@ def end(running: Running) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     running.process.communicate()
+
+
+def wait_for(path: Path, running: Running) -> None:
+    """Until a process of the run has made `path`. Fails when the run has ended without."""
+    while not path.exists():
+        assert running.process.poll() is None, running.process.communicate()
+        time.sleep(0.05)
 
 
 def files_in(folder: Path) -> list[str]:

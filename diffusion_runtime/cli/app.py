@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -17,12 +17,13 @@ from diffusion_runtime.cli.bench import bench
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
 from diffusion_runtime.cli.dotted_flags import rewrite_dotted_flags
-from diffusion_runtime.cli.failures import Failure
+from diffusion_runtime.cli.failures import INTERRUPTED, Failure
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
+from diffusion_runtime.cli.interruptions import interruptions, remove_unfinished_files
 from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
-from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout, put_on_stdout
+from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
 
 # What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
@@ -41,9 +42,13 @@ app = typer.Typer(
 
 def main() -> None:
     """The `diffusion-runtime` command."""
-    # A polite kill ends like Ctrl-C does: finished items stay, unfinished files go.
-    signal.signal(signal.SIGTERM, _interrupt)
-    sys.exit(run(sys.argv[1:]))
+    prepare_standard_streams()
+    interruptions.install()
+    code = run(sys.argv[1:])
+    # The interpreter takes a moment to end, in which an interruption would be a traceback.
+    interruptions.all_is_said(code)
+    remove_unfinished_files()
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -61,15 +66,12 @@ def run(arguments: Sequence[str]) -> int:
         failure = Failure(UsageError.__name__, _parser_message(error), UsageError.exit_code, "")
     except (Exception, KeyboardInterrupt) as error:
         failure = Failure.of(error)
-    terminal.error(failure.message, failure.trace)
-    if "--json" in arguments:
-        verb = next((argument for argument in arguments if not argument.startswith("-")), "generate")
-        put_failure_on_stdout(f"diffusion_runtime.{verb}/1", failure.to_dict())
+    with interruptions.saying() if failure.exit_code == INTERRUPTED else contextlib.nullcontext():
+        terminal.error(failure.message, failure.trace)
+        if "--json" in arguments:
+            verb = next((argument for argument in arguments if not argument.startswith("-")), "generate")
+            put_failure_on_stdout(f"diffusion_runtime.{verb}/1", failure.to_dict())
     return failure.exit_code
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _parser_message(error: Any) -> str:

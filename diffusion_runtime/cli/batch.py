@@ -127,15 +127,25 @@ def run_batch(
     make them; None for one alone."""
     together = Alone() if together is None else together
     outcomes: list[Outcome] = []
-    try:
-        for number, item in enumerate(items, start=1):
-            outcome = _run_item(item, number, len(items), generate, outputs, terminal, together)
-            outcomes.append(outcome)
+    num_told = 0
+
+    def tell() -> None:
+        nonlocal num_told
+        for outcome in outcomes[num_told:]:
             if outcome.path is not None and on_file is not None:
                 on_file(outcome.path)
+            num_told += 1
+
+    interrupted = False
+    try:
+        for number, item in enumerate(items, start=1):
+            _run_item(item, number, len(items), generate, outputs, terminal, together, outcomes)
+            tell()
     except KeyboardInterrupt:
-        return BatchResult(tuple(outcomes), len(items), interrupted=True)
-    return BatchResult(tuple(outcomes), len(items))
+        interrupted = True
+        # What was published before the interruption is finished.
+        tell()
+    return BatchResult(tuple(outcomes), len(items), interrupted)
 
 
 def _run_item(
@@ -146,11 +156,14 @@ def _run_item(
     outputs: Outputs,
     terminal: Terminal,
     together: Together,
-) -> Outcome:
+    outcomes: list[Outcome],
+) -> None:
+    """outcomes: where this one's is added, for a file as soon as it has its name."""
     request = item.request
     if item.failure is not None:
         terminal.error(f"{title_of(request, number, num_items)}: {item.failure.message}", item.failure.trace)
-        return Outcome(request, item.failure)
+        outcomes.append(Outcome(request, item.failure))
+        return
     started = time.perf_counter()
     target = outputs.target(request)
     path = None
@@ -158,25 +171,41 @@ def _run_item(
         media, failure = together.attempt(lambda: generate(request, view.update))
         write_started = time.perf_counter()
         if media is not None:
-            save = functools.partial(media.save, target, overwrite=False)
+            finish = functools.partial(_finish, outcomes, request, media, started, write_started)
+            save = functools.partial(media.save, target, overwrite=False, on_published=finish)
             path, failure = together.attempt(lambda: together.path_from_first(save))
     if failure is not None:
         terminal.error(f"{title_of(request, number, num_items)}: {failure.message}", failure.trace)
-        return Outcome(request, failure)
+        outcomes.append(Outcome(request, failure))
+        return
     assert media is not None
     assert path is not None
-    timings = {**media.timings, "write": time.perf_counter() - write_started}
+    if not together.is_first:
+        finish(path)
     if path != target and outputs.file is not None:
         terminal.say(f"{target} exists already (or its sidecar does); this one is {path.name}")
-    terminal.say(f"wrote {path}" + (f" ({seconds_text(timings)})" if num_items > 1 else ""))
-    return Outcome(
+    terminal.say(f"wrote {path}" + (f" ({seconds_text(outcomes[-1].timings)})" if num_items > 1 else ""))
+
+
+def _finish(
+    outcomes: list[Outcome],
+    request: GenerationRequest,
+    media: GeneratedMedia,
+    started: float,
+    write_started: float,
+    path: Path,
+) -> None:
+    """Add the outcome of an item whose file has just got its name."""
+    now = time.perf_counter()
+    outcome = Outcome(
         request,
         path=path,
-        seconds=time.perf_counter() - started,
-        timings=timings,
+        seconds=now - started,
+        timings={**media.timings, "write": now - write_started},
         frames_shape=media.frames.shape,
         attention_report=media.attention_report.to_dict(),
     )
+    outcomes.append(outcome)
 
 
 def title_of(request: GenerationRequest, number: int = 1, num_items: int = 1) -> str:

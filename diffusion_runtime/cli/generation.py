@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.failures import Failure
+from diffusion_runtime.cli.interruptions import interruptions
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
 from diffusion_runtime.cli.outputs import Outputs, remove_empty
 from diffusion_runtime.cli.resume import find_finished
 from diffusion_runtime.cli.settings import Flags, Settings, settle
 from diffusion_runtime.cli.tables import attention_table, remarks_of, seconds_text
-from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.cli.together import Alone, Together
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import DiffusionRuntimeError
@@ -148,12 +149,15 @@ def _generate(
         lambda request, on_progress: pipeline(request, on_progress=on_progress),
         outputs,
         terminal,
-        (lambda path: put_on_stdout(str(path))) if prints_paths else None,
+        put_path_on_stdout if prints_paths else None,
         together,
     )
     result = dataclasses.replace(result, done=done)
     timings = {"load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
-    return _end(result, timings, output_flags, terminal, together)
+    try:
+        return _end(result, timings, output_flags, terminal, together)
+    except KeyboardInterrupt:
+        return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, together)
 
 
 def _end(
@@ -165,6 +169,8 @@ def _end(
         together.agree(None)
     if output_flags.as_json and together.is_first:
         put_on_stdout(json_text(to_json_object(result, timings)))
+    if together.world is None:
+        interruptions.all_is_said(result.exit_code)
     return result.exit_code
 
 
@@ -245,7 +251,8 @@ def _say_end(result: BatchResult, timings: dict[str, float], terminal: Terminal)
         for remark in remarks_of(reports):
             terminal.say(remark)
     if result.interrupted:
-        terminal.error(f"interrupted: {len(result.finished)} of {result.num_items} finished{_listed(result)}")
+        with interruptions.saying():
+            terminal.error(f"interrupted: {len(result.finished)} of {result.num_items} finished{_listed(result)}")
     elif result.failures and result.num_items > 1:
         lines = [
             f"  {outcome.request.prompt!r}, seed {outcome.request.seed}: {outcome.failure.message}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_runtime.cli.failures import INTERRUPTED, Failure, Interrupted
+from diffusion_runtime.cli.failures import INTERRUPTED
+from diffusion_runtime.cli.interruptions import interruptions
 from diffusion_runtime.cli.outputs import Outputs
 from diffusion_runtime.cli.terminal import Terminal
 
@@ -40,12 +42,19 @@ def launch_processes(
 ) -> int:
     """Run the command in `num_processes` processes; returns the exit code, which is what one process would have."""
     from diffusion_runtime.cli.ranks import say_failure
-    from diffusion_runtime.media.publish import remove_temporary_files
+    from diffusion_runtime.media.publish import remove_abandoned_files
     from diffusion_runtime.parallel.failure import RankFailure
     from diffusion_runtime.parallel.launch import Interrupted as RunInterrupted
     from diffusion_runtime.parallel.launch import launch, this_program
 
-    with tempfile.TemporaryDirectory(prefix="diffusion-runtime-") as folder:
+    with tempfile.TemporaryDirectory(prefix="diffusion-runtime-") as folder, _cleared(outputs.folder):
+
+        def end_at_once(is_said: bool) -> None:
+            remove_abandoned_files(outputs.folder)
+            if is_said:
+                interruptions.leave_saying_to_others()
+            interruptions.end_at_once()
+
         arguments = command_line.again(Path(folder) / "prompts.txt")
         try:
             failure = launch(
@@ -53,17 +62,30 @@ def launch_processes(
                 num_processes,
                 on_cpu=device == "cpu",
                 verbose=terminal.verbose,
-                on_death=lambda process: remove_temporary_files(outputs.folder, process),
+                end_at_once=end_at_once,
             )
         except RunInterrupted as interrupted:
-            if not interrupted.is_said:
-                say_failure(terminal, RankFailure.of_interruption(Failure.of(Interrupted()).message), schema)
+            with interruptions.saying():
+                if not interrupted.is_said:
+                    said = f"interrupted: files that were finished are in {outputs.folder}"
+                    say_failure(terminal, RankFailure.of_interruption(said), schema)
             return INTERRUPTED
     if failure is None:
         return 0
     if not failure.is_said:
         say_failure(terminal, failure, schema)
     return failure.exit_code
+
+
+@contextlib.contextmanager
+def _cleared(folder: Path) -> Iterator[None]:
+    """Processes that are killed in the block leave nothing half written in `folder`."""
+    from diffusion_runtime.media.publish import remove_abandoned_files
+
+    try:
+        yield
+    finally:
+        remove_abandoned_files(folder)
 
 
 def piped_prompts(prompt_file: str | None, prompts: Sequence[str], num_others: int) -> tuple[str, ...]:

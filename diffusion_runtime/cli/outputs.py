@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,19 +63,20 @@ class Outputs:
     def prepare(self) -> tuple[Path, ...]:
         """Make the folder and write a byte into it, so that a folder that cannot be written is known now.
 
+        What processes that are gone left half written in it is removed.
         Returns the folders that were made, innermost first. Raises OutputError; what was made is gone then.
         """
+        from diffusion_runtime.media.publish import remove_abandoned_files, temporary_file
+
         made: list[Path] = []
         try:
             for folder in reversed([self.folder, *self.folder.parents]):
                 if not folder.is_dir():
                     folder.mkdir()
                     made.insert(0, folder)
-            probe = self.folder / f".{secrets.token_hex(8)}.partial"
-            try:
+            remove_abandoned_files(self.folder)
+            with temporary_file(self.folder) as probe:
                 probe.write_bytes(b"0")
-            finally:
-                probe.unlink(missing_ok=True)
         except OSError as error:
             remove_empty(made)
             raise OutputError(

@@ -105,7 +105,7 @@ def _make_bars(terminal: Terminal) -> Bars:
 
     # Narrow enough for 80 columns with the longest detail; rich would drop what does not fit.
     return Progress(
-        SpinnerColumn(),
+        SpinnerColumn("dots" if terminal.console.encoding.startswith("utf") else "line"),
         TextColumn("{task.fields[stage]}", markup=False, style="bold"),
         BarColumn(bar_width=16),
         TextColumn("{task.fields[detail]}", markup=False),

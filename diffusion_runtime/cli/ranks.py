@@ -11,14 +11,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from diffusion_runtime.cli.failures import INTERRUPTED, Failure, Interrupted
+from diffusion_runtime.cli.interruptions import interruptions, remove_unfinished_files
 from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout
 from diffusion_runtime.cli.together import InWorld
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
+from diffusion_runtime.parallel.orphans import end_with_launcher
 from diffusion_runtime.parallel.place import Place
 
 if TYPE_CHECKING:
     from diffusion_runtime.parallel.world import World
 
+# An interrupted process waits so long for the first one to say what was finished: it may be in the middle of a step.
+_SECONDS_TO_BE_TOLD = 5.0
 # A process that is told to end without a word looks this long for the reason, which another one may be saying.
 _SECONDS_TO_LEARN_WHY = 2.0
 
@@ -41,19 +45,27 @@ class Rank:
         if not self._voice.verbose:
             # torch's C++ code says on standard error whatever it also raises. Read when torch is loaded.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        end_with_launcher(self._place)
         signal.signal(signal.SIGTERM, self._end_quietly)
+        if self._place.is_launched or not self._place.is_first:
+            interruptions.leave_saying_to_others()
         world: World | None = None
+        code: int | None = None
         try:
             from diffusion_runtime.parallel.world import World
 
             world = World.join(self._place, announce=self._announce, describe=_describe)
             with self._terminal.log():
                 code = work(InWorld(world), self._terminal)
-            if code != INTERRUPTED:
-                # An interrupted process may have left others in the middle of a collective.
+            if code == INTERRUPTED:
+                code = self._end_interrupted(world, is_said=True)
+            else:
                 world.agree(None)
                 world.leave()
-            self._record_what_was_said(code)
+                self._record_what_was_said(code)
+        except KeyboardInterrupt as error:
+            # Once the work is done all is said, and a late interruption has nothing to add.
+            code = self._fail(error, world) if code is None else code
         except BaseException as error:
             code = self._fail(error, world)
         self._exit(code)
@@ -63,9 +75,9 @@ class Rank:
         try:
             if isinstance(error, RunEnded):
                 ending = error.failure or self._learn_why(world)
-                return self._interrupted() if ending is None else ending.exit_code
+                return self._end_interrupted(world) if ending is None else ending.exit_code
             if isinstance(error, KeyboardInterrupt):
-                return self._interrupted()
+                return self._end_interrupted(world)
             if world is None:
                 failure = _describe(self._place.rank, error)
                 self._announce(failure)
@@ -77,14 +89,17 @@ class Rank:
             ending = self._learn_why(world)
             return 1 if ending is None else ending.exit_code
 
-    def _learn_why(self, world: World | None) -> RankFailure | None:
-        deadline = time.monotonic() + _SECONDS_TO_LEARN_WHY
+    def _learn_why(
+        self, world: World | None, seconds: float = _SECONDS_TO_LEARN_WHY, *, by_signal: bool = True
+    ) -> RankFailure | None:
+        """Why the run ends, if another process says so within `seconds`. by_signal: this one was told to end."""
+        deadline = time.monotonic() + seconds
         try:
             while world is not None and time.monotonic() < deadline:
                 if (ending := world.ending()) is not None:
                     return ending
                 # Our own launcher ends its processes with SIGTERM for one reason alone, and says it.
-                if self._place.is_launched:
+                if by_signal and self._place.is_launched:
                     return RankFailure(self._place.rank, "", "", 1)
                 time.sleep(0.1)
         except RuntimeError:
@@ -92,9 +107,27 @@ class Rank:
             return RankFailure(self._place.rank, "", "", 1)
         return None
 
-    def _interrupted(self) -> int:
+    def _end_interrupted(self, world: World | None, *, is_said: bool = False) -> int:
+        """End the run, as an interrupted process may have left others in the middle of a collective.
+
+        The first process says what was finished. is_said: it has. Another one speaks only if it alone was interrupted.
+        """
         if self._place.is_first:
-            self._announce(RankFailure.of_interruption(Failure.of(Interrupted()).message), is_said=True)
+            failure = RankFailure.of_interruption(Failure.of(Interrupted()).message)
+            if not is_said:
+                with interruptions.saying():
+                    self._announce(failure, is_said=True)
+            self._record_what_was_said(INTERRUPTED)
+            if world is not None:
+                world.end_without_a_word(failure)
+            return INTERRUPTED
+        if self._learn_why(world, _SECONDS_TO_BE_TOLD, by_signal=False) is None:
+            rank = self._place.rank
+            failure = RankFailure(rank, Interrupted.__name__, f"rank {rank}: this process alone was interrupted", 130)
+            if world is None:
+                self._announce(failure)
+            else:
+                world.end(failure)
         return INTERRUPTED
 
     def _announce(self, failure: RankFailure, *, is_said: bool = False) -> None:
@@ -119,11 +152,13 @@ class Rank:
 
     def _exit(self, code: int) -> NoReturn:
         # What is left are threads of torch that may wait for processes that are gone.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        remove_unfinished_files()
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:
+            except (OSError, ValueError):
                 continue
         os._exit(code)
 

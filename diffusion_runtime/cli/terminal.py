@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import OutputError
@@ -27,12 +29,10 @@ class Terminal:
     """
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False, silent: bool = False) -> None:
-        from rich.console import Console
-
         self.quiet = quiet or silent
         self.verbose = verbose
         self.silent = silent
-        self.console: Console = Console(stderr=True, highlight=False)
+        self.console: Console = _make_console()
 
     @property
     def is_live(self) -> bool:
@@ -54,7 +54,7 @@ class Terminal:
     def show(self, renderable: RenderableType) -> None:
         """A table or the like."""
         if not self.quiet:
-            self.console.print(renderable)
+            self._print(renderable)
 
     def _line(self, text: str, style: str) -> None:
         from rich.text import Text
@@ -62,7 +62,14 @@ class Terminal:
         if self.silent:
             return
         # Text and not a string: a prompt may look like markup. soft_wrap: a path must stay in one piece.
-        self.console.print(Text(printable(text), style=style), soft_wrap=True)
+        self._print(Text(printable(text), style=style), soft_wrap=True)
+
+    def _print(self, renderable: RenderableType, *, soft_wrap: bool = False) -> None:
+        try:
+            self.console.print(renderable, soft_wrap=soft_wrap)
+        except OSError:
+            # Nobody can be told, on a full disk for example. What the command makes is still wanted.
+            self.console.quiet = True
 
     @contextlib.contextmanager
     def log(self) -> Iterator[None]:
@@ -110,19 +117,63 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs"))
 
 
+def prepare_standard_streams() -> None:
+    """For a process of its own, before anything else: nothing that is said can end a run.
+
+    A standard stream that is closed leads nowhere from here on; else the next file that is opened would get its number,
+    and whatever is printed. What standard output cannot show in its encoding (ascii, latin-1, cp1252) is escaped, as
+    Python does on standard error.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is the one that is given.
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def put_path_on_stdout(path: Path) -> None:
+    """A result's path, for programs: where the stream's encoding cannot say it, in the bytes of the file's name."""
+    text = str(path)
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and not _can_say(text, stream.encoding):
+        _put(lambda: (stream.flush(), stream.buffer.write(os.fsencode(text) + b"\n")))
+        return
+    put_on_stdout(text)
+
+
 def put_on_stdout(text: str) -> None:
     """One line on standard output, at once, so that whoever reads a pipe has it. A reader that left is no error.
 
     Raises OutputError when it cannot be written, as on a full disk; later lines go nowhere.
     """
+    _put(lambda: sys.stdout.write(text + "\n"))
+
+
+def _put(write: Callable[[], object]) -> None:
     try:
-        sys.stdout.write(text + "\n")
+        write()
         sys.stdout.flush()
     except OSError as error:
         # What is still buffered would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+def _can_say(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def put_failure_on_stdout(schema: str, failure: Mapping[str, Any]) -> None:
@@ -132,6 +183,18 @@ def put_failure_on_stdout(schema: str, failure: Mapping[str, Any]) -> None:
 
 
 def json_text(value: dict[str, Any]) -> str:
+    """In ASCII: any stream can carry it, and names of files that are not UTF-8 too."""
     import json
 
-    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    return json.dumps(value, indent=2, ensure_ascii=True, default=str)
+
+
+def _make_console() -> Console:
+    from rich.console import Console
+
+    class StandardError(Console):
+        def on_broken_pipe(self) -> None:
+            """A reader that left: rich would end the process."""
+            self.quiet = True
+
+    return StandardError(stderr=True, highlight=False)

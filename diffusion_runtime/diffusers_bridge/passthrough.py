@@ -24,6 +24,7 @@ from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import DiffusionRuntimeError, ModelLoadError, RequestError
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.progress import OnProgress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
@@ -32,7 +33,8 @@ _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 
 class DiffusersPipeline:
-    """A loaded pipeline of diffusers; `load_pipeline(..., backend="diffusers")` makes one. One generation at a time.
+    """A loaded pipeline of diffusers; `load_pipeline(..., backend="diffusers")` makes one. One generation at a time: a
+    second call meanwhile is an error.
 
     pipeline: diffusers' own. defaults, presets: values of request fields. recipe: what the recipe of every generation
     says about the model and its attention.
@@ -51,6 +53,7 @@ class DiffusersPipeline:
         self._choice: AttentionChoice = plan.choice
         self._libraries: tuple[LibraryAttention, ...] = plan.libraries
         self._planned: dict[bool, AttachedAttention | ObservedAttention] = {}
+        self._one_generation = OneGeneration()
         # A choice that reaches nothing fails now, and not at the first request.
         self._planned_attention(self._choice.ours)
 
@@ -70,12 +73,14 @@ class DiffusersPipeline:
         on_progress: called as steps begin and end; what it raises ends the generation.
 
         Raises RequestError for no request and for values that the pipeline does not take, before any work;
-        BackendUnavailableError when a call comes that the chosen attention cannot serve, DeviceMemoryError when memory
-        runs out, and DiffusionRuntimeError when what comes out is not a picture.
+        PipelineBusyError at once while another generation of this pipeline runs; BackendUnavailableError when a call
+        comes that the chosen attention cannot serve, DeviceMemoryError when memory runs out, and DiffusionRuntimeError
+        when what comes out is not a picture.
         """
         if not requests:
             raise RequestError("a batch needs one request or more, got none")
-        return [self._generate(request, on_progress) for request in [self.resolve(each) for each in requests]]
+        with self._one_generation.held():
+            return [self._generate(request, on_progress) for request in [self.resolve(each) for each in requests]]
 
     def _generate(self, request: GenerationRequest, on_progress: OnProgress | None) -> GeneratedMedia:
         arguments = self._arguments(request)

@@ -33,17 +33,26 @@ class DenoisingWatch:
 
     def __enter__(self) -> Self:
         self._started = time.perf_counter()
-        for index, model in enumerate(self._models):
-            self._hooks.append(model.register_forward_pre_hook(self._begin_pass_of(index, model), with_kwargs=True))
-            self._hooks.append(model.register_forward_hook(self._end_pass))
-        self._say("text", 0, 1, self._started)
+        try:
+            for index, model in enumerate(self._models):
+                self._hooks.append(model.register_forward_pre_hook(self._begin_pass_of(index, model), with_kwargs=True))
+                self._hooks.append(model.register_forward_hook(self._end_pass))
+            self._say("text", 0, 1, self._started)
+        except BaseException:
+            # What on_progress raises here ends the generation before there is a block to leave.
+            self._remove_hooks()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
 
     def finish(self) -> dict[str, float]:
         """The pipeline has returned: seconds by stage."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from diffusion_runtime.errors import OutputError
 from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import encode
 from diffusion_runtime.media.formats import FORMATS_WITH_SOUND, SOUND_FORMATS, check_format, format_of
-from diffusion_runtime.media.publish import publish_pair, temporary_file
+from diffusion_runtime.media.publish import publish_pair, remove_abandoned_files, temporary_file, uninterrupted
 from diffusion_runtime.media.reading import has_sound_beside, read_own_sidecar
 from diffusion_runtime.media.sidecar import (
     MAX_EMBEDDED_CHARACTERS,
@@ -74,12 +74,16 @@ class GeneratedMedia:
     def num_frames(self) -> int:
         return int(self.frames.shape[0])
 
-    def save(self, path: str | Path, *, overwrite: bool = True) -> Path:
+    def save(
+        self, path: str | Path, *, overwrite: bool = True, on_published: Callable[[Path], None] | None = None
+    ) -> Path:
         """Write the file and its sidecar `NAME.json`; the extension picks the format. Returns the file's path.
 
         Sound goes into an mp4; beside another format it is `NAME.wav`, which the sidecar and a line of the log say.
         `NAME.wav` as the path is the sound alone. With `overwrite=False` a taken name gets a number (`out-2.mp4`); else
-        the .wav of the file that is overwritten goes with it. The files appear complete or not at all.
+        the .wav of the file that is overwritten goes with it. The files appear complete or not at all; what processes
+        that are gone left half written in the folder is removed. on_published: told the path before an interruption
+        can come between.
         Raises ConfigError for an extension that is unknown or cannot hold what was made, OutputError when writing
         fails.
         """
@@ -89,13 +93,17 @@ class GeneratedMedia:
         started = time.perf_counter()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned_files(target.parent)
             with temporary_file(target.parent) as media_file, temporary_file(target.parent) as sidecar_file:
                 embedded = recipe if len(recipe) <= MAX_EMBEDDED_CHARACTERS else None
                 with self._written(file_format, embedded, media_file) as sound_file:
                     sidecar = self._sidecar(file_format, time.perf_counter() - started)
                     sidecar_file.write_text(to_json(sidecar, indent=2) + "\n", encoding="ascii")
                     left = _sound_of(target) if overwrite and sound_file is None else None
-                    path = publish_pair(media_file, sidecar_file, target, overwrite=overwrite, sound=sound_file)
+                    with uninterrupted():
+                        path = publish_pair(media_file, sidecar_file, target, overwrite=overwrite, sound=sound_file)
+                        if on_published is not None:
+                            on_published(path)
                     if left is not None:
                         left.unlink(missing_ok=True)
         except OSError as error:

@@ -3,29 +3,107 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
+import signal
+import socket
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
+
+_SUFFIX = ".partial"
+# Of this process, for an end that unwinds nothing.
+_temporary_files: set[Path] = set()
 
 
 @contextlib.contextmanager
 def temporary_file(folder: Path) -> Iterator[Path]:
-    """An empty file in `folder` under a name of its own; gone afterwards, unless it was renamed. Raises OSError."""
-    path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.partial"
-    # os.open and not tempfile: a result gets the rights the user's umask gives, not 0600.
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    """An empty file in `folder` under a name of its own; gone afterwards, unless it was renamed. Raises OSError.
+
+    It is locked while this process lives: see remove_abandoned_files.
+    """
+    path, file = _create(folder)
     try:
         yield path
     finally:
         path.unlink(missing_ok=True)
+        _temporary_files.discard(path)
+        os.close(file)
 
 
-def remove_temporary_files(folder: Path, process: int) -> None:
-    """Remove what a process that was killed left of `temporary_file`, without a word about what cannot be."""
-    for path in folder.glob(f".{process}-*.partial"):
+def _create(folder: Path) -> tuple[Path, int]:
+    while True:
+        path = folder / f".{os.getpid()}-{_host()}-{secrets.token_hex(8)}{_SUFFIX}"
+        _temporary_files.add(path)
+        # os.open and not tempfile: a result gets the rights the user's umask gives, not 0600.
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            if sys.platform != "win32":
+                # Without locks on this file system nobody removes what is not his own.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file).st_nlink:
+                return path, file
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(file)
+            raise
+        # Another process took it for abandoned before it was locked.
+        _temporary_files.discard(path)
+        os.close(file)
+
+
+def remove_abandoned_files(folder: Path) -> None:
+    """Remove what processes of this host that are gone left of `temporary_file`, without a word about what cannot be.
+
+    The system lets go of a lock when its process ends, however it ends; a process number would be given to others.
+    Files of other hosts stay, as a shared file system may not show their locks.
+    """
+    if sys.platform == "win32":
+        return
+    for path in folder.glob(f".*-{_host()}-*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(file)
+
+
+def remove_own_temporary_files() -> None:
+    """For a process that ends without unwinding."""
+    for path in tuple(_temporary_files):
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _host() -> str:
+    return hashlib.blake2s(socket.gethostname().encode(), digest_size=4).hexdigest()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """SIGINT and SIGTERM wait until the block, which must be short, is done: for what is only true as a whole."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread() or None in handlers.values():
+        yield
+        return
+    waiting: list[int] = []
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: waiting.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(waiting):
+            signal.raise_signal(number)
 
 
 def numbered(path: Path, number: int) -> Path:

@@ -2,7 +2,8 @@
 
 Each process has a thread that says twice a second that it lives and where its main thread is, and reads the same of the
 others. A process hangs when its main thread has neither moved nor computed for `timeout` seconds while another one
-waited for it as long; who waits, in a collective or for the first process's work, is never to blame.
+waited for it as long; who waits, in a collective or for the first process's work, is never to blame. While a model is
+loaded other threads' work counts too, and what is read and written: a download is no hang.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ import torch.distributed as dist
 
 from diffusion_runtime.parallel.board import Board
 from diffusion_runtime.parallel.failure import RankFailure
+from diffusion_runtime.parallel.orphans import GRACE_SECONDS, end_this_process
 from diffusion_runtime.parallel.place import Place
+from diffusion_runtime.parallel.process_state import children_of, is_alive, variable_of
+from diffusion_runtime.parallel.signs_of_life import SignsOfLife
 from diffusion_runtime.parallel.whereabouts import ThreadObserver
 
 BEAT_SECONDS = 0.5
-# A process that has said nothing for so long is gone, or stopped: its thread beats whatever the main thread does.
-LOST_SECONDS = 15.0
 _LONGEST_GAP_SECONDS = 3.0
-# What the main thread gets to end by itself, temporary files included, once the run is over.
-GRACE_SECONDS = 5.0
+# Before a config has said another one.
+LOADING_TIMEOUT_SECONDS = 40.0
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class _Beat:
     host: str
     processes: str
     place: str
-    still_seconds: float
     idle_seconds: float
+    process_idle_seconds: float
+    waiting_seconds: float
     waits: bool
     has_left: bool
 
@@ -58,23 +61,28 @@ class Watch:
         self._place = place
         self._announce = announce
         self._observer = ThreadObserver(threading.main_thread().ident or 0)
-        self._parent = os.getppid()
         self._count = 0
-        self._timeout: float | None = None
+        self._timeout = LOADING_TIMEOUT_SECONDS
+        self._is_loading = True
         self._stopped = threading.Event()
         self._mourning = threading.Lock()
         self._looked = time.monotonic()
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._others = {rank: SignsOfLife() for rank in range(place.world_size) if rank != place.rank}
+        self._siblings: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
         self._beat(has_left=False)
         self._thread.start()
 
-    def judge_hangs(self, timeout: float) -> None:
-        """From now on a main thread that does not move for `timeout` seconds is at fault. Before, it may be waiting for
-        a download."""
+    def judge_loading(self, timeout: float) -> None:
+        """A process that does nothing at all for `timeout` seconds while others wait for it is at fault."""
         self._timeout = timeout
+
+    def judge_hangs(self, timeout: float) -> None:
+        """From now on a main thread that does not move for `timeout` seconds is at fault, whatever other threads do."""
+        self._timeout = timeout
+        self._is_loading = False
 
     def stop(self) -> None:
         """Leave the run in order: nobody misses this process afterwards."""
@@ -108,15 +116,13 @@ class Watch:
         try:
             while not self._stopped.wait(BEAT_SECONDS):
                 self._beat(has_left=False)
-                if self._place.has_agent and os.getppid() != self._parent:
-                    self._leave(1)
                 ending = self._board.ending() or self._judge()
                 if ending is not None and not self._stopped.is_set():
-                    self._leave(ending.exit_code)
+                    end_this_process(ending.exit_code)
         except dist.DistError:
             if not self._stopped.is_set():
                 self.mourn_board()
-                self._leave(1)
+                end_this_process(1)
 
     def _beat(self, *, has_left: bool) -> None:
         self._count += 1
@@ -127,8 +133,9 @@ class Watch:
             host=socket.gethostname(),
             processes=_process_table(),
             place=seen.place,
-            still_seconds=seen.still_seconds,
             idle_seconds=seen.idle_seconds,
+            process_idle_seconds=seen.process_idle_seconds,
+            waiting_seconds=seen.waiting_seconds,
             waits=seen.waits,
             has_left=has_left,
         )
@@ -147,67 +154,83 @@ class Watch:
         beats = self._read_beats()
         lost = self._find_lost(beats)
         if lost is not None:
-            failure = self.end(_process_failure(lost, beats[lost], self._how_lost(beats[lost])))
-            if self._is_neighbour(beats[lost]) and self._place.has_agent and _is_alive(beats[lost].process):
-                # It may only be stopped, and the launcher would wait long for it to end.
-                os.kill(beats[lost].process, signal.SIGKILL)
+            rank, process, what = lost
+            is_gone = process is not None and not is_alive(process)
+            if is_gone and self._place.is_launched:
+                # Our own launcher knows by which signal it died, and says it. It has to wait for this process, which
+                # may be in a call that nobody answers any more.
+                return RankFailure(rank, "ProcessLostError", what)
+            failure = self.end(_lost_failure(rank, beats.get(rank), process, what))
+            if process is not None and not is_gone and self._place.has_agent:
+                # It cannot end by itself, and the launcher would wait long for it to.
+                os.kill(process, signal.SIGKILL)
             return failure
-        hanging = None if self._timeout is None else self._find_hanging(beats, self._timeout)
+        hanging = self._find_hanging(beats, self._timeout)
         return None if hanging is None else self.end(hanging)
 
-    def _find_lost(self, beats: dict[int, _Beat]) -> int | None:
-        """The rank of a process that is dead or stopped."""
+    def _find_lost(self, beats: dict[int, _Beat]) -> tuple[int, int | None, str] | None:
+        """(rank, its process if it is on this host, how) of one that is dead or stopped."""
         now = time.monotonic()
         if now - self._looked > _LONGEST_GAP_SECONDS:
             # This process slept, and with it maybe the whole machine: what others did meanwhile is not known.
-            self._heard.clear()
+            for signs in self._others.values():
+                signs.forget()
         self._looked = now
-        for rank, beat in beats.items():
-            count, since = self._heard.get(rank, (-1, now))
-            if beat.count != count:
-                count, since = beat.count, now
-            self._heard[rank] = count, since
-            if beat.has_left or rank == self._place.rank:
+        for rank, signs in self._others.items():
+            beat = beats.get(rank)
+            if beat is not None and beat.has_left:
                 continue
-            # Our own launcher knows by which signal a process died; it is faster, and says it.
-            is_gone = self._is_neighbour(beat) and not self._place.is_launched and not _is_alive(beat.process)
-            if is_gone or now - since >= LOST_SECONDS:
-                return rank
+            process = self._process_of(rank, beat)
+            how = signs.look(None if beat is None else beat.count, process, now)
+            if how is not None and not self._has_left(rank):
+                return rank, process, how
         return None
 
-    def _is_neighbour(self, beat: _Beat) -> bool:
-        return (beat.host, beat.processes) == (socket.gethostname(), _process_table())
+    def _process_of(self, rank: int, beat: _Beat | None) -> int | None:
+        """Its number, when it is on this host. One that has said nothing yet has the same launcher as this one."""
+        if beat is not None:
+            is_here = (beat.host, beat.processes) == (socket.gethostname(), _process_table())
+            return beat.process if is_here else None
+        if self._place.has_agent and rank not in self._siblings:
+            for process in children_of(os.getppid()):
+                if variable_of(process, "RANK") == str(rank):
+                    self._siblings[rank] = process
+        return self._siblings.get(rank)
 
-    def _how_lost(self, beat: _Beat) -> str:
-        if self._is_neighbour(beat) and not _is_alive(beat.process):
-            return "is gone: it was killed or crashed"
-        return f"has given no sign of life for {LOST_SECONDS:.0f} s"
+    def _has_left(self, rank: int) -> bool:
+        """It may have left, or said why the run ends, since its last beat was read."""
+        if self._board.ending() is not None:
+            return True
+        beat = self._read_beats().get(rank)
+        return beat is not None and beat.has_left
 
     def _find_hanging(self, beats: dict[int, _Beat], timeout: float) -> RankFailure | None:
         """The longest idle of those that wait for nobody, if somebody waited for it as long."""
-        if not any(beat.waits and beat.still_seconds >= timeout for beat in beats.values()):
+        idle = {
+            rank: beat.process_idle_seconds if self._is_loading else beat.idle_seconds for rank, beat in beats.items()
+        }
+        if not any(beat.waits and beat.waiting_seconds >= timeout for beat in beats.values()):
             return None
         to_blame = {
-            rank: beat
-            for rank, beat in beats.items()
-            if beat.idle_seconds >= timeout and not beat.waits and not beat.has_left
+            rank: beat for rank, beat in beats.items() if idle[rank] >= timeout and not beat.waits and not beat.has_left
         }
         if not to_blame:
             return None
-        rank = max(to_blame, key=lambda rank: to_blame[rank].idle_seconds)
+        rank = max(to_blame, key=lambda rank: idle[rank])
         beat = to_blame[rank]
-        what = f"hangs: it has been at {beat.place} for {beat.idle_seconds:.0f} s while others wait for it (a larger"
+        what = f"hangs: it has been at {beat.place} for {idle[rank]:.0f} s while others wait for it (a larger"
         return _process_failure(rank, beat, f"{what} parallel.timeout waits longer)")
-
-    def _leave(self, exit_code: int) -> None:
-        """End this process: first as SIGTERM does, so that temporary files go; if the main thread is stuck, at once."""
-        os.kill(os.getpid(), signal.SIGTERM)
-        if not self._stopped.wait(GRACE_SECONDS):
-            os._exit(exit_code or 1)
 
 
 def _process_failure(rank: int, beat: _Beat, what: str) -> RankFailure:
     return RankFailure(rank, "ProcessLostError", f"rank {rank} (process {beat.process} on {beat.host}) {what}")
+
+
+def _lost_failure(rank: int, beat: _Beat | None, process: int | None, what: str) -> RankFailure:
+    if beat is not None:
+        return _process_failure(rank, beat, what)
+    where = "" if process is None else f" (process {process})"
+    return RankFailure(rank, "ProcessLostError", f"rank {rank}{where} {what}")
 
 
 def _process_table() -> str:
@@ -216,13 +239,3 @@ def _process_table() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

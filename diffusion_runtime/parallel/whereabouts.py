@@ -1,4 +1,4 @@
-"""Where a thread is: the innermost Python line, for how long it has been there, and whether it works."""
+"""Where a thread is: the innermost Python line, for how long it has been there, and whether it or its process works."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from diffusion_runtime.parallel.process_state import read_state
+
 # Code that waits for other processes or for the device, and is not to blame for taking long. On an accelerator work is
 # queued, so a process that waits for another one often does so where it waits for its own device.
 _WAITING = ("torch.distributed", "diffusion_runtime.parallel", "torch.cuda", "torch.accelerator")
 
 # The share of a processor that a thread which only waits stays below.
 _BUSY_SHARE = 0.02
+# The observer itself reads and sends some kilobytes with each look.
+_FEW_BYTES_PER_SECOND = 100_000
 # After a longer time without a look nothing is known of it: the machine may have slept.
 _LONGEST_GAP_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """place: `file.py:12 in name`; waits: for other processes. still_seconds: for how long it was seen nowhere else,
-    which a loop may be too; idle_seconds: for how long it has computed nothing there."""
+    """place: `file.py:12 in name`; waits: for other processes, and waiting_seconds: for how long. idle_seconds: for how
+    long it was seen nowhere else and has computed nothing; process_idle_seconds: for how long, besides, no other thread
+    of the process has computed, read or written anything."""
 
     place: str
-    still_seconds: float
     idle_seconds: float
+    process_idle_seconds: float
+    waiting_seconds: float
     waits: bool
 
 
@@ -35,12 +41,16 @@ class ThreadObserver:
     def __init__(self, thread_id: int) -> None:
         self._thread_id = thread_id
         self._seen: tuple[tuple[int, int], ...] = ()
-        self._still_since = self._idle_since = self._looked = time.monotonic()
+        now = time.monotonic()
+        self._idle_since = self._process_idle_since = self._waiting_since = self._looked = now
         self._computed = self._seconds_computed()
+        self._process_computed, self._num_bytes = _process_work()
 
     def look(self) -> Whereabouts:
         """The whole stack tells whether it was seen elsewhere, the processor's clock whether it computes."""
         now, computed = time.monotonic(), self._seconds_computed()
+        process_computed, num_bytes = _process_work()
+        seconds = now - self._looked
         innermost = sys._current_frames().get(self._thread_id)
         frames: list[FrameType] = []
         frame = innermost
@@ -48,18 +58,25 @@ class ThreadObserver:
             frames.append(frame)
             frame = frame.f_back
         seen = tuple((id(each), each.f_lasti) for each in frames)
-        if seen != self._seen or now - self._looked > _LONGEST_GAP_SECONDS:
-            self._seen, self._still_since, self._idle_since = seen, now, now
-        if computed - self._computed > _BUSY_SHARE * (now - self._looked):
-            self._idle_since = now
+        slept = seconds > _LONGEST_GAP_SECONDS
+        if seen != self._seen or slept or computed - self._computed > _BUSY_SHARE * seconds:
+            self._seen, self._idle_since = seen, now
+        is_at_work = num_bytes - self._num_bytes > _FEW_BYTES_PER_SECOND * seconds
+        if self._idle_since == now or is_at_work or process_computed - self._process_computed > _BUSY_SHARE * seconds:
+            self._process_idle_since = now
         self._looked, self._computed = now, computed
+        self._process_computed, self._num_bytes = process_computed, num_bytes
+        module = "" if innermost is None else innermost.f_globals.get("__name__", "")
+        waits = isinstance(module, str) and f"{module}.".startswith(tuple(f"{name}." for name in _WAITING))
+        if not waits or slept:
+            self._waiting_since = now
         if innermost is None:
-            return Whereabouts("nowhere", 0.0, 0.0, False)
-        module = innermost.f_globals.get("__name__", "")
+            return Whereabouts("nowhere", 0.0, 0.0, 0.0, False)
         file = Path(innermost.f_code.co_filename).name
         place = f"{file}:{innermost.f_lineno} in {innermost.f_code.co_name}"
-        waits = isinstance(module, str) and f"{module}.".startswith(tuple(f"{name}." for name in _WAITING))
-        return Whereabouts(place, now - self._still_since, now - self._idle_since, waits)
+        return Whereabouts(
+            place, now - self._idle_since, now - self._process_idle_since, now - self._waiting_since, waits
+        )
 
     def _seconds_computed(self) -> float:
         try:
@@ -67,3 +84,9 @@ class ThreadObserver:
         except OSError:
             # The thread has ended.
             return 0.0
+
+
+def _process_work() -> tuple[float, int]:
+    """Seconds computed by all threads but this one, which looks; and bytes read and written."""
+    state = read_state("self")
+    return time.process_time() - time.thread_time(), 0 if state is None else state.num_bytes

@@ -23,9 +23,11 @@ import torch.distributed as dist
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.parallel.board import Board, connect
 from diffusion_runtime.parallel.failure import FirstProcessError, RankFailure, RunEnded
+from diffusion_runtime.parallel.orphans import end_with_launcher
 from diffusion_runtime.parallel.place import Place
 from diffusion_runtime.parallel.rank_group import RankGroup
-from diffusion_runtime.parallel.watch import LOST_SECONDS, Watch
+from diffusion_runtime.parallel.signs_of_life import SILENT_SECONDS
+from diffusion_runtime.parallel.watch import Watch
 
 MEETING_SECONDS = 60.0
 # How long a process that failed waits for the others to fail alike, which shows that all of them are still in step.
@@ -70,6 +72,7 @@ class World:
 
         Raises ConfigError when another run uses the same port, DiffusionRuntimeError when the others do not come.
         """
+        end_with_launcher(place)
         board = connect(place, timedelta(seconds=MEETING_SECONDS))
         watch = Watch(board, place, announce)
         watch.start()
@@ -110,6 +113,7 @@ class World:
                     f"device alone, got {device}; call leave() first, or start again"
                 )
             return
+        self._watch.judge_loading(timeout)
         is_cuda = device.type == "cuda"
         seconds = _LONGEST_STEP_SECONDS if is_cuda else timeout + _COLLECTIVE_EXTRA_SECONDS
         self.device = device
@@ -195,7 +199,7 @@ class World:
             if "timed out" in str(error).lower() and (blamed := self._watch.blame(self._collective_seconds)):
                 return blamed
             # The watch ends this wait with RunEnded, in the main thread, as soon as it knows.
-            self._wait_for_ending(LOST_SECONDS + IN_STEP_SECONDS)
+            self._wait_for_ending(SILENT_SECONDS + IN_STEP_SECONDS)
         return self._failure_of(error)
 
     def _failure_of(self, error: BaseException) -> RankFailure:
@@ -223,6 +227,10 @@ class World:
         """End the run on all processes; returns why it ended, which another process may have said before."""
         return self._watch.end(failure)
 
+    def end_without_a_word(self, failure: RankFailure) -> None:
+        """The same for a reason that the user has been told already."""
+        self._board.end(failure)
+
     def ending(self) -> RankFailure | None:
         """Why the run ends, once somebody has said it."""
         return self._board.ending()
@@ -236,7 +244,7 @@ class World:
         if not self.is_first:
             self._board.set(f"left/{self.place.rank}", "")
             return
-        deadline = time.monotonic() + LOST_SECONDS
+        deadline = time.monotonic() + SILENT_SECONDS
         others = [f"left/{rank}" for rank in range(1, self.size)]
         self._board.wait(others, give_up=lambda: time.monotonic() >= deadline or self._board.ending() is not None)
 

@@ -17,7 +17,7 @@ ROWS = [
     {"description"},
     {"diffusers_bridge"},
     {"pipeline"},
-    {"request_rules", "progress"},
+    {"request_rules", "progress", "one_generation"},
     {"models"},
     {"text_encoders", "denoising", "memory"},
     {"layers"},

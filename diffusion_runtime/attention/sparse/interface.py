@@ -262,7 +262,7 @@ def dense_plan(method: str, request: PlanRequest) -> SparsePlan:
     )
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=8)
 def _whole_grid(num_grid: int, num_prefix: int, num_suffix: int, device: torch.device) -> BlockGeometry:
     """The grid in raster order as one block. num_grid: 1 or more, as check_grid saw to."""
     grid_order = torch.arange(num_grid, device=device)

@@ -55,7 +55,7 @@ def text_lengths(layout: TokenLayout, device: torch.device) -> torch.Tensor | No
     return torch.tensor(layout.valid_lengths, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=8)
 def _tile_geometry(grid: Extent, num_prefix: int, num_suffix: int, tile: Extent, device: torch.device) -> BlockGeometry:
     counts = tile_counts(grid, tile)
     axes = [torch.arange(extent, device="cpu") // size for extent, size in zip(grid, tile, strict=True)]

@@ -197,7 +197,7 @@ def _plan(method: str, request: PlanRequest, kept: torch.Tensor, *, is_dense: bo
     )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def _lists_of_heads(
     batch: int, num_heads: int, num_rows: int, num_tiles: int, num_kept: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

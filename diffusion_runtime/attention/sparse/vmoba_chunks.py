@@ -51,7 +51,7 @@ def chunks_of(layout: TokenLayout, shape: ChunkShape, device: torch.device) -> C
     return _chunks_of(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens, shape, device)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=8)
 def _chunks_of(grid: Extent, num_prefix: int, num_suffix: int, shape: ChunkShape, device: torch.device) -> Chunks:
     layout = TokenLayout(grid, num_prefix, num_suffix)
     if isinstance(shape, int):

@@ -1,0 +1,36 @@
+"""One generation at a time per pipeline: a second call is an error at once, from whichever thread it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from diffusion_runtime.errors import PipelineBusyError
+
+
+class OneGeneration:
+    """What a pipeline holds while it generates. Its model, caches of its decoder included, serves one call only."""
+
+    def __init__(self) -> None:
+        # `setdefault` is atomic, and an interruption cannot come between taking and a `finally` that gives back.
+        self._running: dict[str, object] = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """For one generation; given back however it ends. Raises PipelineBusyError while another one runs."""
+        this = object()
+        try:
+            if self._running.setdefault("generation", this) is not this:
+                raise PipelineBusyError(
+                    "this pipeline is generating already, in another thread or around this call (on_progress): a "
+                    "pipeline makes one generation at a time. Wait until it has ended, give several requests to one "
+                    "generate(), or load a pipeline per thread"
+                )
+            yield
+        finally:
+            if self._running.get("generation") is this:
+                del self._running["generation"]
+
+    def __reduce__(self) -> tuple[type[OneGeneration], tuple[()]]:
+        # A copy of a pipeline is another pipeline.
+        return OneGeneration, ()
