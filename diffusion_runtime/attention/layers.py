@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -285,6 +285,10 @@ class AttentionLayer(nn.Module, ABC):
     def _constant_needs(self) -> frozenset[str]:
         needs = {"causal"} if self.causal else set()
         return frozenset(needs if self.scale is None else {*needs, "scale"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what was settled here: a copy may run on another machine, or with other backends registered.
+        return {**self.__dict__, "_known": {}}
 
     def extra_repr(self) -> str:
         backends = ", ".join(decision.backend for _, decision in self.decisions)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -34,6 +37,7 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.parallel.rank_group import RankGroup
 
 LAYERS = [LocalAttention, UlyssesAttention, USPAttention]
 
@@ -66,6 +70,22 @@ def test_scale_causal_and_grouped_queries_reach_the_backend() -> None:
 
 def test_layers_hold_no_weights() -> None:
     assert not LocalAttention(4, 16, policy=policy()).state_dict()
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_layers_are_copied_and_pickled_after_a_call(layer_class: type, blocky: str) -> None:
+    q, k, v = inputs()
+    layer = layer_class(4, 16, policy=policy({"default": {"backend": blocky, "extra": {"topk": 5}}}))
+    out = layer(q, k, v)
+    for copied in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.decisions == layer.decisions
+        assert torch.equal(copied(q, k, v), out)
+
+
+def test_a_deep_copy_talks_to_the_same_processes() -> None:
+    handle: Any = threading.Lock()  # torch's groups cannot be copied either
+    group = RankGroup((0, 1), 0, handle, (0, 1))
+    assert copy.deepcopy(group).process_group is handle
 
 
 def test_a_choice_that_cannot_run_fails_at_construction(absent: str, blocky: str) -> None:
