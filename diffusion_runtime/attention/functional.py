@@ -12,6 +12,7 @@ import torch
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, Question
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
+from diffusion_runtime.attention.backends.registry import num_changes, when_backends_change
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
@@ -108,6 +109,7 @@ def attention(
         spec = AttentionSpec(spec.name, {**spec.options, **options})
     q_shape = q.shape
     resolved = _resolve(
+        num_changes(),
         spec,
         current_force(),
         # Only a call that leaves the choice open is the environment's business.
@@ -156,6 +158,7 @@ def _spec(backend: str) -> AttentionSpec:
 
 @functools.lru_cache(maxsize=1024)
 def _resolve(
+    registered: int,
     spec: AttentionSpec,
     forced: tuple[ForcedChoice, ...],
     environment: str | None,
@@ -167,7 +170,8 @@ def _resolve(
     num_kv_heads: int,
     uses: tuple[bool, bool, bool, bool, bool, str | None],
 ) -> Resolved:
-    """uses: causality, a scale, the log-sum-exp, a gate, padded keys, and which kind of mask."""
+    """registered: of num_changes. uses: causality, a scale, the log-sum-exp, a gate, padded keys, and which kind of mask."""
+    del registered
     *flags, masked = uses
     needs = {name for name, used in zip(("causal", "scale", "lse", "gate", "key_padding"), flags, strict=True) if used}
     question = Question(
@@ -183,3 +187,7 @@ def _resolve(
     said = spec.candidates or spec.options
     config = AttentionConfig(per_role={role: spec}) if said else AttentionConfig()
     return resolve_decision(select(question, Levels(forced, config=config, environment=environment)))
+
+
+when_backends_change(_spec.cache_clear)
+when_backends_change(_resolve.cache_clear)

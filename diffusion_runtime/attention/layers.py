@@ -17,6 +17,7 @@ from torch import nn
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, Question
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
+from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layout import TokenLayout
@@ -96,6 +97,7 @@ class AttentionLayer(nn.Module, ABC):
         self._exchange = exchange
         self._exchange_with_every_key = exchange.with_every_key(num_heads)
         self._known: dict[_Moment, _Served] = {}
+        self._known_at = num_changes()
         question = dataclasses.replace(
             self.policy.question(self.layer, head_dim=head_dim, num_heads=num_heads, num_kv_heads=self.num_kv_heads),
             needs=self._constant_needs(),
@@ -238,11 +240,14 @@ class AttentionLayer(nn.Module, ABC):
                 resolved.backend.check_split_heads(resolved.options)
 
     def _served_at(self, moment: _Moment) -> _Served:
-        served = self._known.get(moment)
+        if self._known_at != num_changes():
+            self._known, self._known_at = {}, num_changes()
+        known = self._known
+        served = known.get(moment)
         if served is None:
             resolved = self._resolve(moment)
             exchange = self._exchange_for(resolved.backend)
-            served = self._known[moment] = _Served(resolved, exchange, exchange.describe())
+            served = known[moment] = _Served(resolved, exchange, exchange.describe())
         return served
 
     def _resolve(self, moment: _Moment) -> Resolved:

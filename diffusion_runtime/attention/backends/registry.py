@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from typing import TypeVar
 
 from diffusion_runtime.attention.backends.interface import FEATURES, Backend
@@ -43,6 +44,10 @@ _entry_points_read = False
 # Those that are there and cannot be loaded: name -> why.
 _broken: dict[str, str] = {}
 
+# How often the backends behind names have changed, and what is told of it.
+_num_changes = 0
+_listeners: list[Callable[[], object]] = []
+
 BackendClass = TypeVar("BackendClass", bound=type[Backend])
 
 
@@ -62,6 +67,7 @@ def register_backend(backend_class: BackendClass) -> BackendClass:
     name = plain(backend_class.name)
     _backends[name] = backend_class()
     _aliases.update({plain(alias): name for alias in backend_class.aliases})
+    _say_changed()
     return backend_class
 
 
@@ -71,6 +77,25 @@ def unregister_backend(name: str) -> None:
     _backends.pop(canonical, None)
     for alias in [alias for alias, target in _aliases.items() if target == canonical and alias not in PEER_SPELLINGS]:
         del _aliases[alias]
+    _say_changed()
+
+
+def num_changes() -> int:
+    """How often a backend was registered or unregistered so far. What was settled at another number is settled anew:
+    the same name may mean another backend by now."""
+    return _num_changes
+
+
+def when_backends_change(forget: Callable[[], object]) -> None:
+    """Call `forget` whenever a backend is registered or unregistered: for caches of this process that hold some."""
+    _listeners.append(forget)
+
+
+def _say_changed() -> None:
+    global _num_changes
+    _num_changes += 1
+    for forget in _listeners:
+        forget()
 
 
 def canonical_name(name: str) -> str:
