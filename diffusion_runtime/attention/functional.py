@@ -14,12 +14,13 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Questi
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.backends.registry import num_changes, when_backends_change
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import dtype_name
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, ForcedChoice, Levels, current_force, select
+from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Levels, select
 from diffusion_runtime.attention.shapes import check_shapes
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import detect_hardware
@@ -170,7 +171,8 @@ def _resolve(
     num_kv_heads: int,
     uses: tuple[bool, bool, bool, bool, bool, str | None],
 ) -> Resolved:
-    """registered: of num_changes. uses: causality, a scale, the log-sum-exp, a gate, padded keys, and which kind of mask."""
+    """registered: what num_changes says. uses: causality, a scale, the log-sum-exp, a gate, padded keys, and which kind
+    of mask."""
     del registered
     *flags, masked = uses
     needs = {name for name, used in zip(("causal", "scale", "lse", "gate", "key_padding"), flags, strict=True) if used}

@@ -19,11 +19,12 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules, dtype_name
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
-from diffusion_runtime.attention.select import Decision, ForcedChoice, current_force, select
+from diffusion_runtime.attention.select import Decision, select
 from diffusion_runtime.attention.shapes import check_shapes
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware, resolve_device

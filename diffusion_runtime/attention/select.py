@@ -6,22 +6,19 @@ environment variable, the device) and asks it.
 
 from __future__ import annotations
 
-import contextvars
-import functools
-import inspect
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.attention.backends.interface import FEATURES, Backend, Question
 from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
 from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.options import check_options, option_names
 from diffusion_runtime.attention.platforms import platform_candidates
-from diffusion_runtime.attention.roles import is_role, known_roles, role_category
+from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, nearest
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
@@ -30,9 +27,6 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
 SOURCES = ("force", "cli", "config", "environment", "platform")
-
-Parameters = ParamSpec("Parameters")
-Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True)
@@ -57,67 +51,6 @@ class Decision:
             place = f"{hardware.describe()}, {versions}" if versions else hardware.describe()
             return f"Defaulting to attention backend '{self.backend}' for role={role} ({place})"
         return f"Using attention backend '{self.backend}' for role={role} ({self.source})"
-
-
-@dataclass(frozen=True)
-class ForcedChoice:
-    """One active `force_attention_backend`. role: a role or category, None for every role its backend serves."""
-
-    spec: AttentionSpec
-    role: str | None = None
-
-    def speaks_for(self, role: str) -> bool:
-        return self.role in (None, role, role_category(role))
-
-
-_forced: contextvars.ContextVar[tuple[ForcedChoice, ...]] = contextvars.ContextVar("forced_attention", default=())
-
-
-def current_force() -> tuple[ForcedChoice, ...]:
-    """The choices forced on this thread or task now, the innermost last."""
-    return _forced.get()
-
-
-class force_attention_backend:
-    """Context manager and decorator: `spec` serves `role` (None: every role it serves) inside, above all else.
-
-    Nestable, the innermost that speaks for a role wins; restored on exceptions; invisible to other threads and tasks.
-    A layer built inside keeps the choice; a layer called inside takes it for that call. Decorated coroutine functions
-    hold it while they run. Raises ConfigError for unknown names, options and roles.
-    """
-
-    def __init__(self, spec: AttentionSpec | str | dict[str, Any], role: str | None = None) -> None:
-        if role is not None and not is_role(role):
-            raise ConfigError(f"unknown attention role {role!r}.{nearest(role, known_roles())}")
-        self._choice = ForcedChoice(AttentionSpec.parse(spec, "force_attention_backend"), role)
-        self._tokens: list[contextvars.Token[tuple[ForcedChoice, ...]]] = []
-
-    def __enter__(self) -> Self:
-        self._tokens.append(_forced.set((*_forced.get(), self._choice)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _forced.reset(self._tokens.pop())
-
-    def __call__(self, function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-        spec, role = self._choice.spec, self._choice.role
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def run_coroutine(*args: Parameters.args, **kwargs: Parameters.kwargs) -> object:
-                with force_attention_backend(spec, role):
-                    return await cast(Awaitable[object], function(*args, **kwargs))
-
-            return cast(Callable[Parameters, Returned], run_coroutine)
-
-        @functools.wraps(function)
-        def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-            with force_attention_backend(spec, role):
-                return function(*args, **kwargs)
-
-        return run
 
 
 @dataclass(frozen=True)

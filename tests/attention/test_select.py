@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from diffusion_runtime.attention import (
     Backend,
     Capability,
     Decision,
-    force_attention_backend,
     list_backends,
     register_role,
     select_backend,
@@ -234,58 +231,3 @@ def test_unknown_role_and_need() -> None:
         choose("crss")
     with pytest.raises(ConfigError, match=r"'lsee'.*'lse'"):
         choose(needs=("lsee",))
-
-
-def test_force_nests_by_role_and_restores_on_errors() -> None:
-    with force_attention_backend("reference"):
-        with force_attention_backend("torch_sdpa", role="cross"):
-            assert choose("self").backend == "reference"
-            assert choose("cross", cli="reference").backend == "torch_sdpa"
-            assert choose("cross").source == "force"
-        with pytest.raises(BackendUnavailableError), force_attention_backend("torch_sdpa"):
-            choose("self", head_dim=0)
-        assert choose().backend == "reference"
-    assert choose().source == "platform"
-
-
-def test_force_is_a_reentrant_decorator_for_functions_and_coroutines() -> None:
-    @force_attention_backend("reference")
-    def backend_at(depth: int) -> str:
-        return backend_at(depth - 1) if depth else choose().backend
-
-    @force_attention_backend("reference")
-    async def backend_later() -> str:
-        await asyncio.sleep(0)
-        return choose().backend
-
-    assert backend_at(2) == "reference"
-    assert asyncio.run(backend_later()) == "reference"
-    assert choose().source == "platform"
-
-
-def test_force_is_invisible_to_other_threads_and_tasks() -> None:
-    seen: dict[str, str] = {}
-    with force_attention_backend("reference"):
-        thread = threading.Thread(target=lambda: seen.update(thread=choose().source))
-        thread.start()
-        thread.join()
-
-    async def hold(name: str, entered: asyncio.Event, other: asyncio.Event) -> None:
-        with force_attention_backend(name):
-            entered.set()
-            await other.wait()
-            seen[name] = choose().backend
-
-    async def both() -> None:
-        first, second = asyncio.Event(), asyncio.Event()
-        await asyncio.gather(hold("reference", first, second), hold("torch_sdpa", second, first))
-
-    asyncio.run(both())
-    assert seen == {"thread": "platform", "reference": "reference", "torch_sdpa": "torch_sdpa"}
-
-
-def test_forcing_nonsense_fails_at_once() -> None:
-    with pytest.raises(ConfigError, match="unknown attention backend"):
-        force_attention_backend("nonsense")
-    with pytest.raises(ConfigError, match="'crss'"):
-        force_attention_backend("reference", role="crss")
