@@ -177,9 +177,10 @@ class AttentionConfig:
         return hash((self.default, tuple(sorted(self.per_role.items(), key=str)), self.schedule))
 
     def choices(self, role: str, rules: tuple[int, ...] = ()) -> list[tuple[AttentionSpec, bool, str]]:
-        """What this level says for `role`, most specific first, as (spec, made for the role by name, key).
+        """All that this level says for `role`, most specific first, as (spec, made for the role by name, key).
 
-        rules: indexes of the schedule rules that hold now. The first entry that serves the role wins.
+        rules: indexes of the schedule rules that hold now. The first entry that names a backend which serves the role
+        wins; one that holds options alone configures what a later one chooses.
         """
         said = []
         for index in rules:
@@ -188,7 +189,7 @@ class AttentionConfig:
                 said.append((rule.spec, rule.role is not None, f"schedule[{index}] ({rule.window})"))
         for key in dict.fromkeys((role, role_category(role))):
             if key in self.per_role:
-                return [*said, (self.per_role[key], True, f"per_role.{key}")]
+                said.append((self.per_role[key], True, f"per_role.{key}"))
         return said if self.default is None else [*said, (self.default, False, "default")]
 
     def check_roles(self, roles: Sequence[str], model: str) -> None:

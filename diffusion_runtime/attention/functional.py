@@ -144,6 +144,7 @@ def attention(
         causal=causal,
         return_lse=return_lse,
         mask=mask,
+        dense=resolved.dense,
     )
     result = run_backend(resolved.backend, call)
     if not return_lse:

@@ -189,6 +189,7 @@ class AttentionLayer(nn.Module, ABC):
             mask=inputs.mask,
             first_head=inputs.first_head,
             num_heads_total=inputs.num_heads_total,
+            dense=served.resolved.dense,
         )
         return run_backend(served.resolved.backend, call)
 
@@ -239,6 +240,8 @@ class AttentionLayer(nn.Module, ABC):
             resolved.backend.check(resolved.options, self.layer, self.num_heads, num_steps)
             if self._exchange_for(resolved.backend).splits_heads:
                 resolved.backend.check_split_heads(resolved.options)
+            if resolved.dense is not None:
+                resolved.dense.backend.check(resolved.dense.options, self.layer, self.num_heads, num_steps)
 
     def _served_at(self, moment: _Moment) -> _Served:
         if self._known_at != num_changes():
