@@ -25,7 +25,7 @@ from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules, dtype_name
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
 from diffusion_runtime.attention.select import Decision, select
-from diffusion_runtime.attention.shapes import check_shapes
+from diffusion_runtime.attention.shapes import check_heads, check_shapes
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware, resolve_device
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -134,11 +134,20 @@ class AttentionLayer(nn.Module, ABC):
 
         context: where the keys sit, which step it is, the request's state and its recorder. gate: [batch, seq_q, heads,
         head_dim] for backends with a gated branch. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], as `attention`
-        takes it. Raises ConfigError for shapes that do not fit.
+        takes it. Raises ConfigError for shapes that do not fit each other or what the layer was built for.
 
         Where processes share the sequence, q, k, v and gate hold the rows of this one: its slice of the grid, as
         `context.sharding` cuts it, and all of the text; layout and mask are those of the whole sequence.
         """
+        check_heads(
+            q,
+            k,
+            v,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            layer=self.layer,
+        )
         context = AttentionContext() if context is None else context
         served = self._served(q, context, with_gate=gate is not None, mask=mask)
         if not served.shared:

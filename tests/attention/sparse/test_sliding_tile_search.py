@@ -264,7 +264,7 @@ def test_tuning_refuses_logs_of_another_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="STA_tuning_cfg merges both guidance branches"):
         tuned_call(tmp_path, mode="STA_tuning_cfg")
     q, k, v = random_qkv(LAYOUT, batch=2)
-    with pytest.raises(ConfigError, match="is for 1 steps and this run has 7"):
+    with pytest.raises(ConfigError, match="the logs are of 1 steps, 1 layers and 2 heads, this run has 7 steps"):
         attention(q, k, v, backend=NAME, options=tuning(tmp_path), layout=LAYOUT, step=StepInfo(0, 7))
 
 
