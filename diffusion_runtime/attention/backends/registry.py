@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import logging
@@ -9,7 +10,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from diffusion_runtime.attention.backends.interface import FEATURES, Backend
-from diffusion_runtime.attention.backends.names import KNOWN_NAMES, PEER_SPELLINGS, plain
+from diffusion_runtime.attention.backends.names import (
+    KNOWN_NAMES,
+    PEER_SPELLINGS,
+    REFUSED_SPELLINGS,
+    SPELLING_REMARKS,
+    plain,
+)
 from diffusion_runtime.attention.backends.packages import raised_line
 from diffusion_runtime.errors import ConfigError, nearest
 
@@ -99,17 +106,34 @@ def _say_changed() -> None:
 
 
 def canonical_name(name: str) -> str:
-    """The name that a spelling stands for. Raises ConfigError with the nearest names for an unknown one."""
+    """The name that a spelling stands for. Raises ConfigError with the nearest names for an unknown one, and with the
+    reason for a peer's backend that has no counterpart here."""
     spelled = plain(name)
     canonical = _aliases.get(spelled, spelled)
     if canonical in _backends or canonical in _OWN_MODULES or canonical in KNOWN_NAMES:
+        if spelled in SPELLING_REMARKS:
+            _remark(spelled, canonical)
         return canonical
     _read_entry_points()
     canonical = _aliases.get(spelled, spelled)
     if canonical in _backends or canonical in _broken:
         return canonical
+    if spelled in REFUSED_SPELLINGS:
+        reason, near = REFUSED_SPELLINGS[spelled]
+        raise ConfigError(f"attention backend {name!r} has no counterpart here: {reason}; the nearest is {near!r}")
     known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends, *_aliases}
     raise ConfigError(f"unknown attention backend {name!r}.{nearest(spelled, known)}")
+
+
+@functools.cache
+def _remark(spelled: str, canonical: str) -> None:
+    """Cached, so that it is said once."""
+    _logger.warning(
+        "attention backend '%s' is '%s' here: %s; the report says what ran",
+        spelled,
+        canonical,
+        SPELLING_REMARKS[spelled],
+    )
 
 
 def find_backend(name: str) -> Backend | None:
