@@ -160,7 +160,7 @@ class _Awaiting:
         self._body = body
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return self._resumes.generator(cast(Generator[Any, Any, Any], self._body.__await__()))
+        return self._resumes.generator(self._body.__await__())
 
 
 def _async_generator_function(
