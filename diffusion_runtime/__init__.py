@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
-    from diffusion_runtime.attention.select import force_attention_backend
+    from diffusion_runtime.attention.force import force_attention_backend
     from diffusion_runtime.config import RuntimeConfig
     from diffusion_runtime.diffusers_bridge.attach import attach
     from diffusion_runtime.errors import (
@@ -40,7 +40,7 @@ _HOMES = {
     "RuntimeConfig": "config",
     "UsageError": "errors",
     "attach": "diffusers_bridge.attach",
-    "force_attention_backend": "attention.select",
+    "force_attention_backend": "attention.force",
     "load_pipeline": "loading",
 }
 

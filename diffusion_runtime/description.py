@@ -34,11 +34,7 @@ class PlannedAttention:
             "role": self.role,
             "when": self.when,
             "layers": list(self.layers),
-            "backend": self.decision.backend,
-            "options": dict(self.decision.options),
-            "source": self.decision.source,
-            "reason": self.decision.reason,
-            "rejected": [list(pair) for pair in self.decision.rejected],
+            **_decision_values(self.decision),
         }
 
 
@@ -104,6 +100,18 @@ def planned_attention(layers: Iterable[AttentionLayer]) -> tuple[PlannedAttentio
             else:
                 rows.append(PlannedAttention(layer.layer.role, when, (layer.layer.index,), decision))
     return tuple(rows)
+
+
+def _decision_values(decision: Decision) -> dict[str, Any]:
+    """dense: what would serve the dense calls of a backend that chooses among keys; absent for every other backend."""
+    return {
+        "backend": decision.backend,
+        "options": dict(decision.options),
+        "source": decision.source,
+        "reason": decision.reason,
+        "rejected": [list(pair) for pair in decision.rejected],
+        **({} if decision.dense is None else {"dense": _decision_values(decision.dense)}),
+    }
 
 
 def _config_digest(folder: Path) -> str:

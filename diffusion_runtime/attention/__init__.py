@@ -15,6 +15,7 @@ from diffusion_runtime.attention.backends.registry import register_backend, unre
 from diffusion_runtime.attention.catalogue import BackendInfo, list_backends
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.force import force_attention_backend
 from diffusion_runtime.attention.functional import attention
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layers import LocalAttention, UlyssesAttention, USPAttention
@@ -22,7 +23,7 @@ from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport, LibraryAttention, ReportRow
 from diffusion_runtime.attention.roles import register_role
-from diffusion_runtime.attention.select import Decision, force_attention_backend, select_backend
+from diffusion_runtime.attention.select import Decision, select_backend
 from diffusion_runtime.attention.sparse.planning import plan_attention
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import yaml
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
+from diffusion_runtime.attention.frozen_mapping import FrozenMapping
 from diffusion_runtime.attention.options import check_options, option_names, parse_pairs, unknown_option
 from diffusion_runtime.attention.roles import CATEGORIES, is_role, known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
@@ -52,7 +52,7 @@ class AttentionSpec:
         else:
             names = [canonical_name(part) for part in candidates]
         object.__setattr__(self, "name", ",".join(dict.fromkeys(names)))
-        object.__setattr__(self, "options", MappingProxyType(self._checked_options()))
+        object.__setattr__(self, "options", FrozenMapping(self._checked_options()))
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -89,6 +89,10 @@ class AttentionSpec:
     def _hash(self) -> int:
         # Once: every call of `attention` looks its decision up by this value.
         return hash((self.name, json.dumps(dict(self.options), sort_keys=True, default=str)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the cached hash: hashes of text differ from process to process.
+        return {"name": self.name, "options": self.options}
 
     @classmethod
     def parse(cls, value: Any, where: str = "attention backend") -> Self:
@@ -163,7 +167,7 @@ class AttentionConfig:
         for role, value in self.per_role.items():
             _check_role(role, f"per_role.{role}")
             specs[role] = AttentionSpec.parse(value, f"per_role.{role}")
-        object.__setattr__(self, "per_role", MappingProxyType(specs))
+        object.__setattr__(self, "per_role", FrozenMapping(specs))
         if isinstance(self.schedule, str | Mapping) or not hasattr(self.schedule, "__iter__"):
             raise ConfigError(f"schedule: expected a list of rules, got {self.schedule!r}")
         rules = [ScheduleRule.parse(rule, f"schedule[{index}]") for index, rule in enumerate(self.schedule)]
@@ -173,9 +177,10 @@ class AttentionConfig:
         return hash((self.default, tuple(sorted(self.per_role.items(), key=str)), self.schedule))
 
     def choices(self, role: str, rules: tuple[int, ...] = ()) -> list[tuple[AttentionSpec, bool, str]]:
-        """What this level says for `role`, most specific first, as (spec, made for the role by name, key).
+        """All that this level says for `role`, most specific first, as (spec, made for the role by name, key).
 
-        rules: indexes of the schedule rules that hold now. The first entry that serves the role wins.
+        rules: indexes of the schedule rules that hold now. The first entry that names a backend which serves the role
+        wins; one that holds options alone configures what a later one chooses.
         """
         said = []
         for index in rules:
@@ -184,7 +189,7 @@ class AttentionConfig:
                 said.append((rule.spec, rule.role is not None, f"schedule[{index}] ({rule.window})"))
         for key in dict.fromkeys((role, role_category(role))):
             if key in self.per_role:
-                return [*said, (self.per_role[key], True, f"per_role.{key}")]
+                said.append((self.per_role[key], True, f"per_role.{key}"))
         return said if self.default is None else [*said, (self.default, False, "default")]
 
     def check_roles(self, roles: Sequence[str], model: str) -> None:

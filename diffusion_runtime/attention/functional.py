@@ -12,13 +12,15 @@ import torch
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, Question
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
+from diffusion_runtime.attention.backends.registry import num_changes, when_backends_change
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import dtype_name
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, ForcedChoice, Levels, current_force, select
+from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Levels, select
 from diffusion_runtime.attention.shapes import check_shapes
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import detect_hardware
@@ -108,6 +110,7 @@ def attention(
         spec = AttentionSpec(spec.name, {**spec.options, **options})
     q_shape = q.shape
     resolved = _resolve(
+        num_changes(),
         spec,
         current_force(),
         # Only a call that leaves the choice open is the environment's business.
@@ -141,6 +144,7 @@ def attention(
         causal=causal,
         return_lse=return_lse,
         mask=mask,
+        dense=resolved.dense,
     )
     result = run_backend(resolved.backend, call)
     if not return_lse:
@@ -156,6 +160,7 @@ def _spec(backend: str) -> AttentionSpec:
 
 @functools.lru_cache(maxsize=1024)
 def _resolve(
+    registered: int,
     spec: AttentionSpec,
     forced: tuple[ForcedChoice, ...],
     environment: str | None,
@@ -167,7 +172,9 @@ def _resolve(
     num_kv_heads: int,
     uses: tuple[bool, bool, bool, bool, bool, str | None],
 ) -> Resolved:
-    """uses: causality, a scale, the log-sum-exp, a gate, padded keys, and which kind of mask."""
+    """registered: what num_changes says. uses: causality, a scale, the log-sum-exp, a gate, padded keys, and which kind
+    of mask."""
+    del registered
     *flags, masked = uses
     needs = {name for name, used in zip(("causal", "scale", "lse", "gate", "key_padding"), flags, strict=True) if used}
     question = Question(
@@ -183,3 +190,7 @@ def _resolve(
     said = spec.candidates or spec.options
     config = AttentionConfig(per_role={role: spec}) if said else AttentionConfig()
     return resolve_decision(select(question, Levels(forced, config=config, environment=environment)))
+
+
+when_backends_change(_spec.cache_clear)
+when_backends_change(_resolve.cache_clear)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,13 +17,15 @@ from torch import nn
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, Question
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
+from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules, dtype_name
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
-from diffusion_runtime.attention.select import Decision, ForcedChoice, current_force, select
-from diffusion_runtime.attention.shapes import check_shapes
+from diffusion_runtime.attention.select import Decision, select
+from diffusion_runtime.attention.shapes import check_heads, check_shapes
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware, resolve_device
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -96,6 +98,7 @@ class AttentionLayer(nn.Module, ABC):
         self._exchange = exchange
         self._exchange_with_every_key = exchange.with_every_key(num_heads)
         self._known: dict[_Moment, _Served] = {}
+        self._known_at = num_changes()
         question = dataclasses.replace(
             self.policy.question(self.layer, head_dim=head_dim, num_heads=num_heads, num_kv_heads=self.num_kv_heads),
             needs=self._constant_needs(),
@@ -131,11 +134,20 @@ class AttentionLayer(nn.Module, ABC):
 
         context: where the keys sit, which step it is, the request's state and its recorder. gate: [batch, seq_q, heads,
         head_dim] for backends with a gated branch. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], as `attention`
-        takes it. Raises ConfigError for shapes that do not fit.
+        takes it. Raises ConfigError for shapes that do not fit each other or what the layer was built for.
 
         Where processes share the sequence, q, k, v and gate hold the rows of this one: its slice of the grid, as
         `context.sharding` cuts it, and all of the text; layout and mask are those of the whole sequence.
         """
+        check_heads(
+            q,
+            k,
+            v,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            layer=self.layer,
+        )
         context = AttentionContext() if context is None else context
         served = self._served(q, context, with_gate=gate is not None, mask=mask)
         if not served.shared:
@@ -186,6 +198,7 @@ class AttentionLayer(nn.Module, ABC):
             mask=inputs.mask,
             first_head=inputs.first_head,
             num_heads_total=inputs.num_heads_total,
+            dense=served.resolved.dense,
         )
         return run_backend(served.resolved.backend, call)
 
@@ -236,13 +249,18 @@ class AttentionLayer(nn.Module, ABC):
             resolved.backend.check(resolved.options, self.layer, self.num_heads, num_steps)
             if self._exchange_for(resolved.backend).splits_heads:
                 resolved.backend.check_split_heads(resolved.options)
+            if resolved.dense is not None:
+                resolved.dense.backend.check(resolved.dense.options, self.layer, self.num_heads, num_steps)
 
     def _served_at(self, moment: _Moment) -> _Served:
-        served = self._known.get(moment)
+        if self._known_at != num_changes():
+            self._known, self._known_at = {}, num_changes()
+        known = self._known
+        served = known.get(moment)
         if served is None:
             resolved = self._resolve(moment)
             exchange = self._exchange_for(resolved.backend)
-            served = self._known[moment] = _Served(resolved, exchange, exchange.describe())
+            served = known[moment] = _Served(resolved, exchange, exchange.describe())
         return served
 
     def _resolve(self, moment: _Moment) -> Resolved:
@@ -285,6 +303,10 @@ class AttentionLayer(nn.Module, ABC):
     def _constant_needs(self) -> frozenset[str]:
         needs = {"causal"} if self.causal else set()
         return frozenset(needs if self.scale is None else {*needs, "scale"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what was settled here: a copy may run on another machine, or with other backends registered.
+        return {**self.__dict__, "_known": {}}
 
     def extra_repr(self) -> str:
         backends = ", ".join(decision.backend for _, decision in self.decisions)

@@ -12,17 +12,11 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import Question
 from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.schedule import IndexRanges
-from diffusion_runtime.attention.select import (
-    ENVIRONMENT_VARIABLE,
-    Decision,
-    ForcedChoice,
-    Levels,
-    current_force,
-    select,
-)
+from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.parallel.groups import ProcessMesh
 

@@ -6,22 +6,20 @@ environment variable, the device) and asks it.
 
 from __future__ import annotations
 
-import contextvars
-import functools
-import inspect
+import dataclasses
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffusion_runtime.attention.backends.interface import FEATURES, Availability, Backend, Question
 from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
 from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.options import check_options, option_names
 from diffusion_runtime.attention.platforms import platform_candidates
-from diffusion_runtime.attention.roles import is_role, known_roles, role_category
+from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, nearest
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
@@ -31,9 +29,6 @@ if TYPE_CHECKING:
 ENVIRONMENT_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
 SOURCES = ("force", "cli", "config", "environment", "platform")
 
-Parameters = ParamSpec("Parameters")
-Returned = TypeVar("Returned")
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -41,6 +36,8 @@ class Decision:
 
     options: those that were set, in their declared types. source: the level that decided, one of SOURCES.
     rejected: (backend name, reason) for every candidate that came before and was not taken.
+    dense: for a backend that chooses among the keys, what serves its calls that attend to every key, such as the first
+    steps of a schedule; None for every other backend.
     """
 
     backend: str
@@ -48,6 +45,7 @@ class Decision:
     source: str = "platform"
     reason: str = ""
     rejected: list[tuple[str, str]] = field(default_factory=list)
+    dense: Decision | None = None
 
     def log_line(self, role: str, hardware: Hardware) -> str:
         """What is logged once when a role's backend is settled."""
@@ -59,65 +57,14 @@ class Decision:
         return f"Using attention backend '{self.backend}' for role={role} ({self.source})"
 
 
-@dataclass(frozen=True)
-class ForcedChoice:
-    """One active `force_attention_backend`. role: a role or category, None for every role its backend serves."""
+class Choice(NamedTuple):
+    """What one entry of a level says. source: its level; by_name: it is made for the role, or for the role's category,
+    by name; key: where it stands, for people."""
 
+    source: str
     spec: AttentionSpec
-    role: str | None = None
-
-    def speaks_for(self, role: str) -> bool:
-        return self.role in (None, role, role_category(role))
-
-
-_forced: contextvars.ContextVar[tuple[ForcedChoice, ...]] = contextvars.ContextVar("forced_attention", default=())
-
-
-def current_force() -> tuple[ForcedChoice, ...]:
-    """The choices forced on this thread or task now, the innermost last."""
-    return _forced.get()
-
-
-class force_attention_backend:
-    """Context manager and decorator: `spec` serves `role` (None: every role it serves) inside, above all else.
-
-    Nestable, the innermost that speaks for a role wins; restored on exceptions; invisible to other threads and tasks.
-    A layer built inside keeps the choice; a layer called inside takes it for that call. Decorated coroutine functions
-    hold it while they run. Raises ConfigError for unknown names, options and roles.
-    """
-
-    def __init__(self, spec: AttentionSpec | str | dict[str, Any], role: str | None = None) -> None:
-        if role is not None and not is_role(role):
-            raise ConfigError(f"unknown attention role {role!r}.{nearest(role, known_roles())}")
-        self._choice = ForcedChoice(AttentionSpec.parse(spec, "force_attention_backend"), role)
-        self._tokens: list[contextvars.Token[tuple[ForcedChoice, ...]]] = []
-
-    def __enter__(self) -> Self:
-        self._tokens.append(_forced.set((*_forced.get(), self._choice)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _forced.reset(self._tokens.pop())
-
-    def __call__(self, function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-        spec, role = self._choice.spec, self._choice.role
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def run_coroutine(*args: Parameters.args, **kwargs: Parameters.kwargs) -> object:
-                with force_attention_backend(spec, role):
-                    return await cast(Awaitable[object], function(*args, **kwargs))
-
-            return cast(Callable[Parameters, Returned], run_coroutine)
-
-        @functools.wraps(function)
-        def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-            with force_attention_backend(spec, role):
-                return function(*args, **kwargs)
-
-        return run
+    by_name: bool
+    key: str
 
 
 @dataclass(frozen=True)
@@ -131,14 +78,15 @@ class Levels:
     cli_rules: tuple[int, ...] = ()
     config_rules: tuple[int, ...] = ()
 
-    def choices(self, role: str) -> list[tuple[str, AttentionSpec, bool, str]]:
-        """(source, spec, made for the role by name, key) of every choice that could speak for `role`, in order."""
+    def choices(self, role: str) -> list[Choice]:
+        """Every choice that could speak for `role`, in order."""
         forced = [choice for choice in reversed(self.forced) if choice.speaks_for(role)]
-        said = [("force", choice.spec, choice.role is not None, "force_attention_backend") for choice in forced]
-        said += [("cli", *choice) for choice in self.cli.choices(role, self.cli_rules)]
-        said += [("config", *choice) for choice in self.config.choices(role, self.config_rules)]
-        if self.environment and self.config.default is None:
-            said.append(("environment", _environment_spec(self.environment), False, ENVIRONMENT_VARIABLE))
+        said = [Choice("force", choice.spec, choice.role is not None, "force_attention_backend") for choice in forced]
+        said += [Choice("cli", *choice) for choice in self.cli.choices(role, self.cli_rules)]
+        said += [Choice("config", *choice) for choice in self.config.choices(role, self.config_rules)]
+        default = self.config.default
+        if self.environment and (default is None or not default.candidates):
+            said.append(Choice("environment", _environment_spec(self.environment), False, ENVIRONMENT_VARIABLE))
         return said
 
 
@@ -152,46 +100,87 @@ def _environment_spec(text: str) -> AttentionSpec:
 def select(question: Question, levels: Levels) -> Decision:
     """The backend for a layer. Pure: equal arguments give equal decisions.
 
-    The first choice that speaks for the role decides. A general choice whose backend is not made for the role is
-    passed over, which `rejected` says. Raises BackendUnavailableError with every reason when an explicit choice cannot
-    run, ConfigError for options that the chosen backend does not have.
+    The first choice that names a backend for the role decides. A general choice whose backend is not made for the role
+    is passed over, which `rejected` says. Raises BackendUnavailableError with every reason when an explicit choice
+    cannot run, ConfigError for options that the chosen backend does not have.
     """
     rejected: list[tuple[str, str]] = []
-    overlays: list[tuple[str, AttentionSpec]] = []
+    overlays: list[Choice] = []
     passed_over: list[Backend] = []
-    for source, spec, by_name, key in levels.choices(question.role):
-        if not spec.candidates:
-            if spec.options:
-                overlays.append((key, spec))
+    choices = levels.choices(question.role)
+    for place, choice in enumerate(choices):
+        if not choice.spec.candidates:
+            overlays.append(choice)
             continue
-        decision, skipped = _try_choice(question, source, spec, by_name, key, rejected)
+        decision, skipped = _try_choice(question, choice, rejected)
         if decision is not None:
-            return _with_overlays(decision, overlays, passed_over)
+            decision = _with_overlays(decision, overlays, passed_over)
+            return _with_dense(decision, question, choices[place:])
         passed_over += skipped
     return _with_overlays(_platform_default(question, rejected), overlays, passed_over)
 
 
 def _try_choice(
-    question: Question, source: str, spec: AttentionSpec, by_name: bool, key: str, rejected: list[tuple[str, str]]
+    question: Question, choice: Choice, rejected: list[tuple[str, str]]
 ) -> tuple[Decision | None, list[Backend]]:
     """The decision of one explicit choice; None with the passed-over backends when it does not apply to the role."""
     refused: list[tuple[str, str]] = []
     passed_over: list[Backend] = []
-    for name in spec.candidates:
+    for name in choice.spec.candidates:
         backend = find_backend(name)
-        if backend is not None and not by_name and not _serves(backend, question):
-            rejected.append((name, f"{key}: not made for role {question.role!r}, the next choice decides"))
+        if backend is not None and not choice.by_name and not _serves(backend, question):
+            rejected.append((name, f"{choice.key}: not made for role {question.role!r}, the next choice decides"))
             passed_over.append(backend)
             continue
         reasons = refusals(name, question)
         if reasons:
             refused += [(name, reason) for reason in reasons]
             continue
-        place = f"{key} says {spec.name}"
-        return Decision(name, spec.options_for(name), source, place, [*rejected, *refused]), []
+        return _taken(name, choice, [*rejected, *refused]), []
     if refused:
-        raise _unavailable(question, source, key, refused)
+        raise _unavailable(question, choice.source, choice.key, refused)
     return None, passed_over
+
+
+def _taken(name: str, choice: Choice, rejected: list[tuple[str, str]]) -> Decision:
+    place = f"{choice.key} says {choice.spec.name}"
+    return Decision(name, choice.spec.options_for(name), choice.source, place, rejected)
+
+
+def _with_dense(decision: Decision, question: Question, choices: list[Choice]) -> Decision:
+    """The decision with what serves its dense calls. choices: from the one that decided on."""
+    backend = find_backend(decision.backend)
+    if backend is None or not backend.capability.needs_every_key:
+        return decision
+    first, *lower = choices
+    later = first.spec.candidates[first.spec.candidates.index(decision.backend) + 1 :]
+    named = [(name, first) for name in later] + [(name, choice) for choice in lower for name in choice.spec.candidates]
+    return dataclasses.replace(decision, dense=select_dense(question, named))
+
+
+def select_dense(question: Question, named: Iterable[tuple[str, Choice]] = ()) -> Decision:
+    """What serves the calls of a layer that attend to every key, though the layer's backend chooses among keys.
+
+    named: backends and the choices that name them, in order, below the choice of the layer's backend: what the user
+    chose for whatever that one leaves. The first that can run is taken, then the platform's default; nobody chose these
+    for the role, so one that cannot run is passed over, which `rejected` and `reason` say. A gate stays with the
+    layer's backend. Raises BackendUnavailableError when not even the platform's default can run.
+    """
+    question = dataclasses.replace(
+        question, needs=question.needs - {"gate"}, keys_in_parts=False, every_key_on_demand=False
+    )
+    rejected: list[tuple[str, str]] = []
+    for name, choice in named:
+        backend = find_backend(name)
+        if backend is not None and (backend.capability.needs_every_key or not _serves(backend, question)):
+            continue
+        reasons = refusals(name, question)
+        if not reasons:
+            return _taken(name, choice, rejected)
+        rejected.append((name, f"{choice.key}: {'; '.join(reasons)}"))
+    default = _platform_default(question, [])
+    reason = "; ".join([default.reason, *(f"not {name}, {why}" for name, why in rejected)])
+    return dataclasses.replace(default, reason=reason, rejected=rejected)
 
 
 def refusals(name: str, question: Question) -> list[str]:
@@ -260,22 +249,22 @@ def _platform_default(question: Question, rejected: list[tuple[str, str]]) -> De
     raise _unavailable(question, "platform", "default", refused)
 
 
-def _with_overlays(
-    decision: Decision, overlays: list[tuple[str, AttentionSpec]], passed_over: list[Backend]
-) -> Decision:
-    """The decision with the options that a higher level gave without naming a backend; the highest wins."""
+def _with_overlays(decision: Decision, overlays: list[Choice], passed_over: list[Backend]) -> Decision:
+    """The decision with the options that came before it without a backend; the first wins."""
+    overlays = [choice for choice in overlays if choice.spec.options]
     if not overlays:
         return decision
     backend = find_backend(decision.backend)
     assert backend is not None
     options = dict(decision.options)
-    for key, spec in reversed(overlays):
-        # A passed-over backend serves other roles of the same model: its options are meant for those.
-        elsewhere = {name for other in passed_over for name in option_names(other.options_type)}
-        elsewhere -= set(option_names(backend.options_type))
-        mine = {name: value for name, value in spec.options.items() if name not in elsewhere}
-        options.update(check_options(backend.options_type, mine, f"{key}: options of {backend.name}"))
-    return Decision(decision.backend, options, decision.source, decision.reason, decision.rejected)
+    # A passed-over backend serves other roles of the same model: general options of it are meant for those.
+    elsewhere = {name for other in passed_over for name in option_names(other.options_type)}
+    elsewhere -= set(option_names(backend.options_type))
+    for choice in reversed(overlays):
+        given = choice.spec.options
+        mine = given if choice.by_name else {name: value for name, value in given.items() if name not in elsewhere}
+        options.update(check_options(backend.options_type, mine, f"{choice.key}: options of {backend.name}"))
+    return dataclasses.replace(decision, options=options)
 
 
 def select_backend(

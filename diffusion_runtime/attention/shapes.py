@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.errors import ConfigError
 
@@ -30,3 +31,26 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Toke
         raise ConfigError(
             f"attention: valid_lengths holds {len(layout.valid_lengths)} samples, the batch has {q.shape[0]}"
         )
+
+
+def check_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layer: LayerInfo,
+) -> None:
+    """Raises ConfigError unless a layer is called with the heads and the head size that it was built for, which its
+    backend was chosen by. q, k, v: before processes exchange heads, so with all of the layer's."""
+    of_keys = (num_kv_heads, head_dim)
+    if q.shape[2:] == (num_heads, head_dim) and k.shape[2:] == of_keys and v.shape[2:] == of_keys:
+        return
+    where = f"layer {layer.index}" + (f" ({layer.name})" if layer.name else "")
+    raise ConfigError(
+        f"attention of {where}, role {layer.role!r}: built for q [batch, seq_q, {num_heads}, {head_dim}] and k, v "
+        f"[batch, seq_k, {num_kv_heads}, {head_dim}], called with q {tuple(q.shape)}, k {tuple(k.shape)}, "
+        f"v {tuple(v.shape)}; build the layer with the num_heads, head_dim and num_kv_heads of its calls"
+    )

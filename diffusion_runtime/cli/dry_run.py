@@ -77,6 +77,8 @@ def _attention_plan(description: PipelineDescription) -> Any:
     for planned in description.attention:
         decision = planned.decision
         why = f"{decision.source}: {decision.reason}" + _rejected(decision)
+        if decision.dense is not None:
+            why += f"\ndense calls: {decision.dense.backend} ({decision.dense.source}: {decision.dense.reason})"
         backend = decision.backend + (f" {dict(decision.options)}" if decision.options else "")
         rows.append((planned.role, planned.when, index_ranges(planned.layers), backend, why))
     return plain_table(("role", "when", "layers", "backend", "why"), rows, "Attention that would run")

@@ -60,12 +60,20 @@ def attach(
 
     Raises ConfigError for choices that are wrong, something that has no attention, or a model that is attached already,
     and BackendUnavailableError for choices that cannot run or that reach no attention module at all. Modules that are
-    not reached while others are: a warning that lists them.
+    not reached while others are: a warning that lists them. A model in training: a warning of what cannot be trained.
     """
     handle = plan_attachment(model_or_pipeline, config, override=override, scheduler=scheduler, device=device)
     handle.take_modules()
     if handle.others:
         _logger.warning(handle.reach)
+    in_training = handle.models_in_training
+    if in_training:
+        _logger.warning(
+            "attach: in training mode: %s. The attention of this runtime is for generation: kernels of sparse backends "
+            "compute no gradients and refuse inputs that require them, and calls with dropout are refused. Call eval() "
+            "and generate under torch.no_grad(), or choose a dense backend such as torch_sdpa to train",
+            ", ".join(in_training),
+        )
     return handle
 
 
@@ -160,6 +168,11 @@ class AttachedAttention:
         return text + (f"; diffusers' own attention stays in {listed(self.others)}" if self.others else "")
 
     @property
+    def models_in_training(self) -> tuple[str, ...]:
+        """Names of the models in training mode that have weights to train."""
+        return tuple(denoiser.name for denoiser in self._denoisers if denoiser.is_in_training)
+
+    @property
     def modules(self) -> tuple[ModuleAttention, ...]:
         """The reached modules, in the order in which the models hold them."""
         return tuple(module for denoiser in self._denoisers for module in denoiser.modules)
@@ -233,7 +246,7 @@ class _AttachedDenoiser:
         self.model: Any = model
         self.index = index
         self.order = token_order(model)
-        self._name = name
+        self.name = name
         self._owner = owner
         self._now = ForwardPass()
         self._taken: list[TakenModule] = []
@@ -242,6 +255,10 @@ class _AttachedDenoiser:
         self.modules = [
             ModuleAttention(module, policy, self.order is not None) for module in found if not module.unreached
         ]
+
+    @property
+    def is_in_training(self) -> bool:
+        return bool(self.model.training) and any(weight.requires_grad for weight in self.model.parameters())
 
     def take(self) -> None:
         from diffusers.models.attention_dispatch import AttentionBackendName
@@ -281,7 +298,7 @@ class _AttachedDenoiser:
 
     def _ran(self, module: ModuleAttention, num_calls: int) -> None:
         if num_calls == 0:
-            self._owner.note_unseen(self._name, module)
+            self._owner.note_unseen(self.name, module)
 
 
 def listed(others: Sequence[UnreachedModule]) -> str:

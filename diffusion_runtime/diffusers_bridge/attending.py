@@ -12,6 +12,7 @@ from diffusion_runtime.attention.backends.interface import Question
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.functional import attention
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.layers import LocalAttention
@@ -19,7 +20,7 @@ from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy, dtype_name
 from diffusion_runtime.attention.report import AttentionRecorder
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.select import current_force, select
+from diffusion_runtime.attention.select import select
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.diffusers_bridge.grids import TOKEN_ORDERS, Grid, TokenOrder

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.report import AttentionReport, LibraryAttention
-from diffusion_runtime.attention.select import current_force
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.frames import frames_of, open_image

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.report import LibraryAttention
-from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, current_force
+from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend

@@ -25,6 +25,10 @@ class RankGroup:
     process_group: ProcessGroup | None = None
     places: tuple[int, ...] = (0,)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        # A copy of a model talks to the same processes: torch's groups are handles and cannot be copied.
+        return self
+
     @property
     def size(self) -> int:
         return len(self.members)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,10 @@ from typing import Any
 import pytest
 
 from diffusion_runtime.attention import AttentionConfig, AttentionSpec, LayerInfo, StepInfo, register_role
+from diffusion_runtime.attention.frozen_mapping import FrozenMapping
 from diffusion_runtime.attention.options import build_options, check_options, parse_scalar
 from diffusion_runtime.attention.schedule import IndexRanges
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError
 
 CROSS_REFERENCE = {"default": {"backend": "torch_sdpa"}, "per_role": {"cross": {"backend": "reference"}}}
@@ -208,6 +213,29 @@ def test_specs_and_configs_are_values(blocky: str) -> None:
     assert hash(AttentionSpec(blocky, {"tile": [1, 2, 3]})) == hash(AttentionSpec(blocky, {"tile": (1, 2, 3)}))
     assert AttentionConfig.parse(CROSS_REFERENCE) == AttentionConfig.parse(json.dumps(CROSS_REFERENCE))
     assert hash(AttentionConfig.parse(CROSS_REFERENCE)) == hash(AttentionConfig.parse(json.dumps(CROSS_REFERENCE)))
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_choices_are_copied_and_pickled_and_stay_frozen(how: Callable[[Any], Any], blocky: str) -> None:
+    config = AttentionConfig.parse(
+        {
+            "default": {"backend": blocky, "extra": {"tile": [1, 2, 3]}},
+            "per_role": {"cross": "reference"},
+            "schedule": [{"steps": "0-3", "backend": "torch_sdpa"}],
+        }
+    )
+    assert config.default is not None
+    for value in (config, config.default, RuntimeConfig(attention=config, attention_override=config.default)):
+        hash(config)
+        assert how(value) == value
+    copied = how(config)
+    assert hash(copied) == hash(config)
+    for mapping in (copied.default.options, copied.per_role):
+        assert isinstance(mapping, FrozenMapping)
+        with pytest.raises(TypeError):
+            mapping["self"] = 1  # type: ignore[index]
+    # A hash of text holds in one process alone.
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(config.default)))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -34,6 +37,7 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.parallel.rank_group import RankGroup
 
 LAYERS = [LocalAttention, UlyssesAttention, USPAttention]
 
@@ -64,8 +68,44 @@ def test_scale_causal_and_grouped_queries_reach_the_backend() -> None:
     )
 
 
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_a_layer_checks_its_call_against_what_it_was_built_for(layer_class: type) -> None:
+    """Selection answered for those heads: others would go past what the backend was asked."""
+    layer = layer_class(4, 16, 2, layer=LayerInfo(3, 6, name="blocks.3.attn1"), policy=policy())
+    q, k = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 2, 16)
+    assert layer(q, k, k).shape == q.shape
+    wrong = {
+        "heads": (torch.randn(1, 6, 2, 16), k, k),
+        "head size": (torch.randn(1, 6, 4, 300), torch.randn(1, 6, 2, 300), torch.randn(1, 6, 2, 300)),
+        "key heads": (q, q, q),
+        "value heads": (q, k, q),
+        "no heads": (q[:, :, 0], k, k),
+    }
+    for q_wrong, k_wrong, v_wrong in wrong.values():
+        with pytest.raises(ConfigError) as caught:
+            layer(q_wrong, k_wrong, v_wrong)
+        assert "layer 3 (blocks.3.attn1), role 'self': built for q [batch, seq_q, 4, 16]" in str(caught.value)
+        assert f"k {tuple(k_wrong.shape)}, v {tuple(v_wrong.shape)}" in str(caught.value)
+
+
 def test_layers_hold_no_weights() -> None:
     assert not LocalAttention(4, 16, policy=policy()).state_dict()
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_layers_are_copied_and_pickled_after_a_call(layer_class: type, blocky: str) -> None:
+    q, k, v = inputs()
+    layer = layer_class(4, 16, policy=policy({"default": {"backend": blocky, "extra": {"topk": 5}}}))
+    out = layer(q, k, v)
+    for copied in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.decisions == layer.decisions
+        assert torch.equal(copied(q, k, v), out)
+
+
+def test_a_deep_copy_talks_to_the_same_processes() -> None:
+    handle: Any = threading.Lock()  # torch's groups cannot be copied either
+    group = RankGroup((0, 1), 0, handle, (0, 1))
+    assert copy.deepcopy(group).process_group is handle
 
 
 def test_a_choice_that_cannot_run_fails_at_construction(absent: str, blocky: str) -> None:

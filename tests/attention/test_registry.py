@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from diffusion_runtime.attention import (
     AttentionCall,
+    AttentionConfig,
+    AttentionPolicy,
     AttentionResult,
     AttentionSpec,
     Availability,
     Backend,
     Capability,
+    LocalAttention,
+    attention,
     register_backend,
     register_role,
+    unregister_backend,
 )
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.attention.backends import registry
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
 
 DENSE = (
@@ -106,6 +115,48 @@ def test_a_taken_name_is_refused() -> None:
     assert AttentionSpec("torch_sdpa").candidates == ("torch_sdpa",)
     with pytest.raises(ConfigError, match="'torch_sdpa' is taken by TorchSdpaBackend"):
         register_backend(Impostor)
+
+
+def define(answer: float) -> str:
+    """A backend of one name, defined anew as a notebook's cell does, whose result is `answer` everywhere."""
+
+    @register_backend
+    class RedefinedBackend(Backend):
+        name = "redefined"
+        summary = "a backend of the tests"
+        capability = Capability()
+
+        def probe(self, hardware: Hardware) -> Availability:
+            return Availability("1")
+
+        def run(self, call: AttentionCall) -> AttentionResult:
+            return AttentionResult(torch.full_like(call.q, answer), None, f"answers {answer}")
+
+    return RedefinedBackend.name
+
+
+def test_a_backend_that_is_registered_again_or_taken_out_is_honoured_at_the_next_call() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    name = define(1.0)
+    layer = LocalAttention(2, 8, policy=AttentionPolicy(config=AttentionConfig.parse(name), environment=None))
+    falls_back = AttentionConfig.parse(f"{name},reference")
+    flexible = LocalAttention(2, 8, policy=AttentionPolicy(config=falls_back, environment=None))
+    calls = (lambda: attention(q, q, q, backend=name), lambda: layer(q, q, q), lambda: flexible(q, q, q))
+    try:
+        assert [float(call().mean()) for call in calls] == [1.0] * 3
+        define(2.0)
+        assert [float(call().mean()) for call in calls] == [2.0] * 3
+        replaced = weakref.ref(registry.find_backend(name))
+    finally:
+        unregister_backend(name)
+    with pytest.raises(ConfigError, match="unknown attention backend 'redefined'"):
+        calls[0]()
+    with pytest.raises(BackendUnavailableError, match="redefined: this version does not have it"):
+        calls[1]()
+    assert torch.equal(calls[2](), attention(q, q, q, backend="reference"))
+    gc.collect()
+    # A layer lets go of it at its next call that settles something; the caches of the process have done so already.
+    assert replaced() is None
 
 
 def test_roles_need_a_category_and_keep_it() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from diffusion_runtime.attention import (
     Backend,
     Capability,
     Decision,
-    force_attention_backend,
     list_backends,
     register_role,
     select_backend,
@@ -88,9 +85,40 @@ def test_levels_do_not_mix_fields(blocky: str) -> None:
     assert choose(config=config, cli=blocky).options == {}
 
 
-def test_auto_is_no_choice() -> None:
-    decision = choose(cli="auto", config={"default": "torch_sdpa", "per_role": {"self": "auto"}})
-    assert decision.source == "platform"
+@pytest.mark.parametrize("level", ["cli", "config"])
+@pytest.mark.parametrize("entry", ["auto", {"extra": {}}, {"backend": "auto"}])
+def test_auto_is_no_choice(level: str, entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the platform's default: `reference` is what nobody gets who does not ask for it."""
+    decision = choose(**{level: {"default": "reference", "per_role": {"self": entry}}})
+    assert (decision.backend, decision.source, decision.reason) == ("reference", level, "default says reference")
+    assert choose(cli="auto", config="reference").source == "config"
+    assert choose(**{level: {"default": "auto", "per_role": {"self": "auto"}}}).source == "platform"
+    monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "reference")
+    assert choose(**{level: {"default": "auto"}}).source == "environment"
+
+
+@pytest.mark.parametrize("level", ["cli", "config"])
+def test_options_for_a_role_configure_what_its_level_chooses_below(level: str, blocky: str) -> None:
+    register_role("test.clips", "self")
+    entries = {"test.clips": {"extra": {"topk": 9}}, "self": {"extra": {"sparsity": 0.9, "topk": 1}}}
+    choice = {"default": {"backend": blocky, "extra": {"sparsity": 0.1, "warm": False}}, "per_role": entries}
+    found = {role: choose(role, **{level: choice}) for role in ("self", "test.clips", "cross")}
+    assert (found["self"].backend, found["self"].source) == ("blocky", level)
+    assert found["self"].options == {"sparsity": 0.9, "topk": 1, "warm": False}
+    assert found["test.clips"].options == {"sparsity": 0.9, "topk": 9, "warm": False}
+    assert (found["cross"].backend, found["cross"].options) == ("torch_sdpa", {})
+    # The category's choice comes before the default, with the exact role's options on top.
+    closer = {**choice, "per_role": {**entries, "self": {"backend": "reference"}}}
+    with pytest.raises(ConfigError, match=r"per_role\.test\.clips: options of reference: unknown option 'topk'"):
+        choose("test.clips", **{level: closer})
+
+
+def test_options_for_a_role_that_its_backend_does_not_have_are_an_error(blocky: str) -> None:
+    """Unlike general options, which may be meant for the roles that a general choice does serve."""
+    config = {"default": blocky, "per_role": {"cross": {"extra": {"sparsity": 0.9}}}}
+    with pytest.raises(ConfigError, match=r"per_role\.cross: options of torch_sdpa: unknown option 'sparsity'"):
+        choose("cross", config=config)
+    assert choose("cross", cli="sparsity=0.9", config=blocky).backend == "torch_sdpa"
 
 
 def test_a_general_choice_passes_over_roles_it_is_not_made_for(blocky: str) -> None:
@@ -208,6 +236,52 @@ def test_options_without_a_backend_configure_what_a_lower_level_chose(
     assert (layered.source, layered.options) == ("environment", {"topk": 9, "sparsity": 0.1})
 
 
+# --- what serves the dense calls of a sparse choice -------------------------------------------------------------------
+
+STA = {"backend": "sliding_tile_attn", "extra": {"window": [1, 1, 1]}}
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ({"cli": STA}, ("torch_sdpa", "platform")),
+        ({"config": {"default": "reference", "per_role": {"self": STA}}}, ("reference", "config")),
+        ({"cli": STA, "config": "reference"}, ("reference", "config")),
+        ({"forced": STA, "cli": "reference", "config": "torch_sdpa"}, ("reference", "cli")),
+        ({"cli": "sliding_tile_attn,reference"}, ("reference", "cli")),
+        ({"cli": "reference", "config": {"per_role": {"self": STA}}}, None),
+        ({"cli": "sliding_tile_attn,video_sparse_attn,reference"}, ("reference", "cli")),
+        ({"cli": "auto", "config": {"per_role": {"self": STA}}}, ("torch_sdpa", "platform")),
+    ],
+)
+def test_dense_calls_of_a_sparse_choice_follow_the_choices_below_it(
+    levels: dict[str, Any], expected: tuple[str, str] | None
+) -> None:
+    dense = choose(**levels).dense
+    assert (None if dense is None else (dense.backend, dense.source)) == expected
+
+
+def test_the_environment_is_asked_for_dense_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "reference")
+    for levels in ({"cli": STA}, {"config": {"per_role": {"self": STA}}}):
+        dense = choose(**levels).dense
+        assert dense is not None
+        assert (dense.backend, dense.source) == ("reference", "environment")
+
+
+def test_options_of_the_lower_choice_go_with_it_and_what_cannot_run_is_said(absent: str, blocky: str) -> None:
+    lower = {"backend": f"{absent},{blocky}", "extra": {"sparsity": 0.25}}
+    dense = choose(cli=STA, config=lower).dense
+    assert dense is not None
+    assert (dense.backend, dense.options) == ("blocky", {"sparsity": 0.25})
+    assert dense.rejected == [("absent", "default: package 'absent' is not installed; fix: pip install absent")]
+    # Padding is a need of the call, which blocky cannot meet.
+    padded = choose(cli=STA, config=lower, needs=("key_padding",)).dense
+    assert padded is not None
+    assert (padded.backend, padded.source) == ("torch_sdpa", "platform")
+    assert padded.reason.endswith("not blocky, default: cannot do key_padding")
+
+
 def test_selection_is_pure(blocky: str) -> None:
     config = {"default": {"backend": blocky, "extra": {"sparsity": 0.9}}}
     assert choose(config=config) == choose(config=config)
@@ -234,58 +308,3 @@ def test_unknown_role_and_need() -> None:
         choose("crss")
     with pytest.raises(ConfigError, match=r"'lsee'.*'lse'"):
         choose(needs=("lsee",))
-
-
-def test_force_nests_by_role_and_restores_on_errors() -> None:
-    with force_attention_backend("reference"):
-        with force_attention_backend("torch_sdpa", role="cross"):
-            assert choose("self").backend == "reference"
-            assert choose("cross", cli="reference").backend == "torch_sdpa"
-            assert choose("cross").source == "force"
-        with pytest.raises(BackendUnavailableError), force_attention_backend("torch_sdpa"):
-            choose("self", head_dim=0)
-        assert choose().backend == "reference"
-    assert choose().source == "platform"
-
-
-def test_force_is_a_reentrant_decorator_for_functions_and_coroutines() -> None:
-    @force_attention_backend("reference")
-    def backend_at(depth: int) -> str:
-        return backend_at(depth - 1) if depth else choose().backend
-
-    @force_attention_backend("reference")
-    async def backend_later() -> str:
-        await asyncio.sleep(0)
-        return choose().backend
-
-    assert backend_at(2) == "reference"
-    assert asyncio.run(backend_later()) == "reference"
-    assert choose().source == "platform"
-
-
-def test_force_is_invisible_to_other_threads_and_tasks() -> None:
-    seen: dict[str, str] = {}
-    with force_attention_backend("reference"):
-        thread = threading.Thread(target=lambda: seen.update(thread=choose().source))
-        thread.start()
-        thread.join()
-
-    async def hold(name: str, entered: asyncio.Event, other: asyncio.Event) -> None:
-        with force_attention_backend(name):
-            entered.set()
-            await other.wait()
-            seen[name] = choose().backend
-
-    async def both() -> None:
-        first, second = asyncio.Event(), asyncio.Event()
-        await asyncio.gather(hold("reference", first, second), hold("torch_sdpa", second, first))
-
-    asyncio.run(both())
-    assert seen == {"thread": "platform", "reference": "reference", "torch_sdpa": "torch_sdpa"}
-
-
-def test_forcing_nonsense_fails_at_once() -> None:
-    with pytest.raises(ConfigError, match="unknown attention backend"):
-        force_attention_backend("nonsense")
-    with pytest.raises(ConfigError, match="'crss'"):
-        force_attention_backend("reference", role="crss")

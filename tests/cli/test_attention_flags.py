@@ -58,6 +58,16 @@ def test_options_without_a_backend_configure_what_a_lower_level_chose(tmp_path: 
     assert config.to_dict() == {"default": {"backend": "auto", "extra": {"a": 0.001, "b": [4, 6, 4], "c": True}}}
 
 
+def test_options_for_a_role_go_on_top_of_the_backend_for_all() -> None:
+    from diffusion_runtime.attention import select_backend
+
+    options = {"backend_config": "min_tokens=7", "entries": ("per_role.self.extra.sparsity=0.9",)}
+    config = AttentionFlags("video_sparse_attn", **options).collect()
+    decision = select_backend("self", head_dim=64, dtype="float32", device="cpu", num_heads=2, cli=config)
+    assert (decision.backend, decision.source) == ("video_sparse_attn", "cli")
+    assert decision.options == {"sparsity": 0.9, "min_tokens": 7}
+
+
 def test_dotted_options_take_their_types() -> None:
     entries = ("per_role.self.extra.a=-1", "per_role.self.extra.b=[4,6,4]", "per_role.self.extra.c=text")
     config = AttentionFlags(entries=entries).collect()

@@ -83,6 +83,8 @@ def test_a_general_choice_says_what_it_passed_over(command: Command, tiny_flags:
     plan = command("generate", "a star", *tiny_flags, *choice, "--dry-run", "--json").json["attention"]
     assert [(row["role"], row["backend"]) for row in plan] == [("self", "video_sparse_attn"), ("cross", "torch_sdpa")]
     assert plan[1]["rejected"][0][1] == "default: not made for role 'cross', the next choice decides"
+    assert (plan[0]["dense"]["backend"], plan[0]["dense"]["source"]) == ("torch_sdpa", "platform")
+    assert "dense" not in plan[1]
     result = command("generate", "a star", *tiny_flags, *choice)
     assert result.code == 0, result.err
     assert "cross: video_sparse_attn not used: default: not made for role 'cross'" in result.said

@@ -284,6 +284,18 @@ def test_what_cannot_be_attached_is_refused_and_changes_nothing() -> None:
     assert torch.equal(forward(model, arguments), before)
 
 
+def test_a_model_in_training_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = video_cross()
+    with caplog.at_level(logging.WARNING):
+        for trains in (False, True):
+            model.train(trains).requires_grad_(trains)
+            with attach(model, "torch_sdpa"):
+                pass
+    (said,) = caplog.messages
+    assert said.startswith("attach: in training mode: ")
+    assert "sparse backends compute no gradients and refuse inputs that require them" in said
+
+
 def test_training_with_dropout_is_refused() -> None:
     model, arguments = video_cross()
     processor = model.blocks[0].attn1.processor

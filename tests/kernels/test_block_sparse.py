@@ -12,6 +12,7 @@ from sparse_plans import cluster_plan, row_mask_plan, tile_plan
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.pieces import list_tiles
@@ -48,6 +49,37 @@ def test_reference_is_masked_attention(place: str, kind: str) -> None:
     assert result.lse is not None
     torch.testing.assert_close(result.out.double(), out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "triton", "flash4"])
+def test_an_implementation_without_gradients_refuses_inputs_that_require_them(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kernel stands in for itself here: what is asked is whether it is reached."""
+    layout = LAYOUTS["grid"]
+    plan = plans(layout)["tiles"]
+    q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2)
+    pooled, gate = torch.randn(2, 4, plan.q.num_blocks, 16), torch.randn_like(q)
+    for module, name in ((triton, "block_sparse_triton"), (flash4, "block_sparse_flash4")):
+        monkeypatch.setattr(module, "refusal", lambda *_: None)
+        monkeypatch.setattr(module, name, lambda *_, **__: (torch.zeros_like(q), torch.zeros(2, 4, q.shape[1])))
+
+    def run() -> torch.Tensor:
+        branch = PooledBranch(pooled, gate)
+        return block_sparse_attention(q, k, v, plan, branch=branch, implementation=implementation).out
+
+    run()
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("gate", gate), ("pooled", pooled)):
+        tensor.requires_grad_()
+        with pytest.raises(ConfigError, match=rf"computes no gradients, and {name} require them.*torch\.no_grad"):
+            run()
+        with torch.no_grad():
+            run()
+        tensor.requires_grad_(False)
+    q.requires_grad_()
+    out = block_sparse_attention(q, k, v, plan, implementation="reference").out
+    (gradient,) = torch.autograd.grad(out.sum(), q)
+    assert gradient.count_nonzero() > 0
 
 
 @pytest.mark.parametrize(("place", "kind"), CASES)

@@ -162,6 +162,15 @@ class NoOptions:
     """The options of a backend that has none."""
 
 
+class DenseAttention(NamedTuple):
+    """What serves the dense calls of a backend that chooses among keys. options: an instance of the options_type of
+    `backend`; reason: why it is this one, empty for the platform's default."""
+
+    backend: Backend
+    options: Any
+    reason: str = ""
+
+
 # Calls and results are made at every call of every layer: a tuple takes a quarter of a frozen dataclass's time.
 class AttentionCall(NamedTuple):
     """One attention call. q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim].
@@ -171,7 +180,8 @@ class AttentionCall(NamedTuple):
     causal: query i sees keys 0..i; needs seq_q == seq_k. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean
     (True: attend) or added to the scaled scores in q's dtype; it hides keys beside those that layout and causal hide.
     first_head, num_heads_total: where q's heads stand among all of the layer, which other processes may hold; None for
-    q's own number.
+    q's own number. dense: for a backend that chooses among keys, what serves a call for which it chooses all; None
+    for the platform's default.
     """
 
     q: torch.Tensor
@@ -189,6 +199,7 @@ class AttentionCall(NamedTuple):
     mask: torch.Tensor | None = None
     first_head: int = 0
     num_heads_total: int | None = None
+    dense: DenseAttention | None = None
 
 
 class AttentionResult(NamedTuple):

@@ -27,7 +27,12 @@ from diffusion_runtime.attention.backends.interface import (
     Question,
 )
 from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
-from diffusion_runtime.attention.backends.registry import available_names, find_backend, register_backend
+from diffusion_runtime.attention.backends.registry import (
+    available_names,
+    find_backend,
+    register_backend,
+    when_backends_change,
+)
 from diffusion_runtime.attention.backends.torch_sdpa import TorchSdpaBackend
 from diffusion_runtime.attention.contest import time_candidates, with_own_options
 from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, machine_facts
@@ -134,6 +139,9 @@ _measuring = threading.Lock()
 def forget() -> None:
     """Settle every shape anew, from the disk or by measuring: for a process that moved its cache."""
     _settled.clear()
+
+
+when_backends_change(forget)
 
 
 def _pick(call: AttentionCall) -> _Pick:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from typing import TypeVar
 
 from diffusion_runtime.attention.backends.interface import FEATURES, Backend
-from diffusion_runtime.attention.backends.names import KNOWN_NAMES, PEER_SPELLINGS, plain
+from diffusion_runtime.attention.backends.names import (
+    KNOWN_NAMES,
+    PEER_SPELLINGS,
+    REFUSED_SPELLINGS,
+    SPELLING_REMARKS,
+    plain,
+)
 from diffusion_runtime.attention.backends.packages import raised_line
 from diffusion_runtime.errors import ConfigError, nearest
 
@@ -43,6 +51,10 @@ _entry_points_read = False
 # Those that are there and cannot be loaded: name -> why.
 _broken: dict[str, str] = {}
 
+# How often the backends behind names have changed, and what is told of it.
+_num_changes = 0
+_listeners: list[Callable[[], object]] = []
+
 BackendClass = TypeVar("BackendClass", bound=type[Backend])
 
 
@@ -62,6 +74,7 @@ def register_backend(backend_class: BackendClass) -> BackendClass:
     name = plain(backend_class.name)
     _backends[name] = backend_class()
     _aliases.update({plain(alias): name for alias in backend_class.aliases})
+    _say_changed()
     return backend_class
 
 
@@ -71,20 +84,56 @@ def unregister_backend(name: str) -> None:
     _backends.pop(canonical, None)
     for alias in [alias for alias, target in _aliases.items() if target == canonical and alias not in PEER_SPELLINGS]:
         del _aliases[alias]
+    _say_changed()
+
+
+def num_changes() -> int:
+    """How often a backend was registered or unregistered so far. What was settled at another number is settled anew:
+    the same name may mean another backend by now."""
+    return _num_changes
+
+
+def when_backends_change(forget: Callable[[], object]) -> None:
+    """Call `forget` whenever a backend is registered or unregistered: for caches of this process that hold some."""
+    _listeners.append(forget)
+
+
+def _say_changed() -> None:
+    global _num_changes
+    _num_changes += 1
+    for forget in _listeners:
+        forget()
 
 
 def canonical_name(name: str) -> str:
-    """The name that a spelling stands for. Raises ConfigError with the nearest names for an unknown one."""
+    """The name that a spelling stands for. Raises ConfigError with the nearest names for an unknown one, and with the
+    reason for a peer's backend that has no counterpart here."""
     spelled = plain(name)
     canonical = _aliases.get(spelled, spelled)
     if canonical in _backends or canonical in _OWN_MODULES or canonical in KNOWN_NAMES:
+        if spelled in SPELLING_REMARKS:
+            _remark(spelled, canonical)
         return canonical
     _read_entry_points()
     canonical = _aliases.get(spelled, spelled)
     if canonical in _backends or canonical in _broken:
         return canonical
+    if spelled in REFUSED_SPELLINGS:
+        reason, near = REFUSED_SPELLINGS[spelled]
+        raise ConfigError(f"attention backend {name!r} has no counterpart here: {reason}; the nearest is {near!r}")
     known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends, *_aliases}
     raise ConfigError(f"unknown attention backend {name!r}.{nearest(spelled, known)}")
+
+
+@functools.cache
+def _remark(spelled: str, canonical: str) -> None:
+    """Cached, so that it is said once."""
+    _logger.warning(
+        "attention backend '%s' is '%s' here: %s; the report says what ran",
+        spelled,
+        canonical,
+        SPELLING_REMARKS[spelled],
+    )
 
 
 def find_backend(name: str) -> Backend | None:

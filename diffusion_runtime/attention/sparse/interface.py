@@ -17,18 +17,17 @@ from diffusion_runtime.attention.backends.interface import (
     Availability,
     Backend,
     Capability,
+    DenseAttention,
     HeadSizes,
-    NoOptions,
     Question,
 )
 from diffusion_runtime.attention.backends.narrowing import NarrowedCapability, narrowed
 from diffusion_runtime.attention.backends.packages import ImportingBackend
-from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.platforms import platform_candidates
+from diffusion_runtime.attention.resolved import resolve_dense
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.select import refusals
+from diffusion_runtime.attention.select import select_dense
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
@@ -194,18 +193,25 @@ class SparseBackend(ImportingBackend):
         return AttentionResult(result.out, result.lse, f"block-sparse {result.implementation}")
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
-        """The platform's dense backend on everything, and why; said once a request."""
-        dense = dense_backend(call)
+        """Every key, by the dense backend that goes with this choice, and why; said once a request.
+
+        Padded text rows are 0 with a log-sum-exp of -inf, as the kernel leaves them.
+        """
+        dense = _platform_dense(call) if call.dense is None else call.dense
         if call.state.is_first(f"{self.name}: {reason}"):
             _logger.info("%s runs dense: %s", self.name, reason)
-        plain = call._replace(options=dense.options_type(), gate=None)
-        result = run_backend(dense, plain)
-        return AttentionResult(result.out, result.lse, f"dense {dense.name} ({result.implementation}): {reason}")
+        result = run_backend(dense.backend, call._replace(options=dense.options, gate=None, dense=None))
+        out, lse = result.out, result.lse
+        if call.layout is not None and call.layout.has_padding:
+            hidden = _padded_rows(call.layout, call.q.device)
+            out = out.masked_fill(hidden[:, :, None, None], 0.0)
+            lse = None if lse is None else lse.masked_fill(hidden[:, None], float("-inf"))
+        who = "; ".join(filter(None, [result.implementation, dense.reason]))
+        return AttentionResult(out, lse, f"dense {dense.backend.name} ({who}): {reason}")
 
 
-def dense_backend(call: AttentionCall) -> Backend:
-    """The first backend of the platform's own order that can answer this call with everything visible."""
-    hardware = detect_hardware(str(call.q.device))
+def _platform_dense(call: AttentionCall) -> DenseAttention:
+    """The platform's default for this call with everything visible; for calls that no selection made."""
     needs = {"key_padding"} if call.layout is not None and call.layout.has_padding else set()
     needs |= {"lse"} if call.return_lse else set()
     needs |= {"scale"} if call.scale is not None else set()
@@ -214,16 +220,23 @@ def dense_backend(call: AttentionCall) -> Backend:
         category=role_category(call.layer.role),
         head_dim=call.q.shape[3],
         dtype=str(call.q.dtype).removeprefix("torch."),
-        hardware=hardware,
+        hardware=detect_hardware(str(call.q.device)),
         num_heads=call.q.shape[2],
         num_kv_heads=call.k.shape[2],
         needs=frozenset(needs),
     )
-    for name in platform_candidates(hardware):
-        backend = find_backend(name)
-        if backend is not None and backend.options_type is NoOptions and not refusals(name, question):
-            return backend
-    raise ConfigError(f"no dense backend for a layer that its schedule says is dense: {question}")
+    return resolve_dense(select_dense(question))
+
+
+@functools.lru_cache(maxsize=32)
+def _padded_rows(layout: TokenLayout, device: torch.device) -> torch.Tensor:
+    """bool [batch, seq], True for text tokens that are padding. Kept, so that steps copy nothing."""
+    assert layout.valid_lengths is not None, "only asked of padded layouts"
+    hidden = torch.ones(len(layout.valid_lengths), layout.num_tokens, dtype=torch.bool, device="cpu")
+    for sample in range(len(layout.valid_lengths)):
+        for start, stop in layout.key_ranges(sample):
+            hidden[sample, start:stop] = False
+    return hidden.to(device)
 
 
 def check_grid(name: str, layout: TokenLayout | None, num_q_tokens: int, num_k_tokens: int) -> TokenLayout:

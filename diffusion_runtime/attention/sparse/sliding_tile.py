@@ -26,6 +26,7 @@ from diffusion_runtime.attention.sparse.sliding_tile_search import (
 )
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import (
     MaskStrategy,
+    RunSize,
     head_groups,
     load_strategy,
     write_strategy,
@@ -99,11 +100,12 @@ class SlidingTileBackend(SparseBackend):
     def select_blocks(self, request: PlanRequest) -> SparsePlan:
         options: SlidingTileOptions = request.options
         num_tiles = tile_counts(request.layout.grid, options.tile_size)
-        strategy = _strategy_of(options, request.layout, request.layer, request.state)
+        run = RunSize(request.step.num_steps, request.layer.num_layers, request.total_heads)
+        strategy = _strategy_of(options, request.layout, request.layer.role, run, request.state)
         if strategy is None:
             assert options.window is not None, "check_mode asks for one of the two"
             return _windowed_plan(request, (attended_tiles(num_tiles, options.window),))
-        groups = head_groups(strategy, num_tiles, request.q.device)
+        groups = head_groups(strategy, num_tiles, run, request.q.device)
         place = (request.step.index, request.layer.index)
         group_of = groups.group_of[place]
         if request.num_heads < request.total_heads:
@@ -121,10 +123,20 @@ class SlidingTileBackend(SparseBackend):
     ) -> None:
         """What the first call is told, whether its step is full or not. Raises ConfigError."""
         options.check_mode()
-        strategy = _strategy_of(options, layout, layer, state)
+        run = RunSize(step.num_steps, layer.num_layers, num_heads)
+        strategy = _strategy_of(options, layout, layer.role, run, state)
         if strategy is None:
             return
         strategy.check_fits(layer, num_heads, step.num_steps)
+        unnamed = strategy.unnamed(run)
+        if unnamed and state.is_first(f"{self.name}: unnamed: {unnamed}: {options}"):
+            _logger.warning(
+                "%s: %s has no window for %s, which attend to everything; if it was tuned for so many alone, it does "
+                "not fit this run",
+                self.name,
+                strategy.source,
+                unnamed,
+            )
         if step.num_steps <= options.num_full_steps and state.is_first(f"{self.name}: all full: {options}"):
             _logger.warning(
                 "%s: skip_time_steps %d keeps all %d steps full; set a smaller one",
@@ -190,7 +202,7 @@ def _windowed_plan(
 
 
 def _strategy_of(
-    options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo, state: AttentionState
+    options: SlidingTileOptions, layout: TokenLayout, role: str, run: RunSize, state: AttentionState
 ) -> MaskStrategy | None:
     """The strategy of this request, the same from its first call to its last; None where there is no file."""
     path = options.mask_strategy_file_path
@@ -198,13 +210,13 @@ def _strategy_of(
         return None
     return state.get_or_create(
         f"{SlidingTileBackend.name} strategy {options}",
-        LayerInfo(role=layer.role),
+        LayerInfo(role=role),
         StepInfo(),
-        lambda: _tuned_strategy(options, layout, layer.role) if path is None else load_strategy(path),
+        lambda: _tuned_strategy(options, layout, role, run) if path is None else load_strategy(path),
     )
 
 
-def _tuned_strategy(options: SlidingTileOptions, layout: TokenLayout, role: str) -> MaskStrategy:
+def _tuned_strategy(options: SlidingTileOptions, layout: TokenLayout, role: str, run: RunSize) -> MaskStrategy:
     """Tune from the logs, write the file, and read it as inference will. Raises ConfigError and OutputError."""
     assert options.search_log_folder is not None, "check_mode asks for it"
     logs = [log for log in read_search_logs(options.search_log_folder) if log.setup.role == role]
@@ -215,6 +227,12 @@ def _tuned_strategy(options: SlidingTileOptions, layout: TokenLayout, role: str)
         raise ConfigError(
             f"search_log_folder: the logs are of a grid {setup.grid} in tiles {setup.tile_size}, this run has "
             f"{layout.grid} in tiles {options.tile_size}; generate at the size that was searched, with its tile_size"
+        )
+    searched = RunSize(setup.num_steps, setup.num_layers, setup.num_heads)
+    if searched != run:
+        raise ConfigError(
+            f"search_log_folder: the logs are of {searched}, this run has {run}; tune with the model and the "
+            "num_inference_steps that were searched"
         )
     merge = options.sta_mode == TUNING_CFG
     strategy = tune(logs, skip_time_steps=options.num_full_steps, merge_branches=merge)

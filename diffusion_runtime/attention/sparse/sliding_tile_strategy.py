@@ -13,11 +13,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.attention.report import index_ranges
 from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles, checked_extent
 from diffusion_runtime.attention.sparse.tiles import Extent
 from diffusion_runtime.errors import ConfigError, OutputError
@@ -26,11 +27,23 @@ from diffusion_runtime.media.publish import temporary_file
 _KEY = re.compile(r"(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})")
 
 
+class RunSize(NamedTuple):
+    """What a run has: denoising steps, and the layers and query heads of its model."""
+
+    num_steps: int
+    num_layers: int
+    num_heads: int
+
+    def __str__(self) -> str:
+        return f"{self.num_steps} steps, {self.num_layers} layers and {self.num_heads} heads"
+
+
 @dataclass(frozen=True, eq=False)
 class MaskStrategy:
     """Windows in tiles by (step, layer, head). A head without one attends to everything.
 
-    num_steps, num_layers, num_heads: what it was made for: one more than the largest index of each kind.
+    num_steps, num_layers, num_heads: one more than the largest index of each kind. What it was made for may have more:
+    steps, layers and heads at the end that attend to everything need no key.
     source: where it came from, for messages.
     """
 
@@ -41,11 +54,11 @@ class MaskStrategy:
     source: str
 
     def check_fits(self, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
-        """Raises ConfigError unless the run has the steps, layers and heads that the windows were tuned for.
+        """Raises ConfigError unless the run has every step, layer and head that the windows name.
 
         num_steps: None while they are not known.
         """
-        if num_steps is not None and self.num_steps != num_steps:
+        if num_steps is not None and self.num_steps > num_steps:
             raise ConfigError(
                 f"mask_strategy_file_path: {self.source} is for {self.num_steps} steps and this run has "
                 f"{num_steps}; generate with num_inference_steps {self.num_steps}, or tune a strategy for "
@@ -55,11 +68,20 @@ class MaskStrategy:
             ("layers", self.num_layers, layer.num_layers),
             ("heads", self.num_heads, num_heads),
         ):
-            if here != there:
+            if here > there:
                 raise ConfigError(
                     f"mask_strategy_file_path: {self.source} is for {here} {what} (its largest index and one more) and "
                     f"this model has {there}: it belongs to another model; use a strategy that was tuned for this one"
                 )
+
+    def unnamed(self, run: RunSize) -> str:
+        """`steps 30-49, heads 39`: those after the last that it has a window for; empty when there are none."""
+        pairs = (
+            ("steps", self.num_steps, run.num_steps),
+            ("layers", self.num_layers, run.num_layers),
+            ("heads", self.num_heads, run.num_heads),
+        )
+        return ", ".join(f"{what} {index_ranges(range(named, there))}" for what, named, there in pairs if named < there)
 
 
 @dataclass(frozen=True)
@@ -75,13 +97,16 @@ class HeadGroups:
 
 
 @functools.lru_cache(maxsize=16)
-def head_groups(strategy: MaskStrategy, num_tiles: Extent, device: torch.device) -> HeadGroups:
-    """The whole table at once, so that the steps of a request copy nothing to the device."""
+def head_groups(strategy: MaskStrategy, num_tiles: Extent, run: RunSize, device: torch.device) -> HeadGroups:
+    """The whole table at once, so that the steps of a request copy nothing to the device.
+
+    run: each count as many as the strategy names or more.
+    """
     attended: dict[tuple[int, int], tuple[Extent, ...]] = {}
-    group_of = torch.zeros(strategy.num_steps, strategy.num_layers, strategy.num_heads, dtype=torch.int32, device="cpu")
-    for step in range(strategy.num_steps):
-        for layer in range(strategy.num_layers):
-            windows = [strategy.windows.get((step, layer, head)) for head in range(strategy.num_heads)]
+    group_of = torch.zeros(run, dtype=torch.int32, device="cpu")
+    for step in range(run.num_steps):
+        for layer in range(run.num_layers):
+            windows = [strategy.windows.get((step, layer, head)) for head in range(run.num_heads)]
             of_heads = [num_tiles if window is None else attended_tiles(num_tiles, window) for window in windows]
             distinct = sorted(set(of_heads))
             attended[step, layer] = tuple(distinct)

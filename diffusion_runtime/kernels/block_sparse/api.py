@@ -45,14 +45,18 @@ def block_sparse_attention(
     every token anyway: see reads_packed_rows. Other implementations read q, k and v.
     implementation: one of IMPLEMENTATIONS; `auto` is the fastest that can compute this plan on this device.
 
-    Raises ConfigError when the tensors or the packed rows do not fit the plan, or the implementation that was asked for
-    cannot run.
+    Only the reference computes gradients: the others refuse inputs that require them while gradients are recorded.
+
+    Raises ConfigError when the tensors or the packed rows do not fit the plan, the implementation that was asked for
+    cannot run, or gradients would be lost.
     """
     _check(q, k, v, plan)
     if packed is not None:
         _check_packed(packed, q, plan)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     chosen = _choose(implementation, q, plan)
+    if chosen != "reference":
+        _refuse_gradients(chosen, q, k, v, branch)
     if chosen == "reference":
         out, lse = block_sparse_reference(q, k, v, plan, scale=scale)
         lse = lse.float()
@@ -92,6 +96,21 @@ def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan) -> str:
     if reason is not None:
         raise ConfigError(f"block-sparse implementation {implementation!r} cannot run here: {reason}; use auto")
     return implementation
+
+
+def _refuse_gradients(
+    implementation: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branch: PooledBranch | None
+) -> None:
+    inputs = {"q": q, "k": k, "v": v}
+    if branch is not None:
+        inputs |= {"gate": branch.gate, "pooled": branch.pooled}
+    needing = [name for name, tensor in inputs.items() if tensor.requires_grad]
+    if needing and torch.is_grad_enabled():
+        raise ConfigError(
+            f"block-sparse attention by {implementation} computes no gradients, and {', '.join(needing)} require "
+            "them, so they would be lost; call it under torch.no_grad() or torch.inference_mode(), train with a dense "
+            "backend such as torch_sdpa, or call block_sparse_attention with implementation='reference'"
+        )
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SparsePlan) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_oracle import masked_attention, random_qkv
+from sparse_oracle import masked_attention, random_qkv, valid_tokens
 
 from diffusion_runtime.attention import (
     AttentionState,
@@ -76,7 +76,11 @@ def search_call(
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_a_search_logs_how_far_each_window_is_from_full(scale: float | None, tmp_path: Path) -> None:
     q, k, v, out = search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState(), scale=scale)
-    assert torch.equal(out, attention(q, k, v, layout=LAYOUT, scale=scale))
+    dense = attention(q, k, v, layout=LAYOUT, scale=scale)
+    for sample in range(2):
+        valid = valid_tokens(LAYOUT, sample)
+        assert torch.equal(out[sample, valid], dense[sample, valid])
+        assert out[sample, ~valid].count_nonzero() == 0
     (log,) = read_search_logs(tmp_path)
     assert log.setup == SearchSetup(CANDIDATES, (4, 4, 7), TILE, 1, 1, 2, "self")
     assert (log.branch, log.num_samples) == ("cond", 2)
@@ -260,7 +264,7 @@ def test_tuning_refuses_logs_of_another_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="STA_tuning_cfg merges both guidance branches"):
         tuned_call(tmp_path, mode="STA_tuning_cfg")
     q, k, v = random_qkv(LAYOUT, batch=2)
-    with pytest.raises(ConfigError, match="is for 1 steps and this run has 7"):
+    with pytest.raises(ConfigError, match="the logs are of 1 steps, 1 layers and 2 heads, this run has 7 steps"):
         attention(q, k, v, backend=NAME, options=tuning(tmp_path), layout=LAYOUT, step=StepInfo(0, 7))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -14,9 +16,12 @@ from sparse_oracle import random_qkv
 
 from diffusion_runtime.attention import (
     AttentionConfig,
+    AttentionContext,
+    AttentionPolicy,
     AttentionSpec,
     AttentionState,
     LayerInfo,
+    LocalAttention,
     StepInfo,
     TokenLayout,
     attention,
@@ -119,21 +124,41 @@ def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skip", [0, 15])
-def test_a_file_for_other_steps_layers_or_heads_fails_at_the_first_call(skip: int, tmp_path: Path) -> None:
+def test_a_file_for_more_steps_layers_or_heads_fails_at_the_first_call(skip: int, tmp_path: Path) -> None:
     options = {"mask_strategy_file_path": write(tmp_path / "s.json", 3, 4, 2), "skip_time_steps": skip}
     fits, first = LayerInfo(0, 4), StepInfo(0, 3)
-    with pytest.raises(ConfigError, match="is for 3 steps and this run has 5; generate with num_inference_steps 3"):
-        run(options, layer=fits, step=StepInfo(0, 5))
-    with pytest.raises(ConfigError, match=r"is for 4 layers .* this model has 6: it belongs to another model"):
-        run(options, layer=LayerInfo(0, 6), step=first)
-    with pytest.raises(ConfigError, match=r"is for 4 layers .* this model has 2"):
+    with pytest.raises(ConfigError, match="is for 3 steps and this run has 2; generate with num_inference_steps 3"):
+        run(options, layer=fits, step=StepInfo(0, 2))
+    with pytest.raises(ConfigError, match=r"is for 4 layers .* this model has 2: it belongs to another model"):
         run(options, layer=LayerInfo(0, 2), step=first)
-    q, k, v = random_qkv(LAYOUT, num_heads=3)
-    with pytest.raises(ConfigError, match=r"is for 2 heads .* this model has 3"):
+    q, k, v = random_qkv(LAYOUT, num_heads=1)
+    with pytest.raises(ConfigError, match=r"is for 2 heads .* this model has 1: it belongs to another model"):
         attention(q, k, v, backend=NAME, options=TILES | options, layout=LAYOUT, step=first, layer=fits)
     with pytest.raises(ConfigError, match="is for 3 steps"):
-        plan(options, 0, 5, fits)
+        plan(options, 0, 2, fits)
     run(options, layer=fits, step=first)
+
+
+def test_dense_steps_layers_and_heads_at_the_end_need_no_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"mask_strategy_file_path": write(tmp_path / "s.json", 2, 1, 1), "skip_time_steps": 0}
+    sees = {}
+    for step, layer in itertools.product(range(3), range(2)):
+        made = plan(options, step, 3, LayerInfo(layer, 2))
+        sees[step, layer] = [int(made.kv_count[group, 0]) for group in made.group_of[0].tolist()]
+    # 2 x 2 x 3 tiles; the second head, the second layer and the third step are left out.
+    dense = [12, 12]
+    assert sees == {(0, 0): [1, 12], (1, 0): [1, 12], (2, 0): dense, (0, 1): dense, (1, 1): dense, (2, 1): dense}
+    caplog.clear()
+    cli = AttentionConfig.parse({"default": {"backend": NAME, "extra": TILES | options}})
+    layer = LocalAttention(2, 16, layer=LayerInfo(0, 2), policy=AttentionPolicy(cli=cli))
+    layer.check_request(3)
+    context, (q, k, v) = AttentionContext(LAYOUT), random_qkv(LAYOUT)
+    for step in range(3):
+        layer(q, k, v, dataclasses.replace(context, step=StepInfo(step, 3)))
+    rows = [(row.steps, row.implementation.split()[0]) for row in context.recorder.report().rows]
+    assert rows == [("0-1", "block-sparse"), ("2", "dense")]
+    (warning,) = [text for text in caplog.messages if "has no window for" in text]
+    assert "has no window for steps 2, layers 1, heads 1, which attend to everything" in warning
 
 
 def test_a_request_keeps_the_strategy_it_began_with(tmp_path: Path) -> None:
