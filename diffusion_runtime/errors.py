@@ -68,6 +68,10 @@ class ModelLoadError(DiffusionRuntimeError):
     """A model folder, hub id or checkpoint that cannot be used."""
 
 
+class ThirdPartyError(DiffusionRuntimeError):
+    """An exception inside another project's pipeline; the message says whose, in which call, and what it says."""
+
+
 class OutputError(DiffusionRuntimeError):
     """A result that cannot be written or read."""
 
