@@ -448,7 +448,7 @@ def video_cross_and_caption() -> Built:
         caption_channels=16,
     )
     *rope, frames, rows, columns = get_3d_rotary_pos_embed_allegro(24, ((0, 0), (4, 5)), (4, 5), 3)
-    places = torch.cartesian_prod(*(axis.long() for axis in (frames, rows, columns))).T
+    places = torch.cartesian_prod(*(axis.long() for axis in (frames, rows, columns))).T[:, None]
     return _ready(model), {
         "hidden_states": torch.randn(1, 4, 3, 8, 10),
         "timestep": torch.tensor([500]),
