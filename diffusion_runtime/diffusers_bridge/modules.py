@@ -94,7 +94,9 @@ def head_shape(module: nn.Module) -> tuple[int, int, int] | None:
     inner = _number(module, _INNER_SIZES)
     head_dim = inner // heads if inner is not None else _number(module, _HEAD_SIZES)
     if head_dim is None:
-        projected = next((each for name in _QUERY_PROJECTIONS if (each := getattr(module, name, None)) is not None), None)
+        projected = next(
+            (each for name in _QUERY_PROJECTIONS if (each := getattr(module, name, None)) is not None), None
+        )
         inner = projected.out_features if isinstance(projected, nn.Linear) else None
         head_dim = None if inner is None else inner // heads
     if not head_dim or (inner is not None and inner % heads):

@@ -14,6 +14,7 @@ from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.report import AttentionReport, LibraryAttention
 from diffusion_runtime.attention.select import current_force
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
+from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.frames import frames_of, open_image
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
@@ -30,9 +31,6 @@ from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
-
-# Autoencoders of diffusers that raise NotImplementedError when they decode a whole video, and are made with tiling off.
-_TILED_ONLY = frozenset({"AutoencoderKLAllegro"})
 
 
 class DiffusersPipeline:
@@ -212,7 +210,7 @@ def load_passthrough(
 def _decode_in_tiles(pipeline: Any) -> None:
     """Turn on tiling in autoencoders whose class decodes in no other way."""
     for component, part in pipeline.components.items():
-        if type(part).__name__ in _TILED_ONLY:
+        if traits_of(part).tiles_alone:
             part.enable_tiling()
             _logger.info("%s: %s decodes in tiles alone; tiling is on", component, type(part).__name__)
 

@@ -100,6 +100,4 @@ def signature_defaults(interface: PipelineInterface) -> dict[str, Any]:
 
 def accepted(values: Mapping[str, Any], interface: PipelineInterface) -> dict[str, Any]:
     """Those request values that a pipeline has a parameter for, or that are not its to know."""
-    return {
-        field: value for field, value in values.items() if field in _OURS or interface.parameter(field) is not None
-    }
+    return {field: value for field, value in values.items() if field in _OURS or interface.parameter(field) is not None}

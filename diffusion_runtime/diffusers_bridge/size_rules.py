@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PARAMETER_NAMES, PipelineInterface
 from diffusion_runtime.errors import RequestError
 
@@ -27,29 +28,36 @@ _EMPTY = inspect.Parameter.empty
 class SizeRules:
     """Of one pipeline. pipeline: without weights, None where nothing is known before they are loaded.
 
-    multiple: of pixels that height and width have to be; frame_step: a video has 1 plus a multiple of it; None where
-    that is not known.
+    multiple: of pixels that height and width have to be; frame_step: a video has 1 plus a multiple of it; resolutions:
+    the only (width, height) there are. None where that is not known.
     """
 
     interface: PipelineInterface
     pipeline: Any = None
     multiple: int | None = None
     frame_step: int | None = None
+    resolutions: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def of(cls, interface: PipelineInterface, pipeline: Any | None) -> SizeRules:
         """pipeline: as `weightless_pipeline` makes it."""
         if pipeline is None:
             return cls(interface)
-        return cls(interface, pipeline, _multiple(pipeline), _frame_step(interface, pipeline))
+        return cls(interface, pipeline, _multiple(pipeline), _frame_step(interface, pipeline), _resolutions(pipeline))
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """arguments: what the pipeline's call would be given. Raises RequestError that names the value."""
         self._check_inputs(arguments)
+        size = (arguments.get("width"), arguments.get("height"))
+        if self.resolutions is not None and None not in size and size not in self.resolutions:
+            known = ", ".join(f"{width} x {height}" for width, height in self.resolutions)
+            raise RequestError(f"width, height: {self.interface.name} makes no {size[0]} x {size[1]}; it makes {known}")
         for field in ("height", "width"):
             size = arguments.get(field)
             if self.multiple is not None and isinstance(size, int) and size % self.multiple:
-                raise RequestError(f"{field}: {self._makes('multiples of', self.multiple)}; {_either(size, self.multiple)}")
+                raise RequestError(
+                    f"{field}: {self._makes('multiples of', self.multiple)}; {_either(size, self.multiple)}"
+                )
         count = arguments.get(self.interface.parameter("num_frames") or "")
         if self.frame_step is not None and isinstance(count, int) and (count - 1) % self.frame_step:
             makes = self._makes("1 plus a multiple of", self.frame_step)
@@ -94,12 +102,21 @@ def _multiple(pipeline: Any) -> int | None:
     return None
 
 
+def _resolutions(pipeline: Any) -> tuple[tuple[int, int], ...] | None:
+    """The (width, height) that a pipeline rounds every other size to, where it lists them."""
+    listed = getattr(pipeline, "resolutions", None)
+    return tuple((width, height) for width, height in listed) if isinstance(listed, list) and listed else None
+
+
 def _frame_step(interface: PipelineInterface, pipeline: Any) -> int | None:
-    """The temporal factor, where the class's own number of frames is 1 plus a multiple of it: some count otherwise."""
-    count = interface.parameters.get(interface.parameter("num_frames") or "")
+    """The temporal factor; None where it says nothing of the number of frames: the autoencoder folds the first one like
+    all others, or the class's own number is another."""
+    if not traits_of(getattr(pipeline, "vae", None)).first_frame_alone:
+        return None
+    count = interface.parameters.get(interface.parameter("num_frames") or "", 1)
     steps = (getattr(pipeline, name, None) for name in _TEMPORAL_FACTORS)
     step = next((step for step in steps if type(step) is int and step > 1), None)
-    return step if step is not None and isinstance(count, int) and (count - 1) % step == 0 else None
+    return step if step is None or count is None or (count - 1) % step == 0 else None
 
 
 def _either(size: int, step: int, first: int = 0) -> str:

@@ -18,8 +18,9 @@ from diffusion_runtime.attention.backends.interface import (
     Capability,
 )
 from diffusion_runtime.attention.backends.registry import register_backend, unregister_backend
-from diffusion_runtime.diffusers_bridge.attach import attach
+from diffusion_runtime.diffusers_bridge.attach import attach, plan_attachment
 from diffusion_runtime.diffusers_bridge.grids import TOKEN_ORDERS
+from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware
 
 GRID = (3, 4, 5)
@@ -93,3 +94,53 @@ def test_one_frame_and_one_row_of_coordinates() -> None:
     assert read({"video_coords": whole[:, :, :20].clone()}, {}) == (1, 4, 5)
     assert read({"video_coords": whole[:, :, :5].clone()}, {}) == (1, 1, 5)
     assert read({"video_coords": None}, {}) is None
+
+
+def test_a_sparse_choice_for_a_model_without_a_known_grid_is_refused_without_weights() -> None:
+    """Models whose attention modules name their heads in different ways; none of them has run."""
+    import diffusers
+
+    small: dict[str, dict[str, Any]] = {
+        "Kandinsky5Transformer3DModel": {
+            "in_text_dim": 16,
+            "in_text_dim2": 16,
+            "time_dim": 16,
+            "model_dim": 32,
+            "ff_dim": 32,
+            "num_text_blocks": 1,
+            "num_visual_blocks": 1,
+            "axes_dims": (4, 6, 6),
+        },
+        "Krea2Transformer2DModel": {
+            "in_channels": 4,
+            "num_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "timestep_embed_dim": 16,
+            "text_hidden_dim": 32,
+            "num_text_layers": 1,
+            "text_num_attention_heads": 2,
+            "text_num_key_value_heads": 2,
+            "text_intermediate_size": 32,
+            "num_layerwise_text_blocks": 1,
+            "num_refiner_text_blocks": 1,
+            "axes_dims_rope": (4, 6, 6),
+        },
+        "AceStepTransformer1DModel": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+        },
+    }
+    sparse = {"per_role": {"self": {"backend": "sliding_tile_attn", "extra": {"window": [1, 1, 1]}}}}
+    for name, arguments in small.items():
+        with torch.device("meta"):
+            model = getattr(diffusers, name)(**arguments)
+        with pytest.raises(BackendUnavailableError, match=r"needs the grid of the tokens, which is known of .*Wan"):
+            plan_attachment(model, sparse, device="cpu")
+        assert plan_attachment(model, "torch_sdpa", device="cpu").num_reached > 0

@@ -65,7 +65,9 @@ def test_every_class_is_read_as_it_is_written() -> None:
         if not returned_fields(pipeline_class) <= {*(interface.output or ())}:
             wrong.append(f"{name}: returns {returned_fields(pipeline_class)}, said {interface.output}")
         returns_picture = bool(returned_fields(pipeline_class) & {*PICTURE_FIELDS})
-        if returned_fields(pipeline_class) and returns_picture == any("returns" in each for each in interface.refusals()):
+        if returned_fields(pipeline_class) and returns_picture == any(
+            "returns" in each for each in interface.refusals()
+        ):
             wrong.append(f"{name}: picture {returns_picture}, {interface.refusals()}")
     assert wrong == []
 
