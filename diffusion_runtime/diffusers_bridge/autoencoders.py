@@ -9,8 +9,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class AutoencoderTraits:
     """tiles_alone: it raises NotImplementedError when it decodes a whole video, and is made with tiling off.
-    first_frame_alone: latents of a video hold its first frame by itself, so that 1 plus a multiple of the temporal factor
-    comes out; else a multiple does."""
+    first_frame_alone: the first latent frame holds one frame and the others as many as the temporal factor says; else
+    all hold as many."""
 
     tiles_alone: bool = False
     first_frame_alone: bool = True

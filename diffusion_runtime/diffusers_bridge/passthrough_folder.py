@@ -17,6 +17,7 @@ from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, current_force
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
+from diffusion_runtime.diffusers_bridge.denoisers import denoises
 from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
@@ -85,8 +86,8 @@ def plan_passthrough(
 ) -> PassthroughPlan:
     """Read the folder's json and settle what can be settled with it.
 
-    Raises ModelLoadError for a folder that diffusers cannot load, that asks for code of its own or whose pipeline takes
-    or makes what no request here says or no file here holds; BackendUnavailableError and ConfigError for an attention choice that cannot run.
+    Raises ModelLoadError for a folder that diffusers cannot load or that asks for code of its own, and for a pipeline
+    that no request can run; BackendUnavailableError and ConfigError for an attention choice that cannot run.
     """
     if config.parallel.num_processes > 1:
         raise ConfigError(
@@ -197,6 +198,11 @@ def _pipeline_class(folder: Path, index: Mapping[str, Any]) -> Any:
         raise ModelLoadError(
             f"{where}: diffusers {diffusers.__version__} has no pipeline {name}; a newer one may have it: "
             "pip install -U diffusers"
+        )
+    classes = {component: getattr(diffusers, entry[1], object) for component, entry in _components(index)}
+    if not any(denoises(component, kind) for component, kind in classes.items()):
+        raise ModelLoadError(
+            f"{where}: {name} has no transformer and no UNet among {', '.join(classes)}: there is nothing to run here"
         )
     return found
 

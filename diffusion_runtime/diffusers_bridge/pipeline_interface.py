@@ -116,14 +116,17 @@ class PipelineInterface:
         return reasons
 
     def other_inputs(self) -> tuple[str, ...]:
-        """Parameters without a default of their own that no request fills: where to look when a call fails."""
+        """Pictures, videos and masks that a call may be given and no request gives: where to look when it fails."""
         return tuple(
             name
             for name, default in self.parameters.items()
-            if default in (None, inspect.Parameter.empty) and name not in _FILLED | _ALWAYS_GIVEN
+            if default is None and name not in _FILLED and _MEDIA.search(name) and not _DERIVED.search(name)
         )
 
 
+# Parameters that hold what somebody shows, and those that hold what was computed of it.
+_MEDIA = re.compile(r"image|video|frames|control|condition|pose|reference|mask|hint")
+_DERIVED = re.compile(r"embeds|latents|attention_mask|scale|ids")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # Annotations of what decodes or prepares nothing: a number or a text is never an input that must be given.
 _SCALARS = (int, float, str, bool)

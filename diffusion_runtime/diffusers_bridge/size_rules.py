@@ -48,16 +48,14 @@ class SizeRules:
     def check(self, arguments: Mapping[str, Any]) -> None:
         """arguments: what the pipeline's call would be given. Raises RequestError that names the value."""
         self._check_inputs(arguments)
-        size = (arguments.get("width"), arguments.get("height"))
-        if self.resolutions is not None and None not in size and size not in self.resolutions:
-            known = ", ".join(f"{width} x {height}" for width, height in self.resolutions)
-            raise RequestError(f"width, height: {self.interface.name} makes no {size[0]} x {size[1]}; it makes {known}")
-        for field in ("height", "width"):
-            size = arguments.get(field)
-            if self.multiple is not None and isinstance(size, int) and size % self.multiple:
-                raise RequestError(
-                    f"{field}: {self._makes('multiples of', self.multiple)}; {_either(size, self.multiple)}"
-                )
+        width, height = arguments.get("width"), arguments.get("height")
+        if self.resolutions is not None and width and height and (width, height) not in self.resolutions:
+            known = ", ".join(f"{each[0]} x {each[1]}" for each in self.resolutions)
+            raise RequestError(f"width, height: {self.interface.name} makes no {width} x {height}; it makes {known}")
+        for field, size in (("height", height), ("width", width)):
+            if self.multiple is not None and size and size % self.multiple:
+                makes = self._makes("multiples of", self.multiple)
+                raise RequestError(f"{field}: {makes}, got {size}; {_either(size, self.multiple)}")
         count = arguments.get(self.interface.parameter("num_frames") or "")
         if self.frame_step is not None and isinstance(count, int) and (count - 1) % self.frame_step:
             makes = self._makes("1 plus a multiple of", self.frame_step)

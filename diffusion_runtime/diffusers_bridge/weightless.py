@@ -30,7 +30,7 @@ def weightless_model(folder: Path, component: str, entry: Any) -> Any:
 
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
         return None
-    model_class = getattr(diffusers, str(entry[1]), None)
+    model_class: Any = getattr(diffusers, str(entry[1]), None)
     config = folder / component / "config.json"
     if not _is_kind(model_class, diffusers.ModelMixin) or not config.is_file():
         return None
@@ -75,7 +75,7 @@ def _scheduler(folder: Path, component: str, entry: list[Any]) -> Any | None:
     """A scheduler from its config; None for every other kind of component, and for one that cannot be made."""
     import diffusers
 
-    kind = getattr(diffusers, str(entry[-1]), None)
+    kind: Any = getattr(diffusers, str(entry[-1]), None)
     config = folder / component / "scheduler_config.json"
     if not _is_kind(kind, diffusers.SchedulerMixin) or not config.is_file():
         return None

@@ -117,11 +117,11 @@ def test_sizes_are_checked_before_the_weights(
         RequestError, match=r"num_frames: WanPipeline makes 1 plus a multiple of 4 frames, got 6; use 5"
     ):
         wan.resolve(dataclasses.replace(VIDEO, num_frames=6))
-    with pytest.raises(RequestError, match="WanPipeline refuses the request: .*divisible by 16 but are 24"):
+    with pytest.raises(RequestError, match=r"WanPipeline refuses the request: .*divisible by 16 but are 24"):
         wan.resolve(dataclasses.replace(VIDEO, height=24))
     wan.resolve(dataclasses.replace(VIDEO, num_frames=1))
     images = rules_of(without_weights(image_folder, tmp_path / "image"))
-    with pytest.raises(RequestError, match="StableDiffusionPipeline refuses the request: .*divisible by 8"):
+    with pytest.raises(RequestError, match=r"StableDiffusionPipeline refuses the request: .*divisible by 8"):
         images.resolve(dataclasses.replace(IMAGE, height=17))
     videos = rules_of(without_weights(video_folder, tmp_path / "video"))
     with pytest.raises(RequestError, match=r"num_frames: CogVideoXPipeline makes 1 plus .* got 7; use 5 or 9"):
@@ -133,7 +133,7 @@ def test_sizes_that_diffusers_rounds_with_a_remark_are_refused(tmp_path: Path) -
 
     rules = rules_of(without_weights(write_tiny_flux1(tmp_path / "model"), tmp_path / "bare"))
     multiple = rules.sizes.multiple
-    with pytest.raises(RequestError, match=f"height: FluxPipeline makes multiples of {multiple}; use "):
+    with pytest.raises(RequestError, match=f"height: FluxPipeline makes multiples of {multiple}, got .*; use "):
         rules.resolve(dataclasses.replace(IMAGE, height=4 * multiple + multiple // 2, width=4 * multiple))
     rules.resolve(dataclasses.replace(IMAGE, height=4 * multiple, width=4 * multiple))
 
@@ -151,7 +151,7 @@ def test_an_exception_of_the_pipeline_is_reported_as_its_own(image_folder: Path)
     assert told.startswith("diffusers' own StableDiffusionPipeline failed before the first step, in ")
     assert "__call__ (diffusers.pipelines.stable_diffusion." in told
     assert "TypeError: zip() argument 2 is missing" in told
-    assert "It also takes " in told and "ip_adapter_image" in told
+    assert told.endswith("It also takes ip_adapter_image, which no request gives")
     failure = Failure.of(seen.value)
     assert (failure.kind, failure.exit_code, "unexpected" in failure.message) == ("ThirdPartyError", 1, False)
     assert len(told) < 1000
