@@ -514,3 +514,10 @@ GRIDS: dict[str, tuple[Callable[[], Built], int, int]] = {
     "WanTransformer3DModel": (lambda: _five_dimensions("WanTransformer3DModel"), 0, 0),
     "WanVACETransformer3DModel": (video_controlled, 0, 0),
 }
+
+_REACHED = {"EasyAnimateTransformer3DModel": 1, "WanVACETransformer3DModel": 4}
+EVERY |= {
+    name: (build, _REACHED.get(name, 2), _REACHED.get(name, 2))
+    for name, (build, _, _) in GRIDS.items()
+    if name not in EVERY
+}

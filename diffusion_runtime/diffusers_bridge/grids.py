@@ -23,7 +23,7 @@ ReadGrid: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], Grid | No
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """read_grid: out of one call of the model. text: where the text, or other tokens that belong to no grid, stand in its
+    """read_grid: out of one call of the model. text: where the text, or other tokens beside the grid, stand in its
     self-attention, if it has any."""
 
     read_grid: ReadGrid

@@ -26,13 +26,9 @@ def weightless_model(folder: Path, component: str, entry: Any) -> Any:
 
     entry: of model_index.json, [library, class name]. Raises ModelLoadError for a config that cannot be read.
     """
-    import diffusers
-
-    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
-        return None
-    model_class: Any = getattr(diffusers, str(entry[1]), None)
+    model_class = _class_of(entry, "ModelMixin")
     config = folder / component / "config.json"
-    if not _is_kind(model_class, diffusers.ModelMixin) or not config.is_file():
+    if model_class is None or not config.is_file():
         return None
     try:
         with torch.device("meta"), _quietly():
@@ -48,7 +44,7 @@ def weightless_pipeline(
     pipeline_class: Any, folder: Path, index: Mapping[str, Any], models: Mapping[str, Any]
 ) -> Any | None:
     """A pipeline as its class makes it of `models` and the scheduler, with None for every other component; None where
-    the class cannot do without those.
+    the class cannot do without those, or a model is missing: classes put factors of their own in place of its.
 
     index: model_index.json. models: on the meta device, by component.
     """
@@ -60,6 +56,8 @@ def weightless_pipeline(
         if name in models:
             arguments[name] = models[name]
         elif isinstance(entry, list):
+            if _class_of(entry, "ModelMixin") is not None:
+                return None
             arguments[name] = _scheduler(folder, name, entry)
         elif entry is not None or parameter.default is inspect.Parameter.empty:
             arguments[name] = entry
@@ -73,11 +71,9 @@ def weightless_pipeline(
 
 def _scheduler(folder: Path, component: str, entry: list[Any]) -> Any | None:
     """A scheduler from its config; None for every other kind of component, and for one that cannot be made."""
-    import diffusers
-
-    kind: Any = getattr(diffusers, str(entry[-1]), None)
+    kind = _class_of(entry, "SchedulerMixin")
     config = folder / component / "scheduler_config.json"
-    if not _is_kind(kind, diffusers.SchedulerMixin) or not config.is_file():
+    if kind is None or not config.is_file():
         return None
     try:
         with _quietly():
@@ -87,8 +83,14 @@ def _scheduler(folder: Path, component: str, entry: list[Any]) -> Any | None:
         return None
 
 
-def _is_kind(value: Any, base: type) -> bool:
-    return inspect.isclass(value) and issubclass(value, base)
+def _class_of(entry: Any, base: str) -> Any | None:
+    """The class of diffusers that an entry of model_index.json names; None where it is not one of `base`."""
+    import diffusers
+
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
+        return None
+    found: Any = getattr(diffusers, str(entry[1]), None)
+    return found if inspect.isclass(found) and issubclass(found, getattr(diffusers, base)) else None
 
 
 @contextlib.contextmanager

@@ -128,6 +128,15 @@ def test_sizes_are_checked_before_the_weights(
         videos.resolve(dataclasses.replace(VIDEO, num_frames=7))
 
 
+def test_no_size_is_refused_by_factors_that_nobody_knows(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    """Without its autoencoder a pipeline takes factors of its own for granted."""
+    folder = Path(without_weights(tiny_wan_folder, tmp_path / "wan"))
+    (folder / "vae" / "config.json").unlink()
+    rules = rules_of(str(folder))
+    assert (rules.sizes.pipeline, rules.sizes.frame_step, rules.sizes.multiple) == (None, None, None)
+    rules.resolve(dataclasses.replace(VIDEO, num_frames=6, height=24))
+
+
 def test_sizes_that_diffusers_rounds_with_a_remark_are_refused(tmp_path: Path) -> None:
     from tiny_flux1 import write_tiny_flux1
 
