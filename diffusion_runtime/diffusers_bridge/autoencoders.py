@@ -8,19 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AutoencoderTraits:
-    """tiles_alone: it raises NotImplementedError when it decodes a whole video, and is made with tiling off.
-    first_frame_alone: the first latent frame holds one frame and the others as many as the temporal factor says; else
-    all hold as many."""
+    """tiled_only: it raises NotImplementedError when it decodes without tiling, and is made with tiling off. causal: the
+    first latent frame is one frame of the video; else every latent frame is as many as the temporal factor says."""
 
-    tiles_alone: bool = False
-    first_frame_alone: bool = True
+    tiled_only: bool = False
+    causal: bool = True
 
 
 _KNOWN: Mapping[str, AutoencoderTraits] = {
-    "AutoencoderKLAllegro": AutoencoderTraits(tiles_alone=True, first_frame_alone=False),
+    "AutoencoderKLAllegro": AutoencoderTraits(tiled_only=True, causal=False),
 }
 
 
 def traits_of(autoencoder: object) -> AutoencoderTraits:
-    """Of an instance; those of most autoencoders for every class that is not known."""
+    """Of an autoencoder; the defaults for a class that is not listed."""
     return _KNOWN.get(type(autoencoder).__name__, AutoencoderTraits())

@@ -21,7 +21,7 @@ from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.sound import sound_of
-from diffusion_runtime.diffusers_bridge.theirs import reported_as_theirs
+from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.media import GeneratedMedia
@@ -86,7 +86,7 @@ class DiffusersPipeline:
         watch = DenoisingWatch(self.pipeline, self.device, on_progress)
         interface = self.rules.interface
         with watch, self._attention(watch) as attention:
-            with reported_as_theirs(interface, watch), explain_memory_shortage("generating", advice), torch.no_grad():
+            with translated_errors(interface, watch), explain_memory_shortage("generating", advice), torch.no_grad():
                 result = self.pipeline(**arguments)
             timings = watch.finish()
         frames = frames_of(result, interface.name)
@@ -210,7 +210,7 @@ def load_passthrough(
 def _decode_in_tiles(pipeline: Any) -> None:
     """Turn on tiling in autoencoders whose class decodes in no other way."""
     for component, part in pipeline.components.items():
-        if traits_of(part).tiles_alone:
+        if traits_of(part).tiled_only:
             part.enable_tiling()
             _logger.info("%s: %s decodes in tiles alone; tiling is on", component, type(part).__name__)
 

@@ -23,7 +23,7 @@ from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
-from diffusion_runtime.diffusers_bridge.weightless import weightless_model, weightless_pipeline
+from diffusion_runtime.diffusers_bridge.meta_device import meta_model, meta_pipeline
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.models.folder import INDEX_FILE, read_json
 from diffusion_runtime.models.generation import generation_settings
@@ -103,9 +103,9 @@ def plan_passthrough(
         choice = AttentionChoice.of(config, environment)
         if choice.dispatcher is not None:
             check_dispatcher_backend(choice.dispatcher)
-        models = {name: weightless_model(folder, name, entry) for name, entry in _components(index)}
+        models = {name: meta_model(folder, name, entry) for name, entry in _components(index)}
         models = {name: model for name, model in models.items() if model is not None}
-        sizes = SizeRules.of(interface, weightless_pipeline(pipeline_class, folder, index, models))
+        sizes = SizeRules.of(interface, meta_pipeline(pipeline_class, folder, index, models))
     handles = _planned(models, choice, device, dtype) if choice.ours else []
     settings = generation_settings(folder)
 

@@ -128,7 +128,7 @@ class PipelineInterface:
 _MEDIA = re.compile(r"image|video|frames|control|condition|pose|reference|mask|hint")
 _DERIVED = re.compile(r"embeds|latents|attention_mask|scale|ids")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# Annotations of what decodes or prepares nothing: a number or a text is never an input that must be given.
+# A number or a text is never an input that must be given.
 _SCALARS = (int, float, str, bool)
 
 

@@ -28,8 +28,8 @@ _EMPTY = inspect.Parameter.empty
 class SizeRules:
     """Of one pipeline. pipeline: without weights, None where nothing is known before they are loaded.
 
-    multiple: of pixels that height and width have to be; frame_step: a video has 1 plus a multiple of it; resolutions:
-    the only (width, height) there are. None where that is not known.
+    multiple: of pixels that height and width have to be; frame_step: a video has `first_frames` plus a multiple of it;
+    resolutions: the only (width, height) there are. None where that is not known.
     """
 
     interface: PipelineInterface
@@ -37,13 +37,16 @@ class SizeRules:
     multiple: int | None = None
     frame_step: int | None = None
     resolutions: tuple[tuple[int, int], ...] | None = None
+    first_frames: int = 1
 
     @classmethod
     def of(cls, interface: PipelineInterface, pipeline: Any | None) -> SizeRules:
-        """pipeline: as `weightless_pipeline` makes it."""
+        """pipeline: as `meta_pipeline` makes it."""
         if pipeline is None:
             return cls(interface)
-        return cls(interface, pipeline, _multiple(pipeline), _frame_step(interface, pipeline), _resolutions(pipeline))
+        first = 1 if traits_of(getattr(pipeline, "vae", None)).causal else 0
+        step = _frame_step(interface, pipeline, first)
+        return cls(interface, pipeline, _multiple(pipeline), step, _resolutions(pipeline), first)
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """arguments: what the pipeline's call would be given. Raises RequestError that names the value."""
@@ -57,9 +60,10 @@ class SizeRules:
                 makes = self._makes("multiples of", self.multiple)
                 raise RequestError(f"{field}: {makes}, got {size}; {_either(size, self.multiple)}")
         count = arguments.get(self.interface.parameter("num_frames") or "")
-        if self.frame_step is not None and isinstance(count, int) and (count - 1) % self.frame_step:
-            makes = self._makes("1 plus a multiple of", self.frame_step)
-            raise RequestError(f"num_frames: {makes} frames, got {count}; {_either(count, self.frame_step, first=1)}")
+        first = self.first_frames
+        if self.frame_step is not None and isinstance(count, int) and (count - first) % self.frame_step:
+            makes = self._makes(f"{first} plus a multiple of" if first else "multiples of", self.frame_step)
+            raise RequestError(f"num_frames: {makes} frames, got {count}; {_either(count, self.frame_step, first)}")
 
     def _makes(self, rule: str, step: int) -> str:
         return f"{self.interface.name} makes {rule} {step}"
@@ -106,15 +110,12 @@ def _resolutions(pipeline: Any) -> tuple[tuple[int, int], ...] | None:
     return tuple((width, height) for width, height in listed) if isinstance(listed, list) and listed else None
 
 
-def _frame_step(interface: PipelineInterface, pipeline: Any) -> int | None:
-    """The temporal factor; None where it says nothing of the number of frames: the autoencoder folds the first one like
-    all others, or the class's own number is another."""
-    if not traits_of(getattr(pipeline, "vae", None)).first_frame_alone:
-        return None
-    count = interface.parameters.get(interface.parameter("num_frames") or "", 1)
+def _frame_step(interface: PipelineInterface, pipeline: Any, first: int) -> int | None:
+    """The temporal factor; None where the class's own number of frames is not `first` plus a multiple of it."""
+    count = interface.parameters.get(interface.parameter("num_frames") or "", first)
     steps = (getattr(pipeline, name, None) for name in _TEMPORAL_FACTORS)
     step = next((step for step in steps if type(step) is int and step > 1), None)
-    return step if step is None or count is None or (count - 1) % step == 0 else None
+    return step if step is None or count is None or (count - first) % step == 0 else None
 
 
 def _either(size: int, step: int, first: int = 0) -> str:

@@ -69,9 +69,13 @@ def test_a_result_in_the_field_image(picture_folder: Path) -> None:
     assert rounded.recipe["notes"] == ["Kandinsky5T2IPipeline made height 32 where 64 was asked for"]
 
 
-def test_an_autoencoder_that_decodes_in_tiles_alone(tmp_path: Path) -> None:
+def test_an_autoencoder_that_decodes_in_tiled_only(tmp_path: Path) -> None:
     pipeline = load_pipeline(str(write_tiny_tiled_pipeline(tmp_path / "model")), attention="reference")
-    # An even number of frames, as the class's own default is: no rule of another class is applied to it.
+    # Its first latent frame holds as many frames as the others.
+    with pytest.raises(
+        RequestError, match="num_frames: AllegroPipeline makes multiples of 4 frames, got 9; use 8 or 12"
+    ):
+        pipeline.resolve(VIDEO)
     media = pipeline(dataclasses.replace(VIDEO, num_frames=8))
     assert media.frames.shape == (8, 16, 16, 3)
 

@@ -1,4 +1,4 @@
-"""Exceptions that a pipeline of diffusers raises on its own account, reported as its own."""
+"""Exceptions raised inside a diffusers pipeline, translated to ThirdPartyError with the pipeline and the call."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterf
 from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import DiffusionRuntimeError, RequestError, ThirdPartyError
 
-_OURS = __name__.partition(".")[0]
-# What we do inside their call; what is deeper than this package, such as a kernel, is ours alone.
+_PACKAGE = __name__.partition(".")[0]
+# Hooks and interceptions of this folder stand in every traceback; frames of other folders, such as a kernel's, mean that
+# the exception is our own.
 _BRIDGE = __name__.rpartition(".")[0]
 _LIBRARIES = ("diffusers", "transformers")
-# How many inputs a message lists, and how much of a message of theirs it repeats.
+# How many inputs a message lists, and how many characters of the original message it repeats.
 _MAX_LISTED = 6
 _MAX_MESSAGE = 400
 
 
 @contextlib.contextmanager
-def reported_as_theirs(interface: PipelineInterface, watch: DenoisingWatch) -> Iterator[None]:
+def translated_errors(interface: PipelineInterface, watch: DenoisingWatch) -> Iterator[None]:
     """Around the call of a pipeline: what it raises becomes RequestError where it refuses the request before it
     denoises, and ThirdPartyError everywhere else. What we or `on_progress` raise inside the call stays as it is."""
     try:
@@ -42,7 +43,7 @@ def reported_as_theirs(interface: PipelineInterface, watch: DenoisingWatch) -> I
 
 def _is_ours(trace: TracebackType | None) -> bool:
     modules = (str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(trace))
-    return any(_within(module, _OURS) and not _within(module, _BRIDGE) for module in modules)
+    return any(_within(module, _PACKAGE) and not _within(module, _BRIDGE) for module in modules)
 
 
 def _within(module: str, package: str) -> bool:
@@ -50,7 +51,7 @@ def _within(module: str, package: str) -> bool:
 
 
 def _place(error: Exception) -> str:
-    """`, in WanTransformer3DModel.forward`: the innermost call of a library of theirs."""
+    """`, in WanTransformer3DModel.forward`: the innermost call inside diffusers or transformers."""
     names = [
         (str(frame.f_globals.get("__name__", "")), frame.f_code.co_qualname, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

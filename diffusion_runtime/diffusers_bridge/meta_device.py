@@ -21,7 +21,7 @@ from diffusion_runtime.models.folder import read_json
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 
-def weightless_model(folder: Path, component: str, entry: Any) -> Any:
+def meta_model(folder: Path, component: str, entry: Any) -> Any:
     """A model of diffusers on the meta device, from its config alone; None when it cannot be made there.
 
     entry: of model_index.json, [library, class name]. Raises ModelLoadError for a config that cannot be read.
@@ -31,7 +31,7 @@ def weightless_model(folder: Path, component: str, entry: Any) -> Any:
     if model_class is None or not config.is_file():
         return None
     try:
-        with torch.device("meta"), _quietly():
+        with torch.device("meta"), _quiet_diffusers():
             return model_class.from_config(read_json(config))
     except (BackendUnavailableError, ModelLoadError):
         raise
@@ -40,9 +40,7 @@ def weightless_model(folder: Path, component: str, entry: Any) -> Any:
         return None
 
 
-def weightless_pipeline(
-    pipeline_class: Any, folder: Path, index: Mapping[str, Any], models: Mapping[str, Any]
-) -> Any | None:
+def meta_pipeline(pipeline_class: Any, folder: Path, index: Mapping[str, Any], models: Mapping[str, Any]) -> Any | None:
     """A pipeline as its class makes it of `models` and the scheduler, with None for every other component; None where
     the class cannot do without those, or a model is missing: classes put factors of their own in place of its.
 
@@ -62,7 +60,7 @@ def weightless_pipeline(
         elif entry is not None or parameter.default is inspect.Parameter.empty:
             arguments[name] = entry
     try:
-        with _quietly():
+        with _quiet_diffusers():
             return pipeline_class(**arguments)
     except Exception as error:  # whatever a class does with a tokenizer or a text encoder that is None
         _logger.debug("%s: %s cannot be made without weights: %s", folder, pipeline_class.__name__, error)
@@ -76,7 +74,7 @@ def _scheduler(folder: Path, component: str, entry: list[Any]) -> Any | None:
     if kind is None or not config.is_file():
         return None
     try:
-        with _quietly():
+        with _quiet_diffusers():
             return kind.from_config(read_json(config))
     except Exception as error:  # loading says what is wrong with it
         _logger.debug("%s: %s", config, error)
@@ -94,7 +92,7 @@ def _class_of(entry: Any, base: str) -> Any | None:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def _quiet_diffusers() -> Iterator[None]:
     """Remarks of diffusers about configs come again when the weights are loaded."""
     from diffusers.utils import logging as diffusers_logging
 
