@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AutoencoderTraits:
-    """tiled_only: it raises NotImplementedError when it decodes without tiling, and is made with tiling off. causal: the
+    """tiled_only: it raises NotImplementedError when it decodes without tiling, and is made with it off. causal: the
     first latent frame is one frame of the video; else every latent frame is as many as the temporal factor says."""
 
     tiled_only: bool = False

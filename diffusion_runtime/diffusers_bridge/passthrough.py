@@ -19,9 +19,9 @@ from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.frames import frames_of, open_image
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
+from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.sound import sound_of
-from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.media import GeneratedMedia

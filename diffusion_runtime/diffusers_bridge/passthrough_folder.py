@@ -20,10 +20,10 @@ from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_at
 from diffusion_runtime.diffusers_bridge.denoisers import denoises
 from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
+from diffusion_runtime.diffusers_bridge.meta_device import meta_model, meta_pipeline
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
-from diffusion_runtime.diffusers_bridge.meta_device import meta_model, meta_pipeline
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.models.folder import INDEX_FILE, read_json
 from diffusion_runtime.models.generation import generation_settings

@@ -12,8 +12,8 @@ from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import DiffusionRuntimeError, RequestError, ThirdPartyError
 
 _PACKAGE = __name__.partition(".")[0]
-# Hooks and interceptions of this folder stand in every traceback; frames of other folders, such as a kernel's, mean that
-# the exception is our own.
+# Hooks and interceptions of this folder stand in every traceback; a frame of another folder, such as a kernel's, means
+# that the exception is our own.
 _BRIDGE = __name__.rpartition(".")[0]
 _LIBRARIES = ("diffusers", "transformers")
 # How many inputs a message lists, and how many characters of the original message it repeats.
