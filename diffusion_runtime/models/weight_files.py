@@ -111,8 +111,7 @@ def refuse_single_file(path: Path) -> None:
     if path.suffix == ".safetensors":
         raise ModelLoadError(
             f"{path} is a checkpoint in one file; expected the folder of a diffusers model. diffusers converts many: "
-            "from_single_file(file) of its pipeline class where that has it, else of its transformer class, then "
-            "save_pretrained(folder)"
+            "its pipeline's from_single_file(file), then save_pretrained(folder)"
         )
 
 

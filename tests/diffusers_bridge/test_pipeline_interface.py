@@ -154,19 +154,3 @@ def test_a_class_that_says_nothing_of_its_result_is_left_to_run() -> None:
     interface = PipelineInterface.of(Unknown)
     assert interface.output is None
     assert interface.refusals() == []
-
-
-def test_a_checkpoint_in_one_file_is_converted_as_its_refusal_says() -> None:
-    """`from_single_file` of the pipeline class, or else of the transformer class; some pipelines have none."""
-    import diffusers
-
-    from diffusion_runtime.models.registry import supported_transformer_classes
-
-    transformers = [getattr(diffusers, name) for name in supported_transformer_classes()]
-    without = {kind.__name__ for kind in transformers if not hasattr(kind, "from_single_file")}
-    pipelines = {
-        "HunyuanVideo15Transformer3DModel": "HunyuanVideo15Pipeline",
-        "LTX2VideoTransformer3DModel": "LTX2Pipeline",
-    }
-    assert [name for name in without if not hasattr(getattr(diffusers, pipelines[name]), "from_single_file")] == []
-    assert not hasattr(diffusers.WanPipeline, "from_single_file")
