@@ -78,6 +78,10 @@ class InstallationError(ModelLoadError):
     """Installed packages that keep every model from being loaded; the message says which to remove."""
 
 
+class ThirdPartyError(DiffusionRuntimeError):
+    """An exception inside another project's pipeline; the message says whose, in which call, and what it says."""
+
+
 class OutputError(DiffusionRuntimeError):
     """A result that cannot be written or read."""
 

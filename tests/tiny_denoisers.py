@@ -368,3 +368,156 @@ def forward(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     parts = [result] if isinstance(result, torch.Tensor) else list(result)
     flat = [part for parts_of in parts for part in (parts_of if isinstance(parts_of, list | tuple) else [parts_of])]
     return torch.cat([part.flatten() for part in flat if isinstance(part, torch.Tensor)])
+
+
+def _five_dimensions(name: str, grid: tuple[int, int, int] = (3, 4, 5), **arguments: Any) -> Built:
+    """A model of Wan's shape: latents [batch, channels, frames, height, width], patches of 1 x 2 x 2."""
+    import diffusers
+
+    common = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 16,
+        "ffn_dim": 32,
+        "num_layers": 1,
+        "rope_max_seq_len": 64,
+    }
+    model = getattr(diffusers, name)(**common, **arguments)
+    return _ready(model), {
+        "hidden_states": torch.randn(1, 4, grid[0], 2 * grid[1], 2 * grid[2]),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
+    }
+
+
+def video_controlled() -> Built:
+    model, arguments = _five_dimensions("WanVACETransformer3DModel", vace_layers=[0], vace_in_channels=4)
+    return model, {**arguments, "control_hidden_states": torch.randn(1, 4, 3, 8, 10)}
+
+
+def video_distilled_in_time() -> Built:
+    model, arguments = _five_dimensions("AnyFlowTransformer3DModel")
+    return model, {
+        **arguments,
+        "hidden_states": arguments["hidden_states"].transpose(1, 2),
+        "timestep": torch.full((1, 3), 500.0),
+        "r_timestep": torch.full((1, 3), 250.0),
+    }
+
+
+def video_world() -> Built:
+    from diffusers import CosmosTransformer3DModel
+
+    model = CosmosTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        text_embed_dim=16,
+        adaln_lora_dim=4,
+        max_size=(4, 16, 16),
+        concat_padding_mask=False,
+        extra_pos_embed_type=None,
+    )
+    return _ready(model), {
+        "hidden_states": torch.randn(1, 4, 3, 8, 10),
+        "timestep": torch.tensor([0.5]),
+        "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
+        "fps": 16,
+    }
+
+
+def video_cross_and_caption() -> Built:
+    from diffusers import AllegroTransformer3DModel
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
+
+    model = AllegroTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=24,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        cross_attention_dim=48,
+        sample_width=10,
+        sample_height=8,
+        sample_frames=3,
+        caption_channels=16,
+    )
+    *rope, frames, rows, columns = get_3d_rotary_pos_embed_allegro(24, ((0, 0), (4, 5)), (4, 5), 3)
+    places = torch.cartesian_prod(*(axis.long() for axis in (frames, rows, columns))).T[:, None]
+    return _ready(model), {
+        "hidden_states": torch.randn(1, 4, 3, 8, 10),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
+        "image_rotary_emb": (tuple(rope), tuple(places)),
+    }
+
+
+def video_joint_with_decoder() -> Built:
+    from diffusers import MotifVideoTransformer3DModel
+
+    model = MotifVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        text_embed_dim=16,
+        rope_axes_dim=(4, 6, 6),
+    )
+    return _ready(model), {
+        "hidden_states": torch.randn(1, 4, 3, 8, 10),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
+    }
+
+
+def video_text_first_in_frames() -> Built:
+    from diffusers import EasyAnimateTransformer3DModel
+
+    model = EasyAnimateTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        patch_size=2,
+        num_layers=1,
+        mmdit_layers=1,
+        time_embed_dim=8,
+        text_embed_dim=16,
+        sample_width=10,
+        sample_height=8,
+        time_position_encoding_type=None,
+    )
+    return _ready(model), {
+        "hidden_states": torch.randn(1, 4, 3, 8, 10),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
+    }
+
+
+# Builders of models with a grid of (3, 4, 5) tokens, patches of 1 x 2 x 2 and five-dimensional latents, and how many
+# other tokens stand before and behind the grid in their self-attention. Frames are the second or third dimension.
+GRIDS: dict[str, tuple[Callable[[], Built], int, int]] = {
+    "AllegroTransformer3DModel": (video_cross_and_caption, 0, 0),
+    "AnyFlowTransformer3DModel": (video_distilled_in_time, 0, 0),
+    "ChronoEditTransformer3DModel": (lambda: _five_dimensions("ChronoEditTransformer3DModel"), 0, 0),
+    "CosmosTransformer3DModel": (video_world, 0, 0),
+    "EasyAnimateTransformer3DModel": (video_text_first_in_frames, NUM_TEXT_TOKENS, 0),
+    "MotifVideoTransformer3DModel": (video_joint_with_decoder, 0, NUM_TEXT_TOKENS),
+    "SkyReelsV2Transformer3DModel": (lambda: _five_dimensions("SkyReelsV2Transformer3DModel"), 0, 0),
+    "WanTransformer3DModel": (lambda: _five_dimensions("WanTransformer3DModel"), 0, 0),
+    "WanVACETransformer3DModel": (video_controlled, 0, 0),
+}
+
+_REACHED = {"EasyAnimateTransformer3DModel": 1, "WanVACETransformer3DModel": 4}
+EVERY |= {
+    name: (build, _REACHED.get(name, 2), _REACHED.get(name, 2))
+    for name, (build, _, _) in GRIDS.items()
+    if name not in EVERY
+}

@@ -24,7 +24,8 @@ def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
         raise ConfigError(
             f"attach: expected a diffusers pipeline or a torch module, got {type(model_or_pipeline).__name__}"
         )
-    chosen = {name: part for name, part in components.items() if isinstance(part, nn.Module) and _denoises(name, part)}
+    parts = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    chosen = {name: part for name, part in parts.items() if denoises(name, type(part))}
     if not chosen:
         raise ConfigError(
             f"attach: {type(model_or_pipeline).__name__} has no transformer and no UNet; it has "
@@ -33,8 +34,10 @@ def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
     return chosen
 
 
-def _denoises(name: str, component: nn.Module) -> bool:
-    package = type(component).__module__.split(".")
+def denoises(name: str, kind: type) -> bool:
+    """Whether a component of a pipeline is one that denoises: by the class of its model, and by its name where that is
+    none of diffusers'."""
+    package = kind.__module__.split(".")
     if package[:2] == ["diffusers", "models"]:
         return package[2] in _DENOISER_PACKAGES
     return name.startswith(("transformer", "unet"))

@@ -13,6 +13,10 @@ import torch
 from diffusion_runtime.errors import DiffusionRuntimeError, RequestError
 from diffusion_runtime.media.images import FORMATS
 
+# Where pipelines put what they made, in the order in which they are looked for.
+VIDEO_FIELDS = ("frames", "video")
+PICTURE_FIELDS = (*VIDEO_FIELDS, "images", "image")
+
 
 def open_image(path: str) -> Any:
     """An image file as Pillow's RGB image, of its own size: pipelines scale what they are given.
@@ -39,16 +43,14 @@ def frames_of(result: Any, pipeline_class: str) -> numpy.typing.NDArray[numpy.ui
 
     Raises DiffusionRuntimeError when the pipeline made neither images nor a video, or numbers that are not finite.
     """
-    frames, images = getattr(result, "frames", None), getattr(result, "images", None)
-    if frames is not None:
-        made = _sample(frames)
-    elif images is not None:
-        made = images
-    else:
+    returned = {field: getattr(result, field, None) for field in PICTURE_FIELDS}
+    field = next((field for field, made in returned.items() if made is not None), None)
+    if field is None:
         raise DiffusionRuntimeError(
-            f"{pipeline_class} returned {type(result).__name__} with neither images nor frames; it cannot be saved here"
+            f"{pipeline_class} returned {type(result).__name__} with none of {', '.join(PICTURE_FIELDS)}; it cannot be "
+            "saved here"
         )
-    array = _array(made)
+    array = _array(_sample(returned[field]) if field in VIDEO_FIELDS else returned[field])
     if array.ndim == 5:
         array = array[0]
     if array.ndim == 3:

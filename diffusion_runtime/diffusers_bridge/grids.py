@@ -6,12 +6,13 @@ refused for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from diffusion_runtime.attention.layout import TokenLayout
 
@@ -22,7 +23,8 @@ ReadGrid: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], Grid | No
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """read_grid: out of one call of the model. text: where the text stands in its self-attention, if it is there."""
+    """read_grid: out of one call of the model. text: where the text, or other tokens beside the grid, stand in its
+    self-attention, if it has any."""
 
     read_grid: ReadGrid
     text: Literal["none", "before", "after"]
@@ -69,6 +71,47 @@ def _named_sizes(arguments: Mapping[str, Any], _config: Mapping[str, Any]) -> Gr
     return None
 
 
+def _named_sizes_or_coordinates(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Grid | None:
+    """video_coords: [batch, 3, tokens], time, height and width of every token, where the sizes are not given. Tokens of
+    conditions stand before the grid, which begins at the first frame again."""
+    named = _named_sizes(arguments, config)
+    coordinates = arguments.get("video_coords")
+    if named is not None or not isinstance(coordinates, torch.Tensor) or coordinates.dim() != 3:
+        return named
+    if coordinates not in _GRIDS_OF_COORDINATES:
+        _GRIDS_OF_COORDINATES[coordinates] = _grid_at_the_end(coordinates[0])
+    grid: Grid | None = _GRIDS_OF_COORDINATES[coordinates]
+    return grid
+
+
+# A pipeline gives the same tensor at every step; reading it waits for the device once a request.
+_GRIDS_OF_COORDINATES: MutableMapping[torch.Tensor, Grid | None] = WeakTensorKeyDictionary()
+
+
+def _grid_at_the_end(coordinates: torch.Tensor) -> Grid | None:
+    """coordinates: [3, tokens]. The grid in raster order that ends with the last token."""
+    time, height, _ = coordinates.cpu()
+    num_tokens = time.numel()
+    per_frame = _run_length(time)
+    width = min(per_frame, _run_length(height))
+    if per_frame % width:
+        return None
+    frames = 1
+    # Frame by frame towards the front, for as long as each is earlier than the one behind it.
+    while (frames + 1) * per_frame <= num_tokens:
+        earlier = time[num_tokens - (frames + 1) * per_frame : num_tokens - frames * per_frame]
+        if not bool((earlier < time[num_tokens - frames * per_frame]).all()) or earlier.min() != earlier.max():
+            break
+        frames += 1
+    return frames, per_frame // width, width
+
+
+def _run_length(values: torch.Tensor) -> int:
+    """How many values at the end are equal."""
+    others = (values != values[-1]).nonzero()
+    return values.numel() if others.numel() == 0 else values.numel() - 1 - int(others[-1])
+
+
 def _image_shapes(arguments: Mapping[str, Any], _config: Mapping[str, Any]) -> Grid | None:
     """img_shapes: for each sample the grids of its images; known when there is one image and all samples agree."""
     shapes = arguments.get("img_shapes")
@@ -82,14 +125,22 @@ def _image_shapes(arguments: Mapping[str, Any], _config: Mapping[str, Any]) -> G
 
 
 TOKEN_ORDERS: Mapping[str, TokenOrder] = {
+    "AllegroTransformer3DModel": TokenOrder(_latents_with_frames_third, "none"),
+    "AnyFlowTransformer3DModel": TokenOrder(_latents_with_frames_second, "none"),
+    "ChronoEditTransformer3DModel": TokenOrder(_latents_with_frames_third, "none"),
     "CogVideoXTransformer3DModel": TokenOrder(_latents_with_frames_second, "before"),
+    "CosmosTransformer3DModel": TokenOrder(_latents_with_frames_third, "none"),
+    "EasyAnimateTransformer3DModel": TokenOrder(_latents_with_frames_third, "before"),
     "HunyuanVideo15Transformer3DModel": TokenOrder(_latents_with_frames_third, "after"),
     "HunyuanVideoTransformer3DModel": TokenOrder(_latents_with_frames_third, "after"),
     "LTX2VideoTransformer3DModel": TokenOrder(_named_sizes, "none"),
-    "LTXVideoTransformer3DModel": TokenOrder(_named_sizes, "none"),
+    "LTXVideoTransformer3DModel": TokenOrder(_named_sizes_or_coordinates, "before"),
     "MochiTransformer3DModel": TokenOrder(_latents_with_frames_third, "after"),
+    "MotifVideoTransformer3DModel": TokenOrder(_latents_with_frames_third, "after"),
     "QwenImageTransformer2DModel": TokenOrder(_image_shapes, "before"),
+    "SkyReelsV2Transformer3DModel": TokenOrder(_latents_with_frames_third, "none"),
     "WanTransformer3DModel": TokenOrder(_latents_with_frames_third, "none"),
+    "WanVACETransformer3DModel": TokenOrder(_latents_with_frames_third, "none"),
 }
 
 

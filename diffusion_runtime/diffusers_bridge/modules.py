@@ -32,6 +32,12 @@ _ROLES_OF_NAMES = {
 }
 
 _ATTENTION_CALLS = frozenset({"dispatch_attention_fn", "scaled_dot_product_attention"})
+# What attention modules call the number of their heads and the size of one, or of all together.
+_HEADS = ("heads", "num_heads", "num_attention_heads")
+_KV_HEADS = ("kv_heads", "num_kv_heads", "num_key_value_heads")
+_INNER_SIZES = ("inner_dim",)
+_HEAD_SIZES = ("head_dim", "dim_heads")
+_QUERY_PROJECTIONS = ("to_q", "to_query", "q_proj")
 # How many functions deep a processor may hide its call.
 _MAX_CALL_DEPTH = 3
 
@@ -82,13 +88,27 @@ def processor_of(module: nn.Module) -> Any:
 
 def head_shape(module: nn.Module) -> tuple[int, int, int] | None:
     """(heads, head_dim, kv_heads) as a module's attributes say them; None when they do not."""
-    heads, inner = getattr(module, "heads", None), getattr(module, "inner_dim", None)
-    if not isinstance(heads, int) or not isinstance(inner, int) or heads < 1 or inner % heads:
+    heads = _number(module, _HEADS)
+    if heads is None:
         return None
-    head_dim = inner // heads
-    inner_kv = getattr(module, "inner_kv_dim", inner)
-    kv_heads = inner_kv // head_dim if isinstance(inner_kv, int) else heads
+    inner = _number(module, _INNER_SIZES)
+    head_dim = inner // heads if inner is not None else _number(module, _HEAD_SIZES)
+    if head_dim is None:
+        projected = next(
+            (each for name in _QUERY_PROJECTIONS if (each := getattr(module, name, None)) is not None), None
+        )
+        inner = projected.out_features if isinstance(projected, nn.Linear) else None
+        head_dim = None if inner is None else inner // heads
+    if not head_dim or (inner is not None and inner % heads):
+        return None
+    inner_kv = getattr(module, "inner_kv_dim", None)
+    kv_heads = inner_kv // head_dim if isinstance(inner_kv, int) else _number(module, _KV_HEADS) or heads
     return heads, head_dim, kv_heads if kv_heads and heads % kv_heads == 0 else heads
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if type(value) is int and value >= 1), None)
 
 
 def _is_attention(module: nn.Module) -> bool:

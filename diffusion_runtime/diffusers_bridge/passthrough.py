@@ -14,14 +14,16 @@ from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.report import AttentionReport, LibraryAttention
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
+from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.frames import frames_of, open_image
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
+from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.sound import sound_of
 from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
-from diffusion_runtime.errors import DiffusionRuntimeError, ModelLoadError, RequestError
+from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.one_generation import OneGeneration
@@ -74,8 +76,8 @@ class DiffusersPipeline:
 
         Raises RequestError for no request and for values that the pipeline does not take, before any work;
         PipelineBusyError at once while another generation of this pipeline runs; BackendUnavailableError when a call
-        comes that the chosen attention cannot serve, DeviceMemoryError when memory runs out, and DiffusionRuntimeError
-        when what comes out is not a picture.
+        comes that the chosen attention cannot serve, DeviceMemoryError when memory runs out, ThirdPartyError for what
+        the pipeline raises on its own account, and DiffusionRuntimeError when what comes out is not a picture.
         """
         if not requests:
             raise RequestError("a batch needs one request or more, got none")
@@ -86,17 +88,14 @@ class DiffusersPipeline:
         arguments = self._arguments(request)
         advice = "These need less: a smaller height, width or num_frames, or dtype bfloat16"
         watch = DenoisingWatch(self.pipeline, self.device, on_progress)
-        with explain_memory_shortage("generating", advice), watch, self._attention(watch) as attention:
-            try:
-                with torch.no_grad():
-                    result = self.pipeline(**arguments)
-            except DiffusionRuntimeError:
-                raise
-            except ValueError as error:
-                raise RequestError(f"{self.rules.pipeline_class} refuses the request: {error}") from error
+        interface = self.rules.interface
+        with watch, self._attention(watch) as attention:
+            with translated_errors(interface, watch), explain_memory_shortage("generating", advice), torch.no_grad():
+                result = self.pipeline(**arguments)
             timings = watch.finish()
-        frames = frames_of(result, self.rules.pipeline_class)
+        frames = frames_of(result, interface.name)
         sound, notes = sound_of(result, self.pipeline)
+        notes += self._other_sizes(request, frames.shape)
         for note in notes:
             _logger.warning(note)
         report = attention.report()
@@ -155,11 +154,24 @@ class DiffusersPipeline:
             self._planned[ours] = planned
         return planned
 
+    def _other_sizes(self, request: GenerationRequest, shape: tuple[int, ...]) -> list[str]:
+        """What is to be said of sizes that the request asked for and the pipeline rounded."""
+        return [
+            f"{self.rules.pipeline_class} made {field} {made} where {asked} was asked for"
+            for field, made in _sizes(shape).items()
+            if (asked := getattr(request, field)) not in (None, made)
+        ]
+
     def _made(self, request: GenerationRequest, shape: tuple[int, ...]) -> GenerationRequest:
         """The request with the sizes that the pipeline chose."""
-        sizes = dict(zip(("num_frames", "height", "width"), shape[:3], strict=True))
-        taken = {name: size for name, size in sizes.items() if self.rules.takes(name)}
+        sizes = _sizes(shape)
+        taken = {name: size for name, size in sizes.items() if self.rules.interface.parameter(name) is not None}
         return request.with_defaults(taken)
+
+
+def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
+    """Request fields of frames [num_frames, height, width, channels]."""
+    return dict(zip(("num_frames", "height", "width"), shape[:3], strict=True))
 
 
 def load_passthrough(
@@ -193,9 +205,18 @@ def load_passthrough(
             told = next(iter(str(error).strip().splitlines()), "no further detail")
             raise ModelLoadError(f"{folder}: diffusers cannot load its {plan.rules.pipeline_class}: {told}") from error
     pipeline.set_progress_bar_config(disable=True)
+    _decode_in_tiles(pipeline)
     for model in denoisers_of(pipeline).values():
         model.eval().requires_grad_(False)
     return DiffusersPipeline(pipeline, plan, device, dtype, recipe)
+
+
+def _decode_in_tiles(pipeline: Any) -> None:
+    """Turn on tiling in autoencoders whose class decodes in no other way."""
+    for component, part in pipeline.components.items():
+        if traits_of(part).tiled_only:
+            part.enable_tiling()
+            _logger.info("%s: %s decodes in tiles alone; tiling is on", component, type(part).__name__)
 
 
 def _check_complete(folder: Path, pipeline: Any) -> None:

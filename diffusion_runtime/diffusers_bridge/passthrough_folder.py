@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,22 +18,19 @@ from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
+from diffusion_runtime.diffusers_bridge.denoisers import denoises
 from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
-from diffusion_runtime.diffusers_bridge.request_rules import (
-    PassthroughRules,
-    accepted,
-    call_parameters,
-    signature_defaults,
-)
-from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError
+from diffusion_runtime.diffusers_bridge.meta_device import meta_model, meta_pipeline
+from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
+from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
+from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
+from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.models.folder import INDEX_FILE, read_json
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.weight_files import check_whole, find_weight_files
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
-
-_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 _LIBRARIES = ("diffusers", "transformers")
 _DENOISERS = ("transformer", "unet")
@@ -92,8 +87,8 @@ def plan_passthrough(
 ) -> PassthroughPlan:
     """Read the folder's json and settle what can be settled with it.
 
-    Raises ModelLoadError for a folder that diffusers cannot load or that asks for code of its own,
-    BackendUnavailableError and ConfigError for an attention choice that cannot run.
+    Raises ModelLoadError for a folder that diffusers cannot load or that asks for code of its own, and for a pipeline
+    that no request can run; BackendUnavailableError and ConfigError for an attention choice that cannot run.
     """
     if config.parallel.num_processes > 1:
         raise ConfigError(
@@ -104,11 +99,15 @@ def plan_passthrough(
     index = read_json(folder / INDEX_FILE)
     with quiet_transformers():
         pipeline_class = _pipeline_class(folder, index)
-    choice = AttentionChoice.of(config, environment)
-    if choice.dispatcher is not None:
-        check_dispatcher_backend(choice.dispatcher)
-    handles = _planned(folder, index, choice, device, dtype) if choice.ours else []
-    parameters = call_parameters(pipeline_class)
+        interface = PipelineInterface.of(pipeline_class)
+        _check_can_run(folder, interface)
+        choice = AttentionChoice.of(config, environment)
+        if choice.dispatcher is not None:
+            check_dispatcher_backend(choice.dispatcher)
+        models = {name: meta_model(folder, name, entry) for name, entry in _components(index)}
+        models = {name: model for name, model in models.items() if model is not None}
+        sizes = SizeRules.of(interface, meta_pipeline(pipeline_class, folder, index, models))
+    handles = _planned(models, choice, device, dtype) if choice.ours else []
     settings = generation_settings(folder)
 
     def check_steps(num_steps: int) -> None:
@@ -119,10 +118,10 @@ def plan_passthrough(
         pipeline_class,
         choice,
         PassthroughRules(
-            pipeline_class=pipeline_class.__name__,
-            parameters=parameters,
-            defaults={**signature_defaults(parameters), **accepted(settings.defaults, parameters)},
-            presets={name: accepted(preset, parameters) for name, preset in settings.presets.items()},
+            interface=interface,
+            sizes=sizes,
+            defaults={**signature_defaults(interface), **accepted(settings.defaults, interface)},
+            presets={name: accepted(preset, interface) for name, preset in settings.presets.items()},
             check_steps=check_steps,
         ),
         tuple(layer for handle in handles for module in handle.modules for layer in module.layers),
@@ -201,41 +200,34 @@ def _pipeline_class(folder: Path, index: Mapping[str, Any]) -> Any:
             f"{where}: diffusers {diffusers.__version__} has no pipeline {name}; a newer one may have it: "
             "pip install -U diffusers"
         )
+    classes = {component: getattr(diffusers, entry[1], object) for component, entry in _components(index)}
+    if not any(denoises(component, kind) for component, kind in classes.items()):
+        raise ModelLoadError(
+            f"{where}: {name} has no transformer and no UNet among {', '.join(classes)}: there is nothing to run here"
+        )
     return found
 
 
+def _check_can_run(folder: Path, interface: PipelineInterface) -> None:
+    """Raises ModelLoadError for a pipeline that no request can run, or whose result is no picture and no video."""
+    reasons = interface.refusals()
+    if reasons:
+        raise ModelLoadError(
+            f"{folder}: {interface.name} cannot run here: {'; '.join(reasons)}. Call it in a script of your own; "
+            "diffusion_runtime.attach(pipeline, ...) puts attention backends of ours into it"
+        )
+
+
 def _planned(
-    folder: Path, index: Mapping[str, Any], choice: AttentionChoice, device: torch.device, dtype: torch.dtype
+    models: Mapping[str, Any], choice: AttentionChoice, device: torch.device, dtype: torch.dtype
 ) -> list[AttachedAttention]:
-    """Our attention in the denoisers, without weights; those that cannot be made so are left for when they are loaded.
+    """Our attention in the denoisers among `models`, which have no weights; those that could not be made are left for
+    when they are loaded.
 
     Raises what `attach` raises.
     """
-    handles = []
-    for component in [name for name in index if name.startswith(_DENOISERS)]:
-        model = _without_weights(folder, component, index[component])
-        if model is not None:
-            handles.append(
-                plan_attachment(
-                    model, choice.config, override=choice.override, device=device, dtype=dtype, component=component
-                )
-            )
-    return handles
-
-
-def _without_weights(folder: Path, component: str, entry: Any) -> Any:
-    """A denoiser on the meta device, from its config alone; None when it cannot be made there."""
-    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
-        return None
-    model_class = getattr(importlib.import_module("diffusers"), str(entry[1]), None)
-    config = folder / component / "config.json"
-    if model_class is None or not config.is_file():
-        return None
-    try:
-        with torch.device("meta"):
-            return model_class.from_config(read_json(config))
-    except (BackendUnavailableError, ModelLoadError):
-        raise
-    except Exception as error:  # classes read values of tensors while they are made, which the meta device refuses
-        _logger.debug("%s: %s cannot be made without weights: %s", folder, entry[1], error)
-        return None
+    return [
+        plan_attachment(model, choice.config, override=choice.override, device=device, dtype=dtype, component=component)
+        for component, model in models.items()
+        if component.startswith(_DENOISERS)
+    ]

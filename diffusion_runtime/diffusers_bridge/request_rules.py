@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from diffusion_runtime.diffusers_bridge.frames import open_image
+from diffusion_runtime.diffusers_bridge.pipeline_interface import PARAMETER_NAMES, PipelineInterface
+from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.request import GenerationRequest
 
-# Request field -> what pipelines call it, the first that a pipeline has.
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("prompt",),
-    "negative_prompt": ("negative_prompt",),
-    "height": ("height",),
-    "width": ("width",),
-    "num_frames": ("num_frames", "video_length"),
-    "fps": ("frame_rate", "fps"),
-    "num_inference_steps": ("num_inference_steps",),
-    "guidance_scale": ("guidance_scale",),
-    "true_cfg_scale": ("true_cfg_scale",),
-    "guidance_scale_2": ("guidance_scale_2",),
-    "image_path": ("image",),
-}
 # Fields that mean something without the pipeline: the file's speed, and the generator's seed.
 _OURS = ("fps", "seed")
 DEFAULT_FPS = 16
@@ -32,12 +19,11 @@ DEFAULT_FPS = 16
 
 @dataclass(frozen=True)
 class PassthroughRules:
-    """What one class of pipelines takes. pipeline_class: its name. parameters: of its call: name -> default,
-    inspect.Parameter.empty for none. defaults, presets: values of request fields. check_steps: raises ConfigError for
-    attention options that are made for another number of steps."""
+    """What one pipeline takes. interface: of its class. sizes: those it makes. defaults, presets: values of request
+    fields. check_steps: raises ConfigError for attention options that are made for another number of steps."""
 
-    pipeline_class: str
-    parameters: Mapping[str, Any]
+    interface: PipelineInterface
+    sizes: SizeRules
     defaults: Mapping[str, Any]
     presets: Mapping[str, Mapping[str, Any]]
     check_steps: Callable[[int], None]
@@ -45,23 +31,29 @@ class PassthroughRules:
     # Known when something comes out.
     makes_sound: ClassVar[bool | None] = None
 
+    @property
+    def pipeline_class(self) -> str:
+        """The name of the class."""
+        return self.interface.name
+
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled that the preset or the pipeline has a value for; the others are the
         pipeline's own to choose.
 
-        Raises RequestError for an unknown preset, and for a value that the pipeline does not take; it names the value.
+        Raises RequestError for an unknown preset, for a value that the pipeline does not take and for a size that it
+        does not make; it names the value.
         """
         if preset is not None:
             if preset not in self.presets:
                 raise RequestError(f"preset: unknown name {preset!r}.{nearest(preset, self.presets)}")
             request = request.with_defaults(self.presets[preset])
         request = request.with_defaults(self.defaults)
-        if request.num_frames not in (None, 1) and self._name("num_frames") is None:
-            raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or say 1")
+        self._check_num_frames(request)
         for name, value in request.to_dict().items():
-            if value is not None and name not in (*_OURS, "num_frames") and self._name(name) is None:
+            if value is not None and name not in (*_OURS, "num_frames") and self.interface.parameter(name) is None:
                 raise RequestError(f"{name}: {self.pipeline_class} takes no such value; leave it out")
-        self._check_image(request)
+        image = self._image(request)
+        self.sizes.check({**self.arguments(request), **({} if image is None else {"image": image})})
         if request.num_inference_steps is not None:
             self.check_steps(request.num_inference_steps)
         return request
@@ -72,43 +64,40 @@ class PassthroughRules:
 
     def arguments(self, request: GenerationRequest) -> dict[str, Any]:
         """What a resolved request says, as keyword arguments of the pipeline's call; no image, no generator."""
-        named = {self._name(field): value for field, value in request.to_dict().items() if field != "image_path"}
+        fields = {field: value for field, value in request.to_dict().items() if field != "image_path"}
+        named = {self.interface.parameter(field): value for field, value in fields.items()}
         return {name: value for name, value in named.items() if name is not None and value is not None}
 
     def takes(self, parameter: str) -> bool:
-        return parameter in self.parameters
+        return parameter in self.interface.parameters
 
-    def _name(self, field: str) -> str | None:
-        return next((name for name in _NAMES.get(field, ()) if name in self.parameters), None)
+    def _check_num_frames(self, request: GenerationRequest) -> None:
+        if request.num_frames is None or self.interface.parameter("num_frames") is not None:
+            return
+        if self.interface.makes_video:
+            raise RequestError(f"num_frames: {self.pipeline_class} sets the length of its video itself; leave it out")
+        if request.num_frames != 1:
+            raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or say 1")
 
-    def _check_image(self, request: GenerationRequest) -> None:
-        if request.image_path is None:
-            if self.parameters.get("image") is inspect.Parameter.empty:
-                raise RequestError(f"image_path: {self.pipeline_class} starts from an image; give one")
-        else:
-            open_image(request.image_path)
+    def _image(self, request: GenerationRequest) -> Any:
+        """The picture to start from; None without one."""
+        if request.image_path is not None:
+            return open_image(request.image_path)
+        if self.interface.needs_image:
+            raise RequestError(f"image_path: {self.pipeline_class} starts from an image; give one")
+        return None
 
 
-def call_parameters(pipeline_class: type) -> dict[str, Any]:
-    """Name and default of each parameter of a pipeline's call."""
-    parameters = inspect.signature(pipeline_class.__call__).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.name != "self"}
-
-
-def signature_defaults(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def signature_defaults(interface: PipelineInterface) -> dict[str, Any]:
     """The numbers that a pipeline's call has as defaults, by request field; one frame where it makes images."""
-    defaults: dict[str, Any] = {"num_frames": 1} if not {*_NAMES["num_frames"]} & {*parameters} else {}
-    for field, names in _NAMES.items():
-        value = next((parameters[name] for name in names if name in parameters), None)
+    defaults: dict[str, Any] = {} if interface.makes_video else {"num_frames": 1}
+    for field in PARAMETER_NAMES:
+        value = interface.parameters.get(interface.parameter(field) or "")
         if isinstance(value, int | float) and not isinstance(value, bool):
             defaults[field] = round(value) if field == "fps" else value
     return {"fps": DEFAULT_FPS, **defaults}
 
 
-def accepted(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(values: Mapping[str, Any], interface: PipelineInterface) -> dict[str, Any]:
     """Those request values that a pipeline has a parameter for, or that are not its to know."""
-    return {
-        field: value
-        for field, value in values.items()
-        if field in _OURS or any(name in parameters for name in _NAMES.get(field, ()))
-    }
+    return {field: value for field, value in values.items() if field in _OURS or interface.parameter(field) is not None}

@@ -18,7 +18,10 @@ from diffusion_runtime.progress import OnProgress, Progress, Stage
 
 class DenoisingWatch:
     """Context manager around one call of a pipeline. Text is what comes before the first forward pass of a model that
-    denoises, decoding what comes after the last. step: of the pass that runs now, or ran last."""
+    denoises, decoding what comes after the last.
+
+    step: of the pass that runs now, or ran last. interruption: what on_progress raised, None for nothing.
+    """
 
     def __init__(self, pipeline: Any, device: torch.device, on_progress: OnProgress | None) -> None:
         self._models = list(denoisers_of(pipeline).values())
@@ -30,6 +33,7 @@ class DenoisingWatch:
         self._num_steps = 1
         self._said = -1
         self.step = StepInfo()
+        self.interruption: BaseException | None = None
 
     def __enter__(self) -> Self:
         self._started = time.perf_counter()
@@ -53,6 +57,11 @@ class DenoisingWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    @property
+    def has_denoised(self) -> bool:
+        """Whether a model that denoises has been called."""
+        return self._first > 0
 
     def finish(self) -> dict[str, float]:
         """The pipeline has returned: seconds by stage."""
@@ -98,7 +107,11 @@ class DenoisingWatch:
         if self._on_progress is not None:
             if step:
                 self._wait()
-            self._on_progress(Progress(stage, step, num_steps, time.perf_counter() - since))
+            try:
+                self._on_progress(Progress(stage, step, num_steps, time.perf_counter() - since))
+            except BaseException as error:
+                self.interruption = error
+                raise
 
     def _wait(self) -> None:
         if self._device.type != "cpu":

@@ -16,7 +16,9 @@ from tiny_pipelines import pipeline_of
 
 from diffusion_runtime import GenerationRequest, force_attention_backend, load_pipeline
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, call_parameters, signature_defaults
+from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
+from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, signature_defaults
+from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import (
     BackendUnavailableError,
     DeviceMemoryError,
@@ -136,7 +138,7 @@ def test_an_image_to_start_from(image_folder: Path, tmp_path: Path) -> None:
     (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "StableDiffusionImg2ImgPipeline"}))
     pipeline = load_pipeline(str(folder), attention={"schedule": [{"steps": "0", "backend": "reference"}]})
     request = GenerationRequest(prompt="a", num_inference_steps=4)
-    with pytest.raises(RequestError, match="StableDiffusionImg2ImgPipeline refuses the request"):
+    with pytest.raises(RequestError, match="image_path: StableDiffusionImg2ImgPipeline starts from an image; give one"):
         pipeline(request)
     with pytest.raises(RequestError, match="no such file"):
         pipeline.resolve(GenerationRequest(prompt="a", image_path=str(tmp_path / "no.png")))
@@ -161,8 +163,8 @@ def test_an_image_to_start_from(image_folder: Path, tmp_path: Path) -> None:
 def test_a_pipeline_that_cannot_do_without_an_image() -> None:
     from diffusers import WanImageToVideoPipeline
 
-    parameters = call_parameters(WanImageToVideoPipeline)
-    rules = PassthroughRules("WanImageToVideoPipeline", parameters, signature_defaults(parameters), {}, lambda _: None)
+    interface = PipelineInterface.of(WanImageToVideoPipeline)
+    rules = PassthroughRules(interface, SizeRules(interface), signature_defaults(interface), {}, lambda _: None)
     with pytest.raises(RequestError, match="image_path: WanImageToVideoPipeline starts from an image; give one"):
         rules.resolve(GenerationRequest(prompt="a"))
 

@@ -50,6 +50,7 @@ def test_choices_fail_before_the_weights_are_read(video_folder: Path, tmp_path: 
         ({"_class_name": None}, "key '_class_name'"),
         ({"_class_name": "UNet2DConditionModel"}, "has no pipeline UNet2DConditionModel"),
         ({"scheduler": ["my_code", "Scheduler"]}, "'my_code' is code that comes with the folder"),
+        ({"transformer": [None, None]}, "CogVideoXPipeline has no transformer and no UNet among "),
         ({"transformer": ["diffusers", "NoSuchModel"]}, "has no NoSuchModel, and there is no native model"),
     ],
 )

@@ -15,7 +15,6 @@ from diffusion_runtime.attention.backends.interface import (
     AttentionCall,
     AttentionResult,
     Availability,
-    Backend,
     Capability,
     DenseAttention,
     HeadSizes,

@@ -1,0 +1,104 @@
+"""Parts of a diffusers pipeline, and the pipeline itself, from their configs alone: on the meta device, no weight read.
+
+They answer what only an instance can: which attention layers a model has, and which sizes the pipeline's own checks
+refuse. What cannot be made so is left for when the weights are loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError
+from diffusion_runtime.models.folder import read_json
+
+_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
+
+
+def meta_model(folder: Path, component: str, entry: Any) -> Any:
+    """A model of diffusers on the meta device, from its config alone; None when it cannot be made there.
+
+    entry: of model_index.json, [library, class name]. Raises ModelLoadError for a config that cannot be read.
+    """
+    model_class = _class_of(entry, "ModelMixin")
+    config = folder / component / "config.json"
+    if model_class is None or not config.is_file():
+        return None
+    try:
+        with torch.device("meta"), _quiet_diffusers():
+            return model_class.from_config(read_json(config))
+    except (BackendUnavailableError, ModelLoadError):
+        raise
+    except Exception as error:  # classes read values of tensors while they are made, which the meta device refuses
+        _logger.debug("%s: %s cannot be made without weights: %s", folder, entry[1], error)
+        return None
+
+
+def meta_pipeline(pipeline_class: Any, folder: Path, index: Mapping[str, Any], models: Mapping[str, Any]) -> Any | None:
+    """A pipeline as its class makes it of `models` and the scheduler, with None for every other component; None where
+    the class cannot do without those, or a model is missing: classes put factors of their own in place of its.
+
+    index: model_index.json. models: on the meta device, by component.
+    """
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(pipeline_class.__init__).parameters.items():
+        if name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        entry = index.get(name)
+        if name in models:
+            arguments[name] = models[name]
+        elif isinstance(entry, list):
+            if _class_of(entry, "ModelMixin") is not None:
+                return None
+            arguments[name] = _scheduler(folder, name, entry)
+        elif entry is not None or parameter.default is inspect.Parameter.empty:
+            arguments[name] = entry
+    try:
+        with _quiet_diffusers():
+            return pipeline_class(**arguments)
+    except Exception as error:  # whatever a class does with a tokenizer or a text encoder that is None
+        _logger.debug("%s: %s cannot be made without weights: %s", folder, pipeline_class.__name__, error)
+        return None
+
+
+def _scheduler(folder: Path, component: str, entry: list[Any]) -> Any | None:
+    """A scheduler from its config; None for every other kind of component, and for one that cannot be made."""
+    kind = _class_of(entry, "SchedulerMixin")
+    config = folder / component / "scheduler_config.json"
+    if kind is None or not config.is_file():
+        return None
+    try:
+        with _quiet_diffusers():
+            return kind.from_config(read_json(config))
+    except Exception as error:  # loading says what is wrong with it
+        _logger.debug("%s: %s", config, error)
+        return None
+
+
+def _class_of(entry: Any, base: str) -> Any | None:
+    """The class of diffusers that an entry of model_index.json names; None where it is not one of `base`."""
+    import diffusers
+
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
+        return None
+    found: Any = getattr(diffusers, str(entry[1]), None)
+    return found if inspect.isclass(found) and issubclass(found, getattr(diffusers, base)) else None
+
+
+@contextlib.contextmanager
+def _quiet_diffusers() -> Iterator[None]:
+    """Remarks of diffusers about configs come again when the weights are loaded."""
+    from diffusers.utils import logging as diffusers_logging
+
+    before = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        diffusers_logging.set_verbosity(before)

@@ -1,0 +1,187 @@
+"""What a pipeline class of diffusers takes and returns, read from the class: no weight, no instance, no call."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diffusion_runtime.diffusers_bridge.frames import PICTURE_FIELDS, VIDEO_FIELDS
+
+# Request field -> the parameters of `__call__` it may fill; a pipeline's first one counts.
+PARAMETER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("prompt",),
+    "negative_prompt": ("negative_prompt",),
+    "height": ("height",),
+    "width": ("width",),
+    "num_frames": ("num_frames", "video_length", "frames"),
+    "fps": ("frame_rate", "fps"),
+    "num_inference_steps": ("num_inference_steps",),
+    "guidance_scale": ("guidance_scale",),
+    "true_cfg_scale": ("true_cfg_scale",),
+    "guidance_scale_2": ("guidance_scale_2",),
+    "image_path": ("image",),
+}
+_FILLED = frozenset(name for names in PARAMETER_NAMES.values() for name in names)
+# What every call gets beside the request.
+_ALWAYS_GIVEN = frozenset({"generator", "output_type", "return_dict"})
+
+# Inputs that a pipeline cannot run without although its signature and its documentation call them optional, because
+# another input may stand in for them. One that stands for several is the one that a request can give.
+ALSO_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "AnimateDiffControlNetPipeline": ("conditioning_frames",),
+    "AnimateDiffSparseControlNetPipeline": ("conditioning_frames",),
+    "AnimateDiffVideoToVideoControlNetPipeline": ("conditioning_frames",),
+    "BriaFiboEditPipeline": ("image",),
+    "CogVideoXFunControlPipeline": ("control_video",),
+    "Cosmos2VideoToWorldPipeline": ("image",),
+    "CosmosVideoToWorldPipeline": ("image",),
+    "EasyAnimateControlPipeline": ("control_video",),
+    "EasyAnimateInpaintPipeline": ("video", "mask_video"),
+    "Flux2KleinInpaintPipeline": ("image", "mask_image"),
+    "FluxFillPipeline": ("image", "mask_image"),
+    "FluxKontextInpaintPipeline": ("image",),
+    "HunyuanImageRefinerPipeline": ("image",),
+    "LongCatImageEditPipeline": ("image",),
+    "QwenImageControlNetInpaintPipeline": ("control_image",),
+    "QwenImageControlNetPipeline": ("control_image",),
+    "QwenImageEditInpaintPipeline": ("image",),
+    "QwenImageEditPipeline": ("image",),
+    "QwenImageEditPlusPipeline": ("image",),
+    "QwenImageLayeredPipeline": ("image",),
+    "StableDiffusionXLControlNetInpaintPipeline": ("control_image",),
+    "StableDiffusionXLControlNetUnionImg2ImgPipeline": ("control_image",),
+    "StableDiffusionXLControlNetUnionInpaintPipeline": ("control_image",),
+    "StableDiffusionXLControlNetUnionPipeline": ("control_image",),
+}
+
+
+@dataclass(frozen=True)
+class PipelineInterface:
+    """What is known of a pipeline class. name: of the class.
+
+    parameters: of its call: name -> default, inspect.Parameter.empty for none. needed: those without which a call
+    fails. output: the fields of what it returns; None when the class does not say.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    needed: tuple[str, ...]
+    output: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, pipeline_class: type) -> PipelineInterface:
+        """Read a class."""
+        call = _plain_call(pipeline_class)
+        declared = [
+            each for each in inspect.signature(call).parameters.values() if each.kind not in _VARIADIC
+        ]  # `self` is the first
+        notes = inspect.getdoc(call) or ""
+        also = ALSO_NEEDED.get(pipeline_class.__name__, ())
+        return cls(
+            name=pipeline_class.__name__,
+            parameters={each.name: each.default for each in declared[1:]},
+            needed=tuple(each.name for each in declared[1:] if each.name in also or _is_needed(each, notes)),
+            output=_output_fields(call),
+        )
+
+    def parameter(self, field: str) -> str | None:
+        """The parameter that a request field fills; None when the pipeline has none."""
+        return next((name for name in PARAMETER_NAMES.get(field, ()) if name in self.parameters), None)
+
+    @property
+    def makes_video(self) -> bool:
+        """Whether what comes out is a video, as its field or a number of frames to make says."""
+        return self.parameter("num_frames") is not None or bool({*VIDEO_FIELDS} & {*(self.output or ())})
+
+    @property
+    def needs_image(self) -> bool:
+        return "image" in self.needed
+
+    def refusals(self) -> list[str]:
+        """Why no request can run it; empty when one can."""
+        reasons = []
+        if self.parameter("prompt") is None:
+            reasons.append("it takes no prompt, which every request has")
+        unfilled = [name for name in self.needed if name not in _FILLED | _ALWAYS_GIVEN]
+        if unfilled:
+            reasons.append(f"it needs {' and '.join(unfilled)}, which no request gives")
+        if self.output is not None and not {*PICTURE_FIELDS} & {*self.output}:
+            reasons.append(f"it returns {', '.join(self.output)}, and only pictures and videos are written")
+        return reasons
+
+    def other_inputs(self) -> tuple[str, ...]:
+        """Pictures, videos and masks that a call may be given and no request gives: where to look when it fails."""
+        return tuple(
+            name
+            for name, default in self.parameters.items()
+            if default is None and name not in _FILLED and _MEDIA.search(name) and not _DERIVED.search(name)
+        )
+
+
+# Parameters that hold what somebody shows, and those that hold what was computed of it.
+_MEDIA = re.compile(r"image|video|frames|control|condition|pose|reference|mask|hint")
+_DERIVED = re.compile(r"embeds|latents|attention_mask|scale|ids")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# A number or a text is never an input that must be given.
+_SCALARS = (int, float, str, bool)
+
+
+def _plain_call(pipeline_class: type) -> Any:
+    """`__call__` without its decorators."""
+    return inspect.unwrap(pipeline_class.__call__)
+
+
+def _is_needed(parameter: inspect.Parameter, notes: str) -> bool:
+    """A parameter without a default; or with None for one, where neither the annotation nor the docstring allows it:
+    diffusers writes `image: PipelineImageInput = None` for what its checks then refuse to miss."""
+    if parameter.default is inspect.Parameter.empty:
+        return True
+    if parameter.default is not None or parameter.name in _FILLED - {"image"} or parameter.name.endswith("latents"):
+        return False
+    return not _allows_none(parameter.annotation) and not _is_optional(parameter.name, notes)
+
+
+def _allows_none(annotation: Any) -> bool:
+    if annotation is inspect.Parameter.empty:
+        return True
+    if isinstance(annotation, str):
+        return bool(re.search(r"\b(None|Optional)\b", annotation)) or annotation in {kind.__name__ for kind in _SCALARS}
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return type(None) in typing.get_args(annotation)
+    return annotation in _SCALARS
+
+
+def _is_optional(name: str, notes: str) -> bool:
+    """Whether a docstring says `name (..., *optional*, ...)`."""
+    entry = re.search(rf"^\s*{re.escape(name)} ?\(([^\n]*)", notes, re.MULTILINE)
+    return entry is not None and "optional" in entry[1]
+
+
+def _output_fields(call: Any) -> tuple[str, ...] | None:
+    """The fields of the output classes that a call names, in its return annotation or in its code."""
+    named = [*_in_annotation(call), *_in_code(call)]
+    return tuple(dict.fromkeys(field.name for kind in named for field in dataclasses.fields(kind))) or None
+
+
+def _in_annotation(call: Any) -> Iterator[Any]:
+    stated = inspect.signature(call).return_annotation
+    parts = [stated, *typing.get_args(stated)]
+    yield from (part for part in parts if _is_output(part))
+
+
+def _in_code(call: Any) -> Iterator[Any]:
+    if isinstance(call, types.FunctionType):
+        found = (call.__globals__.get(name) for name in call.__code__.co_names)
+        yield from (value for value in found if _is_output(value))
+
+
+def _is_output(value: object) -> bool:
+    from diffusers.utils import BaseOutput
+
+    return isinstance(value, type) and issubclass(value, BaseOutput) and dataclasses.is_dataclass(value)
