@@ -187,6 +187,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
     folder = resolve_model_folder(config.model_path, weights=False)
     family = family_for_folder(folder)
     refuse_quantised_components(folder)
+    family.check_settings(folder)
     rules = _request_rules(folder, family, read_scheduler_config(folder))
     _try_scheduler(rules)
     degrees = _settle_degrees(config, folder, family, rules)

@@ -43,7 +43,5 @@ class FlowMatchEulerSampler(Sampler):
 
         # Given at construction: the class shifts its smallest sigma there, which `set_shift` would leave as it was.
         options = {**self.options, "shift": self.flow_shift}
-        scheduler = build_scheduler(
-            FlowMatchEulerDiscreteScheduler, options, self.num_steps, noise.device, self.sigmas
-        )
+        scheduler = build_scheduler(FlowMatchEulerDiscreteScheduler, options, self.num_steps, noise.device, self.sigmas)
         return run_schedule(scheduler, self.num_steps, noise, predict, on_step)

@@ -50,7 +50,7 @@ class ShiftByTokens(EvenlyFalling):
             return math.exp(value) if self.is_exponential else value
         except OverflowError as error:
             raise RequestError(
-                f"flow_shift: the model's scheduler_config.json has a shift of e^{value:.0f} for {num_tokens} tokens: its "
+                f"flow_shift: the model's scheduler_config.json leads to e^{value:.0f} for {num_tokens} tokens: its "
                 "base_shift, max_shift, base_image_seq_len or max_image_seq_len is damaged; say a flow_shift, or copy "
                 "the file again"
             ) from error

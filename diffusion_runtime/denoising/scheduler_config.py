@@ -109,7 +109,9 @@ def _check_is_flow_matching(config: SchedulerConfig) -> None:
     for key, wanted in _REQUIRED.get(sampler or "", {}).items():
         actual = config.values.get(key, _CLASS_DEFAULTS[key])
         if actual != wanted:
-            raise ModelLoadError(f"{config.path}: {key}: expected {wanted!r}, got {shown(actual)}; this is not supported")
+            raise ModelLoadError(
+                f"{config.path}: {key}: expected {wanted!r}, got {shown(actual)}; this is not supported"
+            )
     for key in SHIFT_KEY.values():
         value = config.values.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

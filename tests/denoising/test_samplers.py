@@ -157,7 +157,7 @@ def test_folder_settings_change_the_result() -> None:
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_setting_the_class_does_not_know_is_a_load_error(name: str) -> None:
     noise, _ = noise_and_target()
-    with pytest.raises(ModelLoadError, match="key 'from_the_future' is unknown to .*Scheduler of the installed"):
+    with pytest.raises(ModelLoadError, match=r"key 'from_the_future' is unknown to .*Scheduler of the installed"):
         build_sampler(name, 2, 3.0, {"from_the_future": 1}).sample(noise, curved_velocity)
 
 

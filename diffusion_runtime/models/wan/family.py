@@ -26,6 +26,9 @@ class WanFamily(ModelFamily):
 
     name = "wan"
     transformer_classes = ("WanTransformer3DModel",)
+    pipeline_classes = ("WanPipeline",)
+    index_keys = ("boundary_ratio", "expand_timesteps")
+    diffusers_components = (codec.AUTOENCODER,)
     roles = (("self", "self"), ("cross", "cross"))
     decoder_splits_rows = True
     # 480p as in Wan 2.1's own examples: flow shift 3 and guidance 5 to 6 for 1.3B, five seconds at 16 frames a second.
@@ -48,6 +51,13 @@ class WanFamily(ModelFamily):
         "guidance_scale_2": 3.0,
     }
     image_defaults: ClassVar[Mapping[str, Any]] = {"height": 704, "width": 1280, "num_frames": 121, "fps": 24}
+
+    def check_settings(self, folder: Path) -> None:
+        super().check_settings(folder)
+        codec.read_statistics(folder)
+
+    def transformer_components(self, folder: Path) -> tuple[str, ...]:
+        return COMPONENTS[:1] if read_pipeline_config(folder).boundary is None else COMPONENTS
 
     def request_defaults(self, folder: Path) -> Mapping[str, Any]:
         pipeline = read_pipeline_config(folder)
