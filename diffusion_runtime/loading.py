@@ -36,6 +36,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.planned import planned_mesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.request import layered
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
@@ -222,6 +223,8 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
         degrees=degrees,
     )
     loras = tuple(read_lora(lora) for lora in config.lora)
+    for lora in loras:
+        lora.check_components(family.transformer_components(folder))
     return _Prepared(description, family, transformer, device, dtype, loras, mesh)
 
 
@@ -304,7 +307,7 @@ def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig
         # Another scheduler would make other pictures: only a request or generation.json may put one in its place.
         del defaults["sampler"]
     return RequestRules(
-        defaults={**defaults, **scheduler.defaults, **settings.defaults},
+        defaults=layered(defaults, scheduler.defaults, settings.defaults),
         presets=settings.presets,
         geometry=family.geometry(folder),
         scheduler=scheduler,

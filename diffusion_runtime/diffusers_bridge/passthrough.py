@@ -22,8 +22,10 @@ from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.sound import sound_of
 from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import DiffusionRuntimeError, ModelLoadError, RequestError
+from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.progress import OnProgress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
@@ -178,6 +180,7 @@ def load_passthrough(
                 trust_remote_code=False,
             )
             _check_complete(folder, pipeline)
+            _check_numbers(folder, pipeline)
             pipeline.to(device)
         except (MemoryError, torch.OutOfMemoryError, ModelLoadError):
             raise
@@ -204,6 +207,15 @@ def _check_complete(folder: Path, pipeline: Any) -> None:
                     + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
                     + ". Copy or download the folder again"
                 )
+
+
+def _check_numbers(folder: Path, pipeline: Any) -> None:
+    """Raises ModelLoadError for weights that hold NaN or infinity."""
+    for component, part in pipeline.components.items():
+        found = first_unusable(part.named_parameters()) if isinstance(part, torch.nn.Module) else None
+        if found is not None:
+            name, wrong = found
+            raise ModelLoadError(f"{folder / component}: tensor {name} {wrong}. {DAMAGED}, or use another dtype")
 
 
 @contextlib.contextmanager

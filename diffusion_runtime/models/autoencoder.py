@@ -39,8 +39,8 @@ class DiffusersComponent:
         _, found = component_class(folder, self.name)
         if found != self.class_name:
             raise ModelLoadError(
-                f"{folder / INDEX_FILE}: key {self.name!r}: expected {self.class_name}, got {found}; no native model has "
-                "that; `--backend diffusers` runs it"
+                f"{folder / INDEX_FILE}: key {self.name!r}: expected {self.class_name}, got {found}; no native model "
+                "has that; `--backend diffusers` runs it"
             )
         self.build(folder)
 
