@@ -313,6 +313,7 @@ def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig
         scheduler=scheduler,
         schedule=family.schedule(folder, scheduler),
         embeds_guidance=family.embeds_guidance(folder),
+        takes_guidance=family.takes_guidance(folder),
         guidance_offset=family.guidance_offset,
         takes_image=family.takes_image(folder),
         needs_image=family.needs_image(folder),

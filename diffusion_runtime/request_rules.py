@@ -26,9 +26,10 @@ _MAY_STAY_NONE = ("true_cfg_scale", "guidance_scale_2", "image_path")
 @dataclass(frozen=True)
 class RequestRules:
     """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
-    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance), what is added to
-    its guidance_scale for classifier-free guidance, whether it takes or needs an image, and its attention layers, with
-    or without weights around them, whose options may ask for a number of steps.
+    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance) or can be asked
+    for at all (ModelFamily.takes_guidance), what is added to its guidance_scale for classifier-free guidance, whether
+    it takes or needs an image, and its attention layers, with or without weights around them, whose options may ask for
+    a number of steps.
     """
 
     defaults: Mapping[str, Any]
@@ -38,6 +39,7 @@ class RequestRules:
     attention_layers: tuple[AttentionLayer, ...]
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     embeds_guidance: bool = False
+    takes_guidance: bool = True
     guidance_offset: float = 0.0
     takes_image: bool = False
     needs_image: bool = False
@@ -58,6 +60,11 @@ class RequestRules:
         request = request.with_defaults(self._computed_defaults(request))
         settings = BatchSettings.of([request], self)
         self.geometry.sample_shape(settings.size)
+        if not self.takes_guidance and settings.is_guided:
+            raise RequestError(
+                "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
+                f"{settings.guidance_scale:g}; leave it out"
+            )
         # What a sampler cannot do it says when it is made.
         options = self.scheduler.options_for(settings.sampler)
         build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)

@@ -15,7 +15,7 @@ from diffusion_runtime.attention.report import AttentionReport, LibraryAttention
 from diffusion_runtime.attention.select import current_force
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
-from diffusion_runtime.diffusers_bridge.frames import frames_of, open_image
+from diffusion_runtime.diffusers_bridge.frames import frames_of
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
@@ -24,6 +24,7 @@ from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import DiffusionRuntimeError, ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.progress import OnProgress
@@ -109,7 +110,7 @@ class DiffusersPipeline:
     def _arguments(self, request: GenerationRequest) -> dict[str, Any]:
         arguments = self.rules.arguments(request)
         if request.image_path is not None:
-            arguments["image"] = open_image(request.image_path)
+            arguments["image"] = open_picture(request.image_path)
         if self.rules.takes("generator"):
             # On the CPU, so that every device starts alike.
             arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from diffusion_runtime.diffusers_bridge.frames import open_image
 from diffusion_runtime.errors import RequestError, nearest
+from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.request import GenerationRequest
 
 # Request field -> what pipelines call it, the first that a pipeline has.
@@ -86,7 +86,7 @@ class PassthroughRules:
             if self.parameters.get("image") is inspect.Parameter.empty:
                 raise RequestError(f"image_path: {self.pipeline_class} starts from an image; give one")
         else:
-            open_image(request.image_path)
+            open_picture(request.image_path)
 
 
 def call_parameters(pipeline_class: type) -> dict[str, Any]:

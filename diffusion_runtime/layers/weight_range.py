@@ -20,7 +20,7 @@ def unusable_numbers(weight: torch.Tensor, dtype: torch.dtype | None = None) -> 
     """
     if weight.dtype not in _CHECKED or weight.is_meta or not weight.numel():
         return None
-    smallest, largest = (float(number) for number in torch.aminmax(weight))
+    smallest, largest = (float(number) for number in torch.aminmax(weight.detach()))
     if math.isnan(smallest) or math.isnan(largest):
         return "holds NaN"
     extent = max(abs(smallest), abs(largest))

@@ -180,6 +180,11 @@ class ModelFamily(ABC):
         `true_cfg_scale` is the scale of classifier-free guidance. Raises ModelLoadError."""
         return False
 
+    def takes_guidance(self, folder: Path) -> bool:
+        """Whether classifier-free guidance can be asked for; not of a model that was distilled to run without, and
+        whose authors' pipeline leaves the scale unread. Raises ModelLoadError."""
+        return True
+
     def takes_image(self, folder: Path) -> bool:
         """Whether requests may bring an image that the video starts from. Raises ModelLoadError."""
         return False

@@ -141,9 +141,23 @@ def refuse_single_file(path: Path) -> None:
         )
     if path.suffix == ".safetensors":
         raise ModelLoadError(
-            f"{path} is a checkpoint in one file; expected the folder of a diffusers model. diffusers converts many: "
-            "its pipeline's from_single_file(file), then save_pretrained(folder)"
+            f"{path} is a checkpoint in one file; expected the folder of a diffusers model, which its authors "
+            f"publish as well.{_conversion()}"
         )
+
+
+def _conversion() -> str:
+    """Which models diffusers makes a folder of, out of one file, as a sentence; nothing where diffusers is broken."""
+    # Imported here: the registry knows families, whose modules import this one.
+    from diffusion_runtime.models.registry import single_file_pipelines
+
+    try:
+        names = single_file_pipelines()
+    except (ImportError, RuntimeError):
+        return ""
+    if not names:
+        return ""
+    return f" diffusers makes one of a file for {' or '.join(names)}: .from_single_file(file).save_pretrained(folder)"
 
 
 def _variants(folder: Path, stem: str) -> list[str]:

@@ -64,6 +64,9 @@ class Flux2Family(ModelFamily):
     def embeds_guidance(self, folder: Path) -> bool:
         return read_transformer_config(folder).embeds_guidance
 
+    def takes_guidance(self, folder: Path) -> bool:
+        return not read_pipeline_config(folder).is_distilled
+
     def num_shared_heads(self, folder: Path) -> int:
         return read_transformer_config(folder).num_heads
 

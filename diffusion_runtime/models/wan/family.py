@@ -10,6 +10,7 @@ import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
+from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder, ModelFamily
 from diffusion_runtime.models.wan import codec
@@ -18,7 +19,7 @@ from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.text_encoders.umt5 import load_umt5
+from diffusion_runtime.text_encoders.umt5 import MAX_TOKENS, load_umt5
 
 
 class WanFamily(ModelFamily):
@@ -82,7 +83,8 @@ class WanFamily(ModelFamily):
             return WanExperts((first, second), geometry, policy, pipeline.boundary)
 
     def load_text_encoder(self, folder: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-        return load_umt5(folder, device, dtype)
+        max_tokens = generation_settings(folder).max_text_tokens
+        return load_umt5(folder, device, dtype, max_tokens=MAX_TOKENS if max_tokens is None else max_tokens)
 
     def load_transformer(
         self,
