@@ -16,7 +16,6 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
-from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.diffusers_bridge.choice import is_passthrough
@@ -190,7 +189,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
     refuse_quantised_components(folder)
     family.check_settings(folder)
     rules = _request_rules(folder, family, read_scheduler_config(folder))
-    _try_scheduler(rules)
+    rules.try_scheduler()
     degrees = _settle_degrees(config, folder, family, rules)
     device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
@@ -283,20 +282,6 @@ def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, time
         ring_inside=degrees.ring_inside,
         timeout=world.collective_timeout,
     )
-
-
-def _try_scheduler(rules: RequestRules) -> None:
-    """Raises ModelLoadError for scheduler settings that cannot be used; where a request may choose another scheduler,
-    because the folder's is none of ours, there is nothing to try."""
-    sampler = rules.defaults.get("sampler")
-    if sampler is None or sampler != rules.scheduler.sampler:
-        return
-    num_steps = rules.defaults.get("num_inference_steps", 2)
-    flow_shift = rules.defaults.get("flow_shift")
-    if flow_shift is None:
-        # Of an image of 1024 x 1024 pixels; nothing here depends on the size.
-        flow_shift = rules.schedule.flow_shift(4096, num_steps) or 1.0
-    try_scheduler(rules.scheduler, sampler, num_steps, flow_shift, rules.schedule.sigmas(num_steps))
 
 
 def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig) -> RequestRules:

@@ -12,6 +12,7 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
@@ -75,6 +76,19 @@ class RequestRules:
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
         return request
+
+    def try_scheduler(self) -> None:
+        """Raises ModelLoadError for scheduler settings of the folder that cannot be used; where a request may choose
+        another scheduler, because the folder's is none of ours, there is nothing to try."""
+        sampler = self.defaults.get("sampler")
+        if sampler is None or sampler != self.scheduler.sampler:
+            return
+        num_steps = self.defaults.get("num_inference_steps", 2)
+        flow_shift = self.defaults.get("flow_shift")
+        if flow_shift is None:
+            # Of an image of 1024 x 1024 pixels; what is tried does not depend on the size.
+            flow_shift = self.schedule.flow_shift(4096, num_steps) or 1.0
+        try_scheduler(self.scheduler, sampler, num_steps, flow_shift, self.schedule.sigmas(num_steps))
 
     @property
     def makes_sound(self) -> bool:
