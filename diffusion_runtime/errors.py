@@ -86,6 +86,12 @@ class OutputError(DiffusionRuntimeError):
     """A result that cannot be written or read."""
 
 
+def shown(value: object) -> str:
+    """A value as a message quotes it: cut at 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x' or 'y'?` for the known names most like `name`, else ` Known: ...`."""
     names = sorted(set(known))

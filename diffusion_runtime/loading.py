@@ -37,6 +37,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.planned import planned_mesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.request import layered
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
@@ -192,7 +193,9 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
     folder = resolve_model_folder(config.model_path, weights=False)
     family = family_for_folder(folder)
     refuse_quantised_components(folder)
+    family.check_settings(folder)
     rules = _request_rules(folder, family, read_scheduler_config(folder))
+    rules.try_scheduler()
     degrees = _settle_degrees(config, folder, family, rules)
     device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
@@ -225,6 +228,8 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
         degrees=degrees,
     )
     loras = tuple(read_lora(lora) for lora in config.lora)
+    for lora in loras:
+        lora.check_components(family.transformer_components(folder))
     return _Prepared(description, family, transformer, device, dtype, loras, mesh)
 
 
@@ -293,12 +298,13 @@ def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig
         # Another scheduler would make other pictures: only a request or generation.json may put one in its place.
         del defaults["sampler"]
     return RequestRules(
-        defaults={**defaults, **scheduler.defaults, **settings.defaults},
+        defaults=layered(defaults, scheduler.defaults, settings.defaults),
         presets=settings.presets,
         geometry=family.geometry(folder),
         scheduler=scheduler,
         schedule=family.schedule(folder, scheduler),
         embeds_guidance=family.embeds_guidance(folder),
+        takes_guidance=family.takes_guidance(folder),
         guidance_offset=family.guidance_offset,
         takes_image=family.takes_image(folder),
         needs_image=family.needs_image(folder),

@@ -80,8 +80,10 @@ class GenerationRequest:
             raise RequestError(f"{name}: expected a number of {minimum:g} or more, got {value!r}")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
-        """This request with every None replaced by the value of the same name in `defaults`."""
-        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        """This request with every None replaced by the value of the same name in `defaults`; as in `layered`, a
+        guidance_scale of its own stands for both experts."""
+        own = {name: value for name, value in self.to_dict().items() if value is not None}
+        missing = {name: value for name, value in layered(defaults, own).items() if name not in own}
         return dataclasses.replace(self, **missing)
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,6 +100,20 @@ class GenerationRequest:
         if "prompt" not in values:
             raise RequestError("request: 'prompt' is missing")
         return cls(**values)
+
+
+def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
+    """Request values of several levels by field name, where a later level wins over an earlier one.
+
+    A level that says guidance_scale without guidance_scale_2 means both experts: no second scale of an earlier level
+    stands beside it.
+    """
+    values: dict[str, Any] = {}
+    for level in levels:
+        if level.get("guidance_scale") is not None:
+            values.pop("guidance_scale_2", None)
+        values.update(level)
+    return values
 
 
 def request_field_types() -> dict[str, type]:

@@ -12,6 +12,7 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
@@ -26,9 +27,10 @@ _MAY_STAY_NONE = ("true_cfg_scale", "guidance_scale_2", "image_path")
 @dataclass(frozen=True)
 class RequestRules:
     """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
-    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance), what is added to
-    its guidance_scale for classifier-free guidance, whether it takes or needs an image, and its attention layers, with
-    or without weights around them, whose options may ask for a number of steps.
+    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance) or can be asked
+    for at all (ModelFamily.takes_guidance), what is added to its guidance_scale for classifier-free guidance, whether
+    it takes or needs an image, and its attention layers, with or without weights around them, whose options may ask for
+    a number of steps.
     """
 
     defaults: Mapping[str, Any]
@@ -38,6 +40,7 @@ class RequestRules:
     attention_layers: tuple[AttentionLayer, ...]
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     embeds_guidance: bool = False
+    takes_guidance: bool = True
     guidance_offset: float = 0.0
     takes_image: bool = False
     needs_image: bool = False
@@ -58,6 +61,11 @@ class RequestRules:
         request = request.with_defaults(self._computed_defaults(request))
         settings = BatchSettings.of([request], self)
         self.geometry.sample_shape(settings.size)
+        if not self.takes_guidance and settings.is_guided:
+            raise RequestError(
+                "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
+                f"{settings.guidance_scale:g}; leave it out"
+            )
         # What a sampler cannot do it says when it is made.
         options = self.scheduler.options_for(settings.sampler)
         build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
@@ -68,6 +76,19 @@ class RequestRules:
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
         return request
+
+    def try_scheduler(self) -> None:
+        """Raises ModelLoadError for scheduler settings of the folder that cannot be used; where a request may choose
+        another scheduler, because the folder's is none of ours, there is nothing to try."""
+        sampler = self.defaults.get("sampler")
+        if sampler is None or sampler != self.scheduler.sampler:
+            return
+        num_steps = self.defaults.get("num_inference_steps", 2)
+        flow_shift = self.defaults.get("flow_shift")
+        if flow_shift is None:
+            # Of an image of 1024 x 1024 pixels; what is tried does not depend on the size.
+            flow_shift = self.schedule.flow_shift(4096, num_steps) or 1.0
+        try_scheduler(self.scheduler, sampler, num_steps, flow_shift, self.schedule.sigmas(num_steps))
 
     @property
     def makes_sound(self) -> bool:

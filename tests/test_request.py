@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.request import request_field_types
+from diffusion_runtime.request import layered, request_field_types
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,27 @@ def test_defaults_fill_what_is_missing_and_nothing_else() -> None:
     request = GenerationRequest("a red circle", height=64, seed=3)
     filled = request.with_defaults({"height": 256, "width": 128, "guidance_scale": 3.0})
     assert (filled.height, filled.width, filled.guidance_scale, filled.seed) == (64, 128, 3.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, (4.0, 3.0)),
+        ({"guidance_scale": 7.0}, (7.0, None)),
+        ({"guidance_scale": 7.0, "guidance_scale_2": 2.0}, (7.0, 2.0)),
+        ({"guidance_scale_2": 2.0}, (4.0, 2.0)),
+    ],
+)
+def test_a_guidance_scale_alone_is_that_of_both_experts(
+    own: dict[str, float], expected: tuple[float, float | None]
+) -> None:
+    """As the docstring says: guidance_scale_2 of None is the same. The second expert had the model's default."""
+    defaults = {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "height": 32}
+    filled = GenerationRequest("a red circle", **own).with_defaults(defaults)
+    assert (filled.guidance_scale, filled.guidance_scale_2, filled.height) == (*expected, 32)
+    assert filled.with_defaults(defaults) == filled
+    values = layered(defaults, own)
+    assert (values["guidance_scale"], values.get("guidance_scale_2"), values["height"]) == (*expected, 32)
 
 
 def test_dictionaries_go_both_ways() -> None:

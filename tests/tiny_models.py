@@ -5,6 +5,7 @@ Small enough to generate in well under a second, standard enough that diffusers'
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def write_tiny_wan(
             expand_timesteps=takes_image,
         )
     pipeline.save_pretrained(folder)
+    # Prompts of 512 tokens would take most of the time of a tiny model.
+    (folder / "generation.json").write_text(json.dumps({"max_text_tokens": MAX_TEXT_TOKENS}))
     return folder
 
 

@@ -93,7 +93,12 @@ TrueCfgScale: TypeAlias = Annotated[
 ]
 GuidanceScale2: TypeAlias = Annotated[
     float | None,
-    _flag(SIZE, "Guidance of the expert for low noise, in models with two.", "--guidance-scale-2", metavar="X"),
+    _flag(
+        SIZE,
+        "Guidance of the expert for low noise, in models with two; a --guidance-scale alone is that of both.",
+        "--guidance-scale-2",
+        metavar="X",
+    ),
 ]
 FlowShift: TypeAlias = Annotated[
     float | None, _flag(SIZE, "Shift of the noise schedule towards high noise.", "--flow-shift", metavar="X")

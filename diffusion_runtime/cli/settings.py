@@ -16,7 +16,7 @@ from diffusion_runtime.cli.config_file import FileConfig, read_config
 from diffusion_runtime.cli.prompts import match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, nearest
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import GenerationRequest, layered
 
 # What of a recipe's `runtime` is repeated. The device is not: the machine that repeats it may have another.
 _REPEATED_RUNTIME = ("model_path", "backend", "dtype", "attention", "attention_override", "lora")
@@ -80,7 +80,7 @@ def settle(flags: Flags) -> Settings:
     recipe_request = _without_none(recipe.get("request") or {})
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
     # Later ones win.
-    values = {**recipe_request, **config.request, **preset_values, **config.settings, **_without_none(flags.request)}
+    values = layered(recipe_request, config.request, preset_values, config.settings, _without_none(flags.request))
     stated = {**config.request, **config.settings}
     prompts = list(flags.prompts) or stated.get("prompt") or _listed(recipe_request.get("prompt"))
     seeds = parse_seeds(flags.seeds) or stated.get("seed") or _listed(recipe_request.get("seed")) or [0]

@@ -42,9 +42,6 @@ class FlowMatchEulerSampler(Sampler):
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
         # Given at construction: the class shifts its smallest sigma there, which `set_shift` would leave as it was.
-        scheduler = build_scheduler(FlowMatchEulerDiscreteScheduler, {**self.options, "shift": self.flow_shift})
-        if self.sigmas is None:
-            scheduler.set_timesteps(self.num_steps, device=noise.device)
-        else:
-            scheduler.set_timesteps(sigmas=list(self.sigmas), device=noise.device)
+        options = {**self.options, "shift": self.flow_shift}
+        scheduler = build_scheduler(FlowMatchEulerDiscreteScheduler, options, self.num_steps, noise.device, self.sigmas)
         return run_schedule(scheduler, self.num_steps, noise, predict, on_step)

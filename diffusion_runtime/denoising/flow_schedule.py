@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from diffusion_runtime.errors import RequestError
+
 
 class FlowSchedule:
     """What a model says beyond its scheduler's file. This one says nothing: the scheduler spaces its own sigmas, and
@@ -44,4 +46,11 @@ class ShiftByTokens(EvenlyFalling):
     def flow_shift(self, num_tokens: int, num_steps: int) -> float:
         slope = (self.max_log_shift - self.base_log_shift) / (self.max_tokens - self.base_tokens)
         value = slope * (num_tokens - self.base_tokens) + self.base_log_shift
-        return math.exp(value) if self.is_exponential else value
+        try:
+            return math.exp(value) if self.is_exponential else value
+        except OverflowError as error:
+            raise RequestError(
+                f"flow_shift: the model's scheduler_config.json leads to e^{value:.0f} for {num_tokens} tokens: its "
+                "base_shift, max_shift, base_image_seq_len or max_image_seq_len is damaged; say a flow_shift, or copy "
+                "the file again"
+            ) from error

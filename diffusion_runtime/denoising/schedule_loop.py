@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +12,8 @@ from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.interface import OnStep, Predict
 from diffusion_runtime.errors import ModelLoadError
 
-logger = logging.getLogger("diffusion_runtime")
+# What the classes raise for values that they do not expect.
+_REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 
 class Scheduler(Protocol):
@@ -29,20 +29,38 @@ class Scheduler(Protocol):
     ) -> tuple[torch.Tensor, ...]: ...
 
 
-def build_scheduler(scheduler_class: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """A scheduler of a diffusers class; settings that class does not have are left out with a warning.
+def build_scheduler(
+    scheduler_class: Callable[..., Any],
+    options: Mapping[str, Any],
+    num_steps: int,
+    device: torch.device,
+    sigmas: Sequence[float] | None = None,
+) -> Any:
+    """A scheduler of a diffusers class with its timesteps set. sigmas: of the steps, None for the class's own spacing.
 
-    Raises ModelLoadError when the class refuses a value.
+    Raises ModelLoadError for a setting that the installed class does not know, and for values that it refuses.
     """
-    known = set(inspect.signature(scheduler_class).parameters)
     name = getattr(scheduler_class, "__name__", "scheduler")
-    unknown = sorted(set(options) - known)
+    known = inspect.signature(scheduler_class).parameters
+    unknown = sorted(key for key in options if key not in known)
     if unknown:
-        logger.warning("%s: settings of the model folder that this version does not know: %s", name, ", ".join(unknown))
+        import diffusers
+
+        raise ModelLoadError(
+            f"scheduler/scheduler_config.json: key {unknown[0]!r} is unknown to {name} of the installed diffusers "
+            f"{diffusers.__version__}; if this model was written for a newer one: `pip install -U diffusers`"
+        )
     try:
-        return scheduler_class(**{key: value for key, value in options.items() if key in known})
-    except (TypeError, ValueError, NotImplementedError, ImportError) as error:
-        raise ModelLoadError(f"scheduler/scheduler_config.json: {name} refuses its settings: {error}") from error
+        scheduler = scheduler_class(**options)
+        if sigmas is None:
+            scheduler.set_timesteps(num_steps, device=device)
+        else:
+            scheduler.set_timesteps(sigmas=list(sigmas), device=device)
+    except _REFUSALS as error:
+        raise ModelLoadError(
+            f"scheduler/scheduler_config.json: {name} refuses its settings for {num_steps} steps: {error}"
+        ) from error
+    return scheduler
 
 
 def run_schedule(

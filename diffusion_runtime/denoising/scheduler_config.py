@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, shown
 
 # Class name in the folder -> the sampler behind it, and what that class calls the flow shift.
 SAMPLER_OF_CLASS = {"FlowMatchEulerDiscreteScheduler": "flow_match_euler", "UniPCMultistepScheduler": "unipc"}
@@ -34,6 +35,8 @@ _CLASS_DEFAULTS: dict[str, Any] = {
     "prediction_type": "epsilon",
     "use_flow_sigmas": False,
 }
+# The lengths of arrays that the classes make: a damaged number would take the memory of the machine.
+_LENGTHS = {"num_train_timesteps": 100_000, "solver_order": 100}
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,14 @@ def _check_is_flow_matching(config: SchedulerConfig) -> None:
     for key, wanted in _REQUIRED.get(sampler or "", {}).items():
         actual = config.values.get(key, _CLASS_DEFAULTS[key])
         if actual != wanted:
-            raise ModelLoadError(f"{config.path}: {key}: expected {wanted!r}, got {actual!r}; this is not supported")
-    for key in ("num_train_timesteps", *SHIFT_KEY.values()):
+            raise ModelLoadError(
+                f"{config.path}: {key}: expected {wanted!r}, got {shown(actual)}; this is not supported"
+            )
+    for key in SHIFT_KEY.values():
         value = config.values.get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ModelLoadError(f"{config.path}: {key}: expected a number above 0, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ModelLoadError(f"{config.path}: {key}: expected a number above 0, got {shown(value)}")
+    for key, most in _LENGTHS.items():
+        value = config.values.get(key, 1)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ModelLoadError(f"{config.path}: {key}: expected a whole number from 1 to {most}, got {shown(value)}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from diffusion_runtime.denoising.flow_schedule import EvenlyFalling, FlowSchedule, ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, shown
 
 _SHIFT_TYPES = ("exponential", "linear")
 
@@ -40,6 +42,6 @@ def token_shift(scheduler: SchedulerConfig) -> FlowSchedule:
 def _number(scheduler: SchedulerConfig, key: str, default: float) -> float:
     """default: what diffusers' class takes where the file leaves the key out."""
     value = scheduler.values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelLoadError(f"{scheduler.path}: {key}: expected a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ModelLoadError(f"{scheduler.path}: {key}: expected a number, got {shown(value)}")
     return float(value)

@@ -29,6 +29,5 @@ class UniPCSampler(Sampler):
         from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
         flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": self.flow_shift}
-        scheduler = build_scheduler(UniPCMultistepScheduler, {**self.options, **flow})
-        scheduler.set_timesteps(self.num_steps, device=noise.device)
+        scheduler = build_scheduler(UniPCMultistepScheduler, {**self.options, **flow}, self.num_steps, noise.device)
         return run_schedule(scheduler, self.num_steps, noise, predict, on_step)

@@ -1,41 +1,18 @@
-"""Pictures on their way into a diffusers pipeline, and what it returned as frames."""
+"""What a diffusers pipeline returned, as frames."""
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy
 import numpy.typing
 import torch
 
-from diffusion_runtime.errors import DiffusionRuntimeError, RequestError
-from diffusion_runtime.media.images import FORMATS
+from diffusion_runtime.errors import DiffusionRuntimeError
 
 # Where pipelines put what they made, in the order in which they are looked for.
 VIDEO_FIELDS = ("frames", "video")
 PICTURE_FIELDS = (*VIDEO_FIELDS, "images", "image")
-
-
-def open_image(path: str) -> Any:
-    """An image file as Pillow's RGB image, of its own size: pipelines scale what they are given.
-
-    Raises RequestError for a file that is missing or is no image.
-    """
-    from PIL import Image
-
-    source = Path(path)
-    if not source.is_file():
-        raise RequestError(f"image_path: {source}: {'this is a folder' if source.is_dir() else 'no such file'}")
-    try:
-        with warnings.catch_warnings():
-            # A picture of billions of pixels in a few bytes.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(source, formats=FORMATS) as image:
-                return image.convert("RGB")
-    except Exception as error:  # a stranger's bytes may upset a decoder in any way it knows
-        raise RequestError(f"image_path: {source} is not a readable {', '.join(FORMATS)} image: {error}") from error
 
 
 def frames_of(result: Any, pipeline_class: str) -> numpy.typing.NDArray[numpy.uint8]:

@@ -16,7 +16,7 @@ from diffusion_runtime.attention.report import AttentionReport, LibraryAttention
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
-from diffusion_runtime.diffusers_bridge.frames import frames_of, open_image
+from diffusion_runtime.diffusers_bridge.frames import frames_of
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
@@ -24,8 +24,11 @@ from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.sound import sound_of
 from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.progress import OnProgress
 from diffusion_runtime.request import GenerationRequest
@@ -111,7 +114,7 @@ class DiffusersPipeline:
     def _arguments(self, request: GenerationRequest) -> dict[str, Any]:
         arguments = self.rules.arguments(request)
         if request.image_path is not None:
-            arguments["image"] = open_image(request.image_path)
+            arguments["image"] = open_picture(request.image_path)
         if self.rules.takes("generator"):
             # On the CPU, so that every device starts alike.
             arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)
@@ -195,6 +198,7 @@ def load_passthrough(
                 trust_remote_code=False,
             )
             _check_complete(folder, pipeline)
+            _check_numbers(folder, pipeline)
             pipeline.to(device)
         except (MemoryError, torch.OutOfMemoryError, ModelLoadError):
             raise
@@ -230,6 +234,15 @@ def _check_complete(folder: Path, pipeline: Any) -> None:
                     + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
                     + ". Copy or download the folder again"
                 )
+
+
+def _check_numbers(folder: Path, pipeline: Any) -> None:
+    """Raises ModelLoadError for weights that hold NaN or infinity."""
+    for component, part in pipeline.components.items():
+        found = first_unusable(part.named_parameters()) if isinstance(part, torch.nn.Module) else None
+        if found is not None:
+            name, wrong = found
+            raise ModelLoadError(f"{folder / component}: tensor {name} {wrong}. {DAMAGED}, or use another dtype")
 
 
 @contextlib.contextmanager

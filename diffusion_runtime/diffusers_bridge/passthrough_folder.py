@@ -29,7 +29,7 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.models.folder import INDEX_FILE, read_json
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.registry import supported_transformer_classes
-from diffusion_runtime.models.weight_files import check_whole, find_weight_files
+from diffusion_runtime.models.weight_files import find_weight_files, refuse_without_scales, stored_dtypes
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
 
 _LIBRARIES = ("diffusers", "transformers")
@@ -133,7 +133,8 @@ def check_weights(folder: Path) -> str | None:
     """Whether every component has its weights, as safetensors and whole. Returns the variant to load, such as `fp16`,
     where a component has no files without one.
 
-    Raises ModelLoadError for a component that is missing, and for files that are missing, pickled or cut off.
+    Raises ModelLoadError for a component that is missing, and for files that are missing, pickled, cut off, or
+    quantised without a word of how.
     """
     variant: str | None = None
     for component, entry in _components(read_json(folder / INDEX_FILE)):
@@ -144,8 +145,11 @@ def check_weights(folder: Path) -> str | None:
         if stem is None or not (folder / component / "config.json").is_file():
             continue
         files = find_weight_files(folder / component, stem)
+        says_how = "quantization_config" in read_json(folder / component / "config.json")
         for path in files:
-            check_whole(path)
+            dtypes = stored_dtypes(path)
+            if not says_how:
+                refuse_without_scales(path, dtypes)
         found = re.match(rf"{stem}\.([A-Za-z]\w*)(?:-\d+-of-\d+)?\.safetensors", files[0].name)
         variant = variant or (found and found[1])
     return variant

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from diffusion_runtime.diffusers_bridge.frames import open_image
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PARAMETER_NAMES, PipelineInterface
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError, nearest
+from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.request import GenerationRequest
 
 # Fields that mean something without the pipeline: the file's speed, and the generator's seed.
@@ -82,7 +82,7 @@ class PassthroughRules:
     def _image(self, request: GenerationRequest) -> Any:
         """The picture to start from; None without one."""
         if request.image_path is not None:
-            return open_image(request.image_path)
+            return open_picture(request.image_path)
         if self.interface.needs_image:
             raise RequestError(f"image_path: {self.pipeline_class} starts from an image; give one")
         return None

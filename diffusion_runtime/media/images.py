@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy
 import numpy.typing
@@ -15,12 +16,13 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_STRETCH = 0.1
 
 
-def check_image(path: str, height: int, width: int) -> None:
-    """Whether a file is an image that a clip of height x width pixels can start from; reads no pixel.
+def open_picture(path: str) -> Any:
+    """An image file as Pillow's RGB image of its own size, turned upright as its EXIF orientation says.
 
-    Raises RequestError for a file that is missing, is no image, or has sides of another ratio.
+    Grey, palette, CMYK and 16-bit images are converted. Raises RequestError for a file that is missing, damaged or no
+    image, and for one with transparent parts: what would be seen behind them is nobody's choice yet.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     source = Path(path)
     if not source.is_file():
@@ -30,13 +32,28 @@ def check_image(path: str, height: int, width: int) -> None:
             # A picture of billions of pixels in a few bytes.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(source, formats=FORMATS) as image:
-                columns, rows = image.size
+                upright = ImageOps.exif_transpose(image)
+                is_transparent = _is_transparent(upright)
+                converted = _eight_bits(upright).convert("RGB")
     except Exception as error:  # a stranger's bytes may upset a decoder in any way it knows
         raise RequestError(f"image_path: {source} is not a readable {', '.join(FORMATS)} image: {error}") from error
+    if is_transparent:
+        raise RequestError(
+            f"image_path: {source} has transparent parts; put it on a background, and save it without transparency"
+        )
+    return converted
+
+
+def check_image(path: str, height: int, width: int) -> None:
+    """Whether a file is an image that a clip of height x width pixels can start from.
+
+    Raises RequestError for what `open_picture` refuses, and for sides of another ratio.
+    """
+    columns, rows = open_picture(path).size
     stretch = (columns / rows) / (width / height)
     if not 1 - MAX_STRETCH <= stretch <= 1 / (1 - MAX_STRETCH):
         raise RequestError(
-            f"image_path: {source} is {columns} x {rows} (width x height), the clip {width} x {height}: the ratio of "
+            f"image_path: {path} is {columns} x {rows} (width x height), the clip {width} x {height}: the ratio of "
             "the sides must agree within 10 %. Crop the image, or set --height and --width to fit it"
         )
 
@@ -45,9 +62,23 @@ def read_image(path: str, height: int, width: int) -> numpy.typing.NDArray[numpy
     """The pixels of an image that `check_image` passed, [height, width, 3], uint8, scaled by Lanczos' filter."""
     from PIL import Image
 
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            scaled = image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
-            return numpy.array(scaled, dtype=numpy.uint8)
-    except OSError as error:
-        raise RequestError(f"image_path: {path} cannot be read: {error}") from error
+    scaled = open_picture(path).resize((width, height), Image.Resampling.LANCZOS)
+    return numpy.array(scaled, dtype=numpy.uint8)
+
+
+def _is_transparent(image: Any) -> bool:
+    """Whether a Pillow image has a pixel that is not opaque."""
+    if image.mode.startswith("I"):
+        return "transparency" in image.info
+    if "A" not in image.getbands() and "a" not in image.getbands() and "transparency" not in image.info:
+        return False
+    return bool(image.convert("RGBA").getchannel("A").getextrema()[0] < 255)
+
+
+def _eight_bits(image: Any) -> Any:
+    """Grey of 16 bits as grey of 8: Pillow's own conversion cuts every value at 255 and leaves white."""
+    from PIL import Image
+
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((numpy.asarray(image).astype(numpy.float64) / 257).round().clip(0, 255).astype(numpy.uint8))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,80 +13,91 @@ import torch
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
-from diffusion_runtime.models.folder import read_config
+from diffusion_runtime.models.folder import INDEX_FILE, component_class, read_config
 
 COMPONENT = "vae"
 
 
-def load_autoencoder_half(
-    folder: Path,
-    autoencoder_class: type,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    left_out: tuple[str, ...],
-    stays_float32: Callable[[str], bool] = lambda _: False,
-    idle_settings: tuple[str, ...] = (),
-) -> Any:
-    """The `vae` of a folder, without some of its parts. Raises what load_component raises."""
-    return load_component(
-        folder,
-        COMPONENT,
-        autoencoder_class,
-        device,
-        dtype,
-        left_out=left_out,
-        stays_float32=stays_float32,
-        idle_settings=idle_settings,
-    )
+@dataclass(frozen=True)
+class DiffusersComponent:
+    """A component that a class of diffusers computes.
 
-
-def load_component(
-    folder: Path,
-    component: str,
-    component_class: type,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    left_out: tuple[str, ...] = (),
-    stays_float32: Callable[[str], bool] = lambda _: False,
-    idle_settings: tuple[str, ...] = (),
-) -> Any:
-    """A component of that class with its config.json's settings, in eval mode and without gradients.
-
-    left_out: names of its modules that are neither built nor read, such as those of the encoder. stays_float32:
-    parameters and buffers that are not converted to `dtype`. idle_settings: keys that published files have although
-    nothing reads them, and that some versions of the class do not know.
-
-    Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
+    name: of its folder. module, class_name: where the class is. idle_settings: keys that published config.json files
+    have although nothing reads them, and that some versions of the class do not know -> why they change nothing.
     """
-    file = read_config(folder, component)
-    name = component_class.__name__
-    settings = {key: value for key, value in file.settings().items() if key not in idle_settings}
-    unknown = [key for key in settings if key not in inspect.signature(component_class).parameters]
-    if unknown:
-        import diffusers
 
-        raise ModelLoadError(
-            f"{file.path}: key {unknown[0]!r} is unknown to {name} of the installed diffusers "
-            f"{diffusers.__version__}; this model was written for a newer one: `pip install -U diffusers`"
-        )
-    try:
-        with torch.device("meta"):
-            module: Any = component_class(**settings)
-    except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError) as error:
-        raise ModelLoadError(f"{file.path}: {name} refuses these settings: {error}") from error
-    for part in left_out:
-        setattr(module, part, None)
-    prefixes = tuple(f"{part}." for part in left_out)
-    with Checkpoint(folder / component) as checkpoint:
-        load_weights(
-            module,
-            checkpoint,
-            own_pieces(module),
-            device,
-            dtype,
-            stays_float32=stays_float32,
-            ignored=lambda tensor: tensor.startswith(prefixes),
-        )
-    return module
+    name: str
+    module: str
+    class_name: str
+    idle_settings: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, folder: Path) -> None:
+        """Whether the folder's component is of that class, and can be built; reads json alone, and imports diffusers.
+
+        Raises ModelLoadError that names the file and the key.
+        """
+        _, found = component_class(folder, self.name)
+        if found != self.class_name:
+            raise ModelLoadError(
+                f"{folder / INDEX_FILE}: key {self.name!r}: expected {self.class_name}, got {found}; no native model "
+                "has that; `--backend diffusers` runs it"
+            )
+        self.build(folder)
+
+    def build(self, folder: Path, *, left_out: tuple[str, ...] = ()) -> Any:
+        """The component without weights, on the meta device, from its config.json. left_out: as in `load`.
+
+        Raises ModelLoadError for settings that the installed class does not know or refuses.
+        """
+        # Imported here: it takes a second or two, and more when it is the first part of diffusers.
+        component_class = getattr(importlib.import_module(self.module), self.class_name)
+        file = read_config(folder, self.name)
+        settings = {key: value for key, value in file.settings().items() if key not in self.idle_settings}
+        unknown = [key for key in settings if key not in inspect.signature(component_class).parameters]
+        if unknown:
+            import diffusers
+
+            raise ModelLoadError(
+                f"{file.path}: key {unknown[0]!r} is unknown to {self.class_name} of the installed diffusers "
+                f"{diffusers.__version__}; if this model was written for a newer one: `pip install -U diffusers`"
+            )
+        try:
+            with torch.device("meta"):
+                module: Any = component_class(**settings)
+        except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+            raise ModelLoadError(f"{file.path}: {self.class_name} refuses these settings: {error}") from error
+        except RuntimeError as error:  # torch, of sizes that no tensor has
+            raise ModelLoadError(f"{file.path}: {self.class_name} cannot be built of these sizes: {error}") from error
+        for part in left_out:
+            setattr(module, part, None)
+        return module
+
+    def load(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        left_out: tuple[str, ...] = (),
+        stays_float32: Callable[[str], bool] = lambda _: False,
+    ) -> Any:
+        """The component with its weights, in eval mode and without gradients.
+
+        left_out: names of its modules that are neither built nor read, such as those of the encoder. stays_float32:
+        parameters and buffers that are not converted to `dtype`.
+
+        Raises what `build` raises, and ModelLoadError for weights that do not fit.
+        """
+        module = self.build(folder, left_out=left_out)
+        prefixes = tuple(f"{part}." for part in left_out)
+        with Checkpoint(folder / self.name) as checkpoint:
+            load_weights(
+                module,
+                checkpoint,
+                own_pieces(module),
+                device,
+                dtype,
+                stays_float32=stays_float32,
+                ignored=lambda tensor: tensor.startswith(prefixes),
+            )
+        return module

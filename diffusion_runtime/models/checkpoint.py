@@ -20,8 +20,10 @@ import torch
 from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError, nearest
+from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.folder import INDEX_FILE
 from diffusion_runtime.models.weight_files import (
+    DAMAGED,
     check_whole,
     find_weight_files,
     listed,
@@ -81,7 +83,7 @@ class Checkpoint:
         self.folder = folder
         self._changes = changes
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._file_of: dict[str, safe_open] = {}
+        self._file_of: dict[str, tuple[Path, safe_open]] = {}
         self._stack = contextlib.ExitStack()
         try:
             for path in find_weight_files(folder, stem):
@@ -93,8 +95,15 @@ class Checkpoint:
             raise
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Write tensor `name` into `target`, of the same shape, converting its dtype and device."""
-        source: torch.Tensor = self._file_of[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        """Write tensor `name` into `target`, of the same shape, converting its dtype and device.
+
+        Raises ModelLoadError for numbers that nothing can be computed with (layers/weight_range.py).
+        """
+        path, file = self._file_of[name]
+        source: torch.Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        wrong = unusable_numbers(source, target.dtype)
+        if wrong is not None:
+            raise ModelLoadError(f"{path}: tensor {name} {wrong}. {DAMAGED}")
         for change in self._changes:
             source = change.apply(self.folder.name, name, source)
         target.copy_(source)
@@ -120,7 +129,7 @@ class Checkpoint:
             for name in file.keys():  # noqa: SIM118 - it is not a mapping
                 tensor = file.get_slice(name)
                 self.shapes[name], dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
-                self._file_of[name] = file
+                self._file_of[name] = path, file
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
                 f"{path} is damaged or not a whole safetensors file ({error}); copy or download it again"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion_runtime.errors import ModelLoadError, nearest
+from diffusion_runtime.errors import ModelLoadError, nearest, shown
 
 INDEX_FILE = "model_index.json"
 LFS_PREFIX = b"version https://git-lfs"
@@ -58,6 +58,18 @@ def refuse_other_pipelines(folder: Path, known: Collection[str]) -> None:
             f"{path}: key '_class_name': expected {' or '.join(known)}, got {name!r}: this runtime has no native model "
             "for what that pipeline does; `--backend diffusers` runs it"
         )
+
+
+def refuse_unknown_index_keys(folder: Path, known: Collection[str]) -> None:
+    """Raises ModelLoadError for a value in model_index.json that is no component, no note and not among `known`: what
+    it asks for would be left out. null asks for nothing."""
+    path = folder / INDEX_FILE
+    for key, value in read_json(path).items():
+        if not key.startswith("_") and not isinstance(value, list) and value is not None and key not in known:
+            raise ModelLoadError(
+                f"{path}: key {key!r}: {shown(value)} is unknown to this runtime.{nearest(key, known)} What it asks "
+                "for would be left out; `--backend diffusers` runs the folder"
+            )
 
 
 def read_config(folder: Path, component: str) -> ConfigFile:
@@ -127,7 +139,7 @@ class ConfigFile:
 
     def error(self, key: str, expected: str, value: object) -> ModelLoadError:
         """An error to raise for a key whose value is not what was expected."""
-        return ModelLoadError(f"{self.path}: key {key!r}: expected {expected}, got {value!r}")
+        return ModelLoadError(f"{self.path}: key {key!r}: expected {expected}, got {shown(value)}")
 
     def _value(self, key: str, default: T | None) -> Any:
         value = self.values.get(key)

@@ -1,4 +1,5 @@
-"""generation.json of a model folder: the request values it was made for, and named presets of them."""
+"""generation.json of a model folder: the request values it was made for, named presets of them, and the length of the
+texts it was trained on."""
 
 from __future__ import annotations
 
@@ -8,22 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, RequestError, nearest
-from diffusion_runtime.models.folder import read_json
+from diffusion_runtime.models.folder import ConfigFile, read_json
 from diffusion_runtime.request import GenerationRequest, request_field_types
 
 FILE_NAME = "generation.json"
+_KEYS = ("defaults", "presets", "max_text_tokens")
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Request values by field name. defaults: where a request says nothing; presets: by preset name."""
+    """Request values by field name. defaults: where a request says nothing; presets: by preset name. max_text_tokens:
+    what prompts are filled up to where the transformer reads padding; None for as many as published models have."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    max_text_tokens: int | None = None
 
 
 def generation_settings(folder: Path) -> GenerationSettings:
-    """What generation.json says: {"defaults": {...}, "presets": {"draft": {...}}}; nothing when there is no such file.
+    """What generation.json says: {"defaults": {...}, "presets": {"draft": {...}}, "max_text_tokens": 64}; nothing when
+    there is no such file.
 
     Raises ModelLoadError that names the file and the key for one that is not a request value.
     """
@@ -32,12 +37,16 @@ def generation_settings(folder: Path) -> GenerationSettings:
         return GenerationSettings()
     values = read_json(path)
     for key in values:
-        if key not in ("defaults", "presets"):
-            raise ModelLoadError(f"{path}: unknown key {key!r}.{nearest(key, ('defaults', 'presets'))}")
+        if key not in _KEYS:
+            raise ModelLoadError(f"{path}: unknown key {key!r}.{nearest(key, _KEYS)}")
+    max_text_tokens = values.get("max_text_tokens")
+    if max_text_tokens is not None:
+        max_text_tokens = ConfigFile(path, values).whole_number("max_text_tokens")
     presets = _mapping(values.get("presets", {}), f"{path}: key 'presets'")
     return GenerationSettings(
         _request_values(values.get("defaults", {}), f"{path}: key 'defaults'"),
         {name: _request_values(preset, f"{path}: key 'presets.{name}'") for name, preset in presets.items()},
+        max_text_tokens,
     )
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.models.autoencoder import COMPONENT, load_autoencoder_half
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
+
+AUTOENCODER = DiffusersComponent(COMPONENT, "diffusers.models.autoencoders.autoencoder_kl", "AutoencoderKL")
 
 
 class ImageDecoder(LatentDecoder):
@@ -46,10 +48,12 @@ def load_image_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
-    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
-    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-
-    file = read_config(folder, COMPONENT)
-    scale, shift = file.number("scaling_factor"), file.number("shift_factor")
-    autoencoder = load_autoencoder_half(folder, AutoencoderKL, device, dtype, left_out=("encoder", "quant_conv"))
+    scale, shift = read_normalisation(folder)
+    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder", "quant_conv"))
     return ImageDecoder(autoencoder, scale, shift)
+
+
+def read_normalisation(folder: Path) -> tuple[float, float]:
+    """(scale, shift) of ImageDecoder. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, COMPONENT)
+    return file.number("scaling_factor"), file.number("shift_factor")

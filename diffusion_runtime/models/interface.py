@@ -19,7 +19,9 @@ from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.checkpoint import WeightChange
+from diffusion_runtime.models.folder import refuse_other_pipelines, refuse_unknown_index_keys
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
@@ -127,7 +129,9 @@ class ImageConditioner(ABC):
 class ModelFamily(ABC):
     """One architecture: what its folders hold and how its parts are built.
 
-    name: for messages. transformer_classes: the class names in model_index.json that it loads.
+    name: for messages. transformer_classes: the class names in model_index.json that it loads. pipeline_classes: those
+    whose work it does; index_keys: what model_index.json may say beside components. diffusers_components: what classes
+    of diffusers compute.
     roles: (role, category) of its attention layers. defaults: request values where neither the request nor the
     folder's generation.json says any. guidance_offset: what is added to its guidance_scale to make it
     the factor of uncond + factor * (cond - uncond).
@@ -135,11 +139,28 @@ class ModelFamily(ABC):
 
     name: ClassVar[str]
     transformer_classes: ClassVar[tuple[str, ...]]
+    pipeline_classes: ClassVar[tuple[str, ...]]
+    index_keys: ClassVar[tuple[str, ...]] = ()
+    diffusers_components: ClassVar[tuple[DiffusersComponent, ...]]
     roles: ClassVar[tuple[tuple[str, str], ...]]
     defaults: ClassVar[Mapping[str, Any]]
     # Whether its decoder has LatentDecoder.splits_rows, so that every process needs one.
     decoder_splits_rows: ClassVar[bool] = False
     guidance_offset: ClassVar[float] = 0.0
+
+    def check_settings(self, folder: Path) -> None:
+        """Whether everything that the folder's json asks for can be honoured; reads no weight.
+
+        Raises ModelLoadError that names the file and the key.
+        """
+        refuse_other_pipelines(folder, self.pipeline_classes)
+        refuse_unknown_index_keys(folder, self.index_keys)
+        for component in self.diffusers_components:
+            component.check(folder)
+
+    def transformer_components(self, folder: Path) -> tuple[str, ...]:
+        """The components that hold its transformers. Raises ModelLoadError."""
+        return ("transformer",)
 
     def request_defaults(self, folder: Path) -> Mapping[str, Any]:
         """`defaults` as they are for the model in this folder. Raises ModelLoadError."""
@@ -158,6 +179,11 @@ class ModelFamily(ABC):
         """Whether the transformer takes the guidance scale as an input: `guidance_scale` is then that, and
         `true_cfg_scale` is the scale of classifier-free guidance. Raises ModelLoadError."""
         return False
+
+    def takes_guidance(self, folder: Path) -> bool:
+        """Whether classifier-free guidance can be asked for; not of a model that was distilled to run without, and
+        whose authors' pipeline leaves the scale unread. Raises ModelLoadError."""
+        return True
 
     def takes_image(self, folder: Path) -> bool:
         """Whether requests may bring an image that the video starts from. Raises ModelLoadError."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,14 @@ import torch
 
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.checkpoint import WeightChange, read_tensors
-from diffusion_runtime.models.weight_files import listed
+from diffusion_runtime.models.weight_files import DAMAGED, listed
 
 COMPONENTS = ("transformer", "transformer_2")
 _DOWN, _UP, _UP_BIAS, _ALPHA = ".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".alpha"
+# diffusers' names of text encoders, and what other trainers call theirs.
+_TEXT_ENCODER_PREFIXES = ("text_encoder", "lora_te")
 _METADATA_KEY = "lora_adapter_metadata"
 _CONVERSION = (
     "diffusers converts many formats: pipe.load_lora_weights(file, adapter_name='default'), then "
@@ -45,6 +48,19 @@ class Lora(WeightChange):
     def __init__(self, path: Path, parts: Mapping[str, Mapping[str, LowRank]]) -> None:
         self.path = path
         self.parts = parts
+
+    def check_components(self, known: Sequence[str]) -> None:
+        """Whether a model whose transformers are `known` has every component that this changes.
+
+        Raises ModelLoadError: what is for a component that is not there would change nothing.
+        """
+        missing = [component for component in self.parts if component not in known]
+        if missing:
+            counts = ", ".join(f"{len(self.parts[component])} modules of {component}" for component in missing)
+            raise ModelLoadError(
+                f"{self.path}: this LoRA changes {counts}, and the model has {' and '.join(known)} alone: that would "
+                "be left out. Use a LoRA that was made for this model"
+            )
 
     def check(self, component: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         parts = self.parts.get(component, {})
@@ -96,7 +112,7 @@ def read_lora(config: LoraConfig) -> Lora:
         raise ModelLoadError(
             f"{path}: expected a LoRA in diffusers' format, for the transformer alone, with keys such as "
             f"'transformer.blocks.0.attn1.to_q{_DOWN}'; {len(strange)} of {len(tensors)} keys are others: "
-            f"{listed(strange) if strange else 'there are none'}. {_CONVERSION}"
+            f"{listed(strange) if strange else 'there are none'}. {_CONVERSION}{_lost_text_encoders(strange)}"
         )
     settings = _read_settings(path, metadata, config.component)
     return Lora(
@@ -111,6 +127,17 @@ def read_lora(config: LoraConfig) -> Lora:
     )
 
 
+def _lost_text_encoders(keys: Sequence[str]) -> str:
+    """What the conversion drops, as a sentence; nothing for keys without parts of text encoders."""
+    parts = [key for key in keys if key.startswith(_TEXT_ENCODER_PREFIXES)]
+    if not parts:
+        return ""
+    return (
+        f". {len(parts)} of these keys change a text encoder: that is not supported here, and the converted file has "
+        "the transformer's part alone, so that pictures may differ from what the file's authors show"
+    )
+
+
 def _split_component(key: str, wanted: str) -> tuple[str | None, str]:
     """(component, rest of the key); a key without a component is the transformer's. None for a component not ours."""
     first, _, rest = key.partition(".")
@@ -118,7 +145,8 @@ def _split_component(key: str, wanted: str) -> tuple[str | None, str]:
         return wanted, rest
     if first in COMPONENTS:
         return first, rest
-    return (None, rest) if first in ("text_encoder", "text_encoder_2", "unet", "diffusion_model") else (wanted, key)
+    foreign = first in ("unet", "diffusion_model") or first.startswith(_TEXT_ENCODER_PREFIXES)
+    return (None, rest) if foreign else (wanted, key)
 
 
 def _low_rank(
@@ -132,8 +160,16 @@ def _low_rank(
             f"{path}: {name}: expected {_DOWN[1:]} [rank, in] and {_UP[1:]} [out, rank], got {list(down.shape)} and "
             f"{list(up.shape)}; LoRAs of convolutions are not supported"
         )
+    for suffix, tensor in found.items():
+        wrong = unusable_numbers(tensor)
+        if wrong is not None:
+            raise ModelLoadError(f"{path}: tensor {name}{suffix} {wrong}. {DAMAGED}")
     rank = down.shape[0]
+    if not rank or (_ALPHA in found and found[_ALPHA].numel() != 1):
+        raise ModelLoadError(f"{path}: {name}: expected a rank of 1 or more and one number as {_ALPHA[1:]}")
     alpha = float(found[_ALPHA]) if _ALPHA in found else _stated_alpha(name, settings, rank)
+    if not math.isfinite(alpha):
+        raise ModelLoadError(f"{path}: {name}: lora_alpha: expected a number, got {alpha}")
     by_rank = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     bias = found.get(_UP_BIAS)
     return LowRank(down.float(), up.float(), None if bias is None else bias.float(), scale * by_rank)

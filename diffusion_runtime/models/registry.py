@@ -47,6 +47,14 @@ def published_models() -> tuple[PublishedModel, ...]:
     return tuple(listed)
 
 
+def single_file_pipelines() -> tuple[str, ...]:
+    """The pipelines of models here whose class in the installed diffusers has from_single_file; imports diffusers."""
+    import diffusers
+
+    names = [name for create in _creators.values() for name in create().pipeline_classes]
+    return tuple(name for name in names if hasattr(getattr(diffusers, name, None), "from_single_file"))
+
+
 def register_family(transformer_class: str, create: Callable[[], ModelFamily]) -> None:
     """Make `create` responsible for folders whose model_index.json names `transformer_class`."""
     _creators[transformer_class] = create

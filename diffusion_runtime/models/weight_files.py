@@ -22,6 +22,10 @@ _GGUF = ".gguf"
 # safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
 # without the scales that belong to it.
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
+_FLOAT8_DTYPES = ("F8_E4M3", "F8_E5M2")
+
+# What to do about a file whose numbers cannot be used.
+DAMAGED = "The file is damaged, or was saved from a run that had failed: copy or download it again"
 
 # What to do instead, wherever weights are found to be quantised.
 _UNQUANTISED = "use the model's own folder, with weights in bfloat16, float16 or float32"
@@ -95,11 +99,38 @@ def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for a file with tensors stored as 8-bit numbers or fewer. dtypes: by tensor name."""
     strange = {name: dtype for name, dtype in dtypes.items() if dtype not in _PLAIN_DTYPES}
     if strange:
-        kinds = ", ".join(sorted(set(strange.values())))
+        advice = _UNQUANTISED if _need_scales(dtypes) else UNQUANTISED
+        raise ModelLoadError(f"{_stored_as(path, dtypes, strange)} This runtime does not read them; {advice}")
+
+
+def refuse_without_scales(path: Path, dtypes: Mapping[str, str]) -> None:
+    """Raises ModelLoadError for a file that diffusers would load and make noise of, when no quantization_config says
+    how its numbers were made: it converts integers as they are, and leaves the scales beside 8-bit floats unread.
+    dtypes: by tensor name."""
+    strange = _need_scales(dtypes)
+    if strange:
         raise ModelLoadError(
-            f"{path}: {len(strange)} of {len(dtypes)} tensors are stored as {kinds}, expected BF16, F16 or F32: "
-            f"{listed(strange)}. These weights are quantised, and this runtime does not read them; {UNQUANTISED}"
+            f"{_stored_as(path, dtypes, strange)} No quantization_config in config.json says how they were made, and "
+            f"without it they are noise; {_UNQUANTISED}"
         )
+
+
+def _need_scales(dtypes: Mapping[str, str]) -> dict[str, str]:
+    """The tensors that are worth nothing without scales. 8-bit floats with no scales beside them are plain numbers."""
+    has_scales = any("scale" in name.rpartition(".")[2] and "table" not in name for name in dtypes)
+    return {
+        name: dtype
+        for name, dtype in dtypes.items()
+        if dtype not in _PLAIN_DTYPES and (has_scales or dtype not in _FLOAT8_DTYPES)
+    }
+
+
+def _stored_as(path: Path, dtypes: Mapping[str, str], strange: Mapping[str, str]) -> str:
+    kinds = ", ".join(sorted(set(strange.values())))
+    return (
+        f"{path}: {len(strange)} of {len(dtypes)} tensors are stored as {kinds}, expected BF16, F16 or F32: "
+        f"{listed(strange)}. These weights are quantised."
+    )
 
 
 def refuse_single_file(path: Path) -> None:
@@ -110,9 +141,23 @@ def refuse_single_file(path: Path) -> None:
         )
     if path.suffix == ".safetensors":
         raise ModelLoadError(
-            f"{path} is a checkpoint in one file; expected the folder of a diffusers model. diffusers converts many: "
-            "its pipeline's from_single_file(file), then save_pretrained(folder)"
+            f"{path} is a checkpoint in one file; expected the folder of a diffusers model, which its authors "
+            f"publish as well.{_conversion()}"
         )
+
+
+def _conversion() -> str:
+    """Which models diffusers makes a folder of, out of one file, as a sentence; nothing where diffusers is broken."""
+    # Imported here: the registry knows families, whose modules import this one.
+    from diffusion_runtime.models.registry import single_file_pipelines
+
+    try:
+        names = single_file_pipelines()
+    except (ImportError, RuntimeError):
+        return ""
+    if not names:
+        return ""
+    return f" diffusers makes one of a file for {' or '.join(names)}: .from_single_file(file).save_pretrained(folder)"
 
 
 def _variants(folder: Path, stem: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def load_encoder(
     try:
         with quiet_transformers():
             config = None if num_layers is None else _with_first_layers(folder, model_class, num_layers)
-            model, found = load(
+            model, loaded = load(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -67,11 +68,28 @@ def load_encoder(
     except Exception as error:
         # transformers, tokenizers and safetensors raise a dozen kinds between them, some of them plain Exceptions.
         raise ModelLoadError(f"{folder}: {model_class.__name__} cannot be loaded: {first_line(error)}") from error
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loaded["missing_keys"])
     if missing:
         names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ModelLoadError(f"{folder}: the weights of {model_class.__name__} are incomplete, missing: {names}")
+    found = first_unusable(model.named_parameters())
+    if found is not None:
+        name, wrong = found
+        raise ModelLoadError(
+            f"{_file_of(folder, name)}: tensor {name} {wrong}. Copy or download the file again, or use dtype "
+            "bfloat16 or float32"
+        )
     return model.eval().requires_grad_(False).to(device)
+
+
+def _file_of(folder: Path, name: str) -> Path:
+    """The file that holds a tensor; the folder where several may, because the model calls it by another name."""
+    for index in folder.glob("model.safetensors.index*.json"):
+        for tensor, file in json.loads(index.read_bytes()).get("weight_map", {}).items():
+            if tensor.endswith(name) or name.endswith(tensor):
+                return folder / str(file)
+    files = list(folder.glob("model*.safetensors"))
+    return files[0] if len(files) == 1 else folder
 
 
 def _variant(folder: Path) -> str | None:

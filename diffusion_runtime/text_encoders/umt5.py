@@ -21,7 +21,7 @@ from diffusion_runtime.text_encoders.tokenized import tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
-# What the Wan transformers were trained with; tokenizers made for less say so in their model_max_length.
+# What the published Wan transformers were trained with, whatever the tokenizer beside them says of itself.
 MAX_TOKENS = 512
 
 _CONVERSION = (
@@ -31,14 +31,15 @@ _CONVERSION = (
 
 
 class UMT5TextEncoder(TextEncoder):
-    """`text_encoder/` and `tokenizer/` of a diffusers folder."""
+    """`text_encoder/` and `tokenizer/` of a diffusers folder. max_tokens: what prompts are filled up to with zeros,
+    which the transformer reads like any other token."""
 
     library = "transformers"
 
-    def __init__(self, model: UMT5EncoderModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, model: UMT5EncoderModel, tokenizer: PreTrainedTokenizerFast, max_tokens: int) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.max_tokens = min(MAX_TOKENS, tokenizer.model_max_length)
+        self.max_tokens = max_tokens
         self.implementation = str(model.config._attn_implementation)
 
     @torch.inference_mode()
@@ -64,7 +65,9 @@ class UMT5TextEncoder(TextEncoder):
         )
 
 
-def load_umt5(folder: Path, device: torch.device, dtype: torch.dtype) -> UMT5TextEncoder:
+def load_umt5(
+    folder: Path, device: torch.device, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
+) -> UMT5TextEncoder:
     """The text encoder of a model folder, from safetensors and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
@@ -76,4 +79,4 @@ def load_umt5(folder: Path, device: torch.device, dtype: torch.dtype) -> UMT5Tex
     tokenizer = load_tokenizer(folder / "tokenizer", remedy=_CONVERSION)
     model = load_encoder(folder / "text_encoder", UMT5EncoderModel, device, dtype)
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
-    return UMT5TextEncoder(model, tokenizer)
+    return UMT5TextEncoder(model, tokenizer, max_tokens)

@@ -11,7 +11,13 @@ import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanTransformer3DModel
 from transformers import UMT5EncoderModel
 
-from scripts.train_shapes.architecture import build_text_encoder, build_tokenizer, build_transformer, build_vae
+from scripts.train_shapes.architecture import (
+    MAX_PROMPT_TOKENS,
+    build_text_encoder,
+    build_tokenizer,
+    build_transformer,
+    build_vae,
+)
 
 SamplerScheduler = FlowMatchEulerDiscreteScheduler | UniPCMultistepScheduler
 
@@ -63,6 +69,10 @@ def export_folder(
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+    generation = folder / "generation.json"
+    if not generation.exists():
+        # Published models of the architecture read 512 tokens of text with their padding, this one as many as it has.
+        generation.write_text(json.dumps({"max_text_tokens": MAX_PROMPT_TOKENS}, indent=2) + "\n")
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:
         path.chmod(0o644)

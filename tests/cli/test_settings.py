@@ -77,6 +77,15 @@ def test_flags_come_first_and_what_nobody_says_is_left_open(recorded: str, confi
     assert settings.preset_for(["draft"]) is None
 
 
+def test_a_guidance_scale_of_a_flag_stands_for_both_experts(tmp_path: Path) -> None:
+    path = tmp_path / "experts.yaml"
+    path.write_text("request: {guidance_scale: 4.0, guidance_scale_2: 3.0}\n")
+    (request,) = settle(Flags(prompts=["a"], config=str(path))).requests
+    assert (request.guidance_scale, request.guidance_scale_2) == (4.0, 3.0)
+    (request,) = settle(Flags(prompts=["a"], config=str(path), request={"guidance_scale": 7.0})).requests
+    assert (request.guidance_scale, request.guidance_scale_2) == (7.0, None)
+
+
 def test_attention_flags_replace_the_recorded_ones(recorded: str) -> None:
     settings = settle(Flags(repeat=recorded, attention=AttentionFlags("reference")))
     assert AttentionConfig.parse(settings.runtime.attention_override) == AttentionConfig("reference")

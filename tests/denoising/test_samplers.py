@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -156,13 +155,10 @@ def test_folder_settings_change_the_result() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_settings_the_class_does_not_know_are_left_out_with_a_warning(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    noise, target = noise_and_target()
-    with caplog.at_level(logging.WARNING, "diffusion_runtime"):
-        build_sampler(name, 2, 3.0, {"from_the_future": 1}).sample(noise, lambda latents, step: noise - target)
-    assert "from_the_future" in caplog.text
+def test_a_setting_the_class_does_not_know_is_a_load_error(name: str) -> None:
+    noise, _ = noise_and_target()
+    with pytest.raises(ModelLoadError, match=r"key 'from_the_future' is unknown to .*Scheduler of the installed"):
+        build_sampler(name, 2, 3.0, {"from_the_future": 1}).sample(noise, curved_velocity)
 
 
 def test_a_value_the_class_refuses_is_a_load_error() -> None:

@@ -158,6 +158,12 @@ def test_an_image_to_start_from(image_folder: Path, tmp_path: Path) -> None:
         ("reference", "0"),
         ("torch_sdpa", "1-2"),
     }
+    # A portrait as a phone stores it, on its side; the pipeline takes its size from the image.
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (32, 16), "red").save(tmp_path / "phone.jpg", exif=exif)
+    media = pipeline(GenerationRequest(prompt="a", num_inference_steps=2, image_path=str(tmp_path / "phone.jpg")))
+    assert media.frames.shape == (1, 32, 16, 3)
 
 
 def test_a_pipeline_that_cannot_do_without_an_image() -> None:

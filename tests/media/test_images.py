@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.media.images import check_image, read_image
+from diffusion_runtime.media.images import check_image, open_picture, read_image
 
 
 def write(path: Path, width: int, height: int, mode: str = "RGB") -> str:
@@ -52,3 +52,83 @@ def test_a_picture_too_large_to_unpack_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4000)
     with pytest.raises(RequestError, match="exceeds limit"):
         check_image(path, 64, 96)
+
+
+def three_colours() -> Image.Image:
+    """48 x 32, red above on the left, blue below on the right, green elsewhere."""
+    picture = Image.new("RGB", (48, 32), "green")
+    picture.paste("red", (0, 0, 24, 16))
+    picture.paste("blue", (24, 16, 48, 32))
+    return picture
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photo_is_turned_as_its_exif_says(tmp_path: Path, orientation: int, suffix: str) -> None:
+    """A portrait from a phone started a landscape clip lying on its side."""
+    # How a camera stores it: the inverse of what a viewer does for each orientation.
+    turns = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    stored = three_colours() if orientation == 1 else three_colours().transpose(turns[orientation])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"photo.{suffix}"
+    stored.save(path, exif=exif, **({"quality": 95} if suffix == "jpg" else {"lossless": True}))
+    check_image(str(path), 32, 48)
+    with pytest.raises(RequestError, match=r"is 48 x 32 \(width x height\)"):
+        check_image(str(path), 48, 32)
+    pixels = read_image(str(path), 32, 48)
+    assert pixels[4, 4].argmax() == 0
+    assert pixels[28, 44].argmax() == 2
+    assert pixels[28, 4].argmax() == pixels[4, 44].argmax() == 1
+    assert numpy.array_equal(pixels, numpy.asarray(open_picture(str(path))))
+
+
+def test_grey_of_sixteen_bits_keeps_its_shades(tmp_path: Path) -> None:
+    shades = numpy.linspace(0, 65535, 48 * 32).reshape(32, 48).astype(numpy.uint16)
+    Image.fromarray(shades).save(tmp_path / "deep.png")
+    pixels = read_image(str(tmp_path / "deep.png"), 32, 48)
+    assert numpy.array_equal(pixels[..., 0], (shades / 257).round().astype(numpy.uint8))
+    assert numpy.array_equal(pixels[..., 0], pixels[..., 2])
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK"])
+def test_other_kinds_of_pixels_are_converted(tmp_path: Path, mode: str) -> None:
+    picture = three_colours().convert(mode)
+    path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
+    picture.save(path)
+    pixels = read_image(str(path), 32, 48).astype(int)
+    expected = numpy.asarray(picture.convert("RGB")).astype(int)
+    assert abs(pixels - expected).max() <= (40 if mode == "CMYK" else 0)
+
+
+def test_a_picture_with_transparent_parts_is_refused(tmp_path: Path) -> None:
+    """Whatever colour is stored behind them, mostly black, was taken for the picture's."""
+    hole = Image.new("L", (48, 32), 255)
+    hole.paste(100, (10, 10, 20, 20))
+    with_alpha = three_colours()
+    with_alpha.putalpha(hole)
+    with_alpha.save(tmp_path / "rgba.png")
+    with_alpha.save(tmp_path / "rgba.webp", lossless=True)
+    with_alpha.convert("LA").save(tmp_path / "la.png")
+    palette = three_colours().convert("P")
+    palette.save(tmp_path / "palette.png", transparency=palette.getpixel((0, 0)))
+    three_colours().save(tmp_path / "key.png", transparency=(255, 0, 0))
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(RequestError, match=rf"{path.name} has transparent parts; put it on a background"):
+            check_image(str(path), 32, 48)
+
+
+def test_a_photo_that_is_cut_off_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jpg"
+    three_colours().resize((480, 320)).save(path)
+    path.write_bytes(path.read_bytes()[:-400])
+    with pytest.raises(RequestError, match="not a readable PNG, JPEG, WEBP image"):
+        check_image(str(path), 32, 48)

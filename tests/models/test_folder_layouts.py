@@ -6,6 +6,7 @@ Written by diffusers' own save_pretrained, one model of every family.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,9 @@ def save_again(folder: Path, target: Path, dtype: torch.dtype, **how: Any) -> Pa
 
     DiffusionPipeline.from_pretrained(folder, dtype=dtype).save_pretrained(target, **how)
     # It changes what belongs to no component.
-    shutil.copy(folder / "model_index.json", target / "model_index.json")
+    for name in ("model_index.json", "generation.json"):
+        if (folder / name).exists():
+            shutil.copy(folder / name, target / name)
     return target
 
 
@@ -161,6 +164,17 @@ def test_a_checkpoint_in_one_file_is_no_folder(tmp_path: Path, name: str, told: 
         said = refusal(path)
         assert name in said
         assert told in said
+
+
+def test_the_conversion_of_one_file_is_recommended_where_the_installed_class_has_it(tmp_path: Path) -> None:
+    import diffusers
+
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    said = refusal(tmp_path / "model.safetensors")
+    recommended = set(re.findall(r"\w+Pipeline", said))
+    assert {"FluxPipeline", "ZImagePipeline"} <= recommended
+    assert not {"WanPipeline", "HunyuanVideoPipeline", "QwenImagePipeline", "Flux2Pipeline"} & recommended
+    assert all(hasattr(getattr(diffusers, name), "from_single_file") for name in recommended)
 
 
 def test_a_damaged_head_is_no_reason_to_fall(tiny_wan_copy: Callable[[], Path], no_weight_is_read: None) -> None:

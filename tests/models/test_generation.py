@@ -28,6 +28,14 @@ def test_defaults_and_presets(tmp_path: Path) -> None:
     )
     assert settings.defaults == defaults
     assert settings.presets == {"draft": {"height": 128}, "plain": {}}
+    assert settings.max_text_tokens is None
+
+
+def test_the_length_of_texts(tmp_path: Path) -> None:
+    assert generation_settings(folder_saying(tmp_path, {"max_text_tokens": 64})).max_text_tokens == 64
+    for wrong in (0, "64", 6.4, True):
+        with pytest.raises(ModelLoadError, match="key 'max_text_tokens': expected a whole number of 1 or more"):
+            generation_settings(folder_saying(tmp_path, {"max_text_tokens": wrong}))
 
 
 @pytest.mark.parametrize(

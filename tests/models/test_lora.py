@@ -19,6 +19,7 @@ from diffusion_runtime import load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.lora import read_lora
 
 WIDTH, RANK = 64, 4
@@ -54,6 +55,27 @@ def velocity(transformer: Any, *, ours: bool, expert: int = 0) -> torch.Tensor:
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("component", ["transformer_2.", "transformer.transformer_2."], ids=["own", "named"])
+def test_a_component_that_the_model_has_not_is_named(tiny_wan_folder: Path, tmp_path: Path, component: str) -> None:
+    """It changed nothing, without a word, and the recipe listed the file."""
+    prefix = component.rpartition("transformer_2.")[0]
+    path = write(tmp_path / "second.safetensors", lora_tensors(prefix or "transformer_2."))
+    lora = LoraConfig(path, component="transformer_2")
+    with pytest.raises(
+        ModelLoadError, match="4 modules of transformer_2, and the model has transformer alone"
+    ) as caught:
+        inspect_pipeline(RuntimeConfig(str(tiny_wan_folder), device="cpu", lora=(lora,)))
+    assert path in str(caught.value)
+
+
+def test_what_a_file_does_to_text_encoders_is_said(tmp_path: Path) -> None:
+    """The advice was a conversion that drops them."""
+    for prefix in ("text_encoder.", "text_encoder_2.", "lora_te1_"):
+        path = write(tmp_path / "both.safetensors", {**lora_tensors(), **lora_tensors(prefix)})
+        with pytest.raises(ModelLoadError, match="8 of these keys change a text encoder: that is not supported here"):
+            read_lora(LoraConfig(path))
 
 
 @pytest.mark.parametrize("settings", [None, {"transformer.lora_alpha": 10, "transformer.r": RANK}], ids=["no", "alpha"])

@@ -12,6 +12,7 @@ import torch
 from tiny_models import MAX_TEXT_TOKENS
 
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions
 from diffusion_runtime.text_encoders.umt5 import UMT5TextEncoder, load_umt5
 
@@ -20,7 +21,7 @@ PROMPTS = ["a red circle moving left", "", "Two objects: a blue STAR, and a gree
 
 @pytest.fixture(scope="module")
 def text_encoder(tiny_wan_folder: Path) -> UMT5TextEncoder:
-    return load_umt5(tiny_wan_folder, torch.device("cpu"), torch.float32)
+    return load_umt5(tiny_wan_folder, torch.device("cpu"), torch.float32, max_tokens=MAX_TEXT_TOKENS)
 
 
 def damaged(copy: Callable[[], Path], name: str, content: bytes | None) -> Path:
@@ -33,7 +34,7 @@ def damaged(copy: Callable[[], Path], name: str, content: bytes | None) -> Path:
 
 
 def load(folder: Path) -> UMT5TextEncoder:
-    return load_umt5(folder, torch.device("cpu"), torch.float32)
+    return load_umt5(folder, torch.device("cpu"), torch.float32, max_tokens=MAX_TEXT_TOKENS)
 
 
 def test_embeddings_equal_diffusers(text_encoder: UMT5TextEncoder, tiny_wan_folder: Path) -> None:
@@ -133,15 +134,24 @@ def test_a_word_with_one_unknown_character_is_named_whole(tiny_wan_copy: Callabl
     assert conditions.unknown_words == ((), ("bl\u00e9d", ",", "\u2603"))
 
 
-def test_a_tokenizer_without_a_limit_gets_the_transformers_length(tiny_wan_copy: Callable[[], Path]) -> None:
+@pytest.mark.parametrize("length", [None, 24, 4096])
+def test_padding_is_the_transformers_and_not_the_tokenizers(
+    tiny_wan_copy: Callable[[], Path], length: int | None
+) -> None:
+    """diffusers' pipeline fills up to 512 whatever model_max_length says; the transformer reads the padding."""
+    from diffusers import WanPipeline
+
     folder = tiny_wan_copy()
+    (folder / "generation.json").unlink()
     path = folder / "tokenizer" / "tokenizer_config.json"
-    values = json.loads(path.read_text())
-    del values["model_max_length"]
-    path.write_text(json.dumps(values))
-    encoder = load(folder)
-    assert encoder.max_tokens == 512
-    assert encoder.encode(PROMPTS).embeddings.shape[1] == 512
+    values = {**json.loads(path.read_text()), "model_max_length": length}
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    encoder = family_for_folder(folder).load_text_encoder(folder, torch.device("cpu"), torch.float32)
+    found = encoder.encode(PROMPTS).embeddings
+    assert encoder.max_tokens == found.shape[1] == 512
+    pipeline = WanPipeline.from_pretrained(folder, transformer=None, vae=None)
+    expected, _ = pipeline.encode_prompt(PROMPTS, do_classifier_free_guidance=False, max_sequence_length=512)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def read_transformer_config(folder: Path) -> Flux1TransformerConfig:
     if out_channels != in_channels:
         raise ModelLoadError(
             f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({out_channels}) differ: this is not "
-            "a text-to-image checkpoint, the only kind this family runs natively"
+            "a text-to-image checkpoint, the only kind this family runs natively; `--backend diffusers` runs it"
         )
     head_dim = file.whole_number("attention_head_dim")
     axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", len(_AXES))

@@ -18,7 +18,6 @@ from diffusion_runtime.models.flux1.config import read_geometry, read_transforme
 from diffusion_runtime.models.flux1.text import load_text_encoder
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux1.weights import transformer_pieces
-from diffusion_runtime.models.folder import refuse_other_pipelines
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -32,6 +31,8 @@ class Flux1Family(ModelFamily):
 
     name = "flux1"
     transformer_classes = ("FluxTransformer2DModel",)
+    pipeline_classes = ("FluxPipeline",)
+    diffusers_components = (codec.AUTOENCODER,)
     roles = (("self", "self"),)
     # Those of FLUX.1 [dev], as its authors document them.
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -45,6 +46,10 @@ class Flux1Family(ModelFamily):
         "sampler": "flow_match_euler",
         "guidance_mode": "batched",
     }
+
+    def check_settings(self, folder: Path) -> None:
+        super().check_settings(folder)
+        codec.read_normalisation(folder)
 
     def request_defaults(self, folder: Path) -> Mapping[str, Any]:
         """Without an embedded scale: the four steps of FLUX.1 [schnell], and no guidance."""
@@ -65,7 +70,6 @@ class Flux1Family(ModelFamily):
         return read_geometry(folder)
 
     def build_transformer(self, folder: Path, policy: AttentionPolicy) -> Flux1Transformer:
-        refuse_other_pipelines(folder, ("FluxPipeline",))
         config = read_transformer_config(folder)
         with torch.device("meta"):
             return Flux1Transformer(config, read_geometry(folder), policy)

@@ -9,11 +9,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from diffusion_runtime.models.autoencoder import COMPONENT, load_autoencoder_half
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.flux2.config import FOLD
 from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.image_decoder import decode_image
 from diffusion_runtime.models.interface import LatentDecoder
+
+AUTOENCODER = DiffusersComponent(
+    COMPONENT,
+    "diffusers.models.autoencoders.autoencoder_kl_flux2",
+    "AutoencoderKLFlux2",
+    {"force_upcast": "for pipelines that turn half-precision decoders into float32; no FLUX.2 pipeline asks for it"},
+)
 
 
 class Flux2Decoder(LatentDecoder):
@@ -39,17 +46,12 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Flux
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
-    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
-    from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
-
     eps = read_config(folder, COMPONENT).number("batch_norm_eps", 1e-4)
-    autoencoder = load_autoencoder_half(
+    autoencoder = AUTOENCODER.load(
         folder,
-        AutoencoderKLFlux2,
         device,
         dtype,
         left_out=("encoder", "quant_conv"),
         stays_float32=lambda name: name.startswith("bn."),
-        idle_settings=("force_upcast",),
     )
     return Flux2Decoder(autoencoder, eps)

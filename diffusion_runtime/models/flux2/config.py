@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.folder import INDEX_FILE, ConfigFile, read_config, read_json, refuse_other_pipelines
+from diffusion_runtime.models.folder import INDEX_FILE, ConfigFile, read_config, read_json
 from diffusion_runtime.models.image_geometry import ImageGeometry
 
 # [dev], which takes the guidance scale as an input, and [klein], which does not.
@@ -74,9 +74,7 @@ class Flux2TransformerConfig:
 
 
 def read_pipeline_config(folder: Path) -> Flux2PipelineConfig:
-    """model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key, also for a
-    pipeline that does something else."""
-    refuse_other_pipelines(folder, (DEV, KLEIN))
+    """model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     path = folder / INDEX_FILE
     index = ConfigFile(path, read_json(path))
     is_klein = index.values.get("_class_name") == KLEIN
@@ -96,7 +94,7 @@ def read_transformer_config(folder: Path) -> Flux2TransformerConfig:
     if out_channels != in_channels:
         raise ModelLoadError(
             f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({out_channels}) differ: this is not "
-            "a text-to-image checkpoint, the only kind this family runs natively"
+            "a text-to-image checkpoint, the only kind this family runs natively; `--backend diffusers` runs it"
         )
     head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
     axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", _NUM_AXES)

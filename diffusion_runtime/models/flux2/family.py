@@ -13,7 +13,13 @@ from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
 from diffusion_runtime.models.flux2 import codec
-from diffusion_runtime.models.flux2.config import read_geometry, read_pipeline_config, read_transformer_config
+from diffusion_runtime.models.flux2.config import (
+    DEV,
+    KLEIN,
+    read_geometry,
+    read_pipeline_config,
+    read_transformer_config,
+)
 from diffusion_runtime.models.flux2.schedule import read_schedule
 from diffusion_runtime.models.flux2.text import load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
@@ -29,6 +35,9 @@ class Flux2Family(ModelFamily):
 
     name = "flux2"
     transformer_classes = ("Flux2Transformer2DModel",)
+    pipeline_classes = (DEV, KLEIN)
+    index_keys = ("is_distilled",)
+    diffusers_components = (codec.AUTOENCODER,)
     roles = (("self", "self"),)
     # Those of FLUX.2 [dev] and of [klein] before distillation, as their authors document them.
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -54,6 +63,9 @@ class Flux2Family(ModelFamily):
 
     def embeds_guidance(self, folder: Path) -> bool:
         return read_transformer_config(folder).embeds_guidance
+
+    def takes_guidance(self, folder: Path) -> bool:
+        return not read_pipeline_config(folder).is_distilled
 
     def num_shared_heads(self, folder: Path) -> int:
         return read_transformer_config(folder).num_heads

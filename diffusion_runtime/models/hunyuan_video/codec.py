@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from diffusion_runtime.layers.convolution import QuickConvolutions
-from diffusion_runtime.models.autoencoder import COMPONENT, load_autoencoder_half
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
+
+AUTOENCODER = DiffusersComponent(
+    COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video", "AutoencoderKLHunyuanVideo"
+)
 
 
 class HunyuanVideoDecoder(LatentDecoder):
@@ -43,11 +47,10 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Huny
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
-    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
-    from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder", "quant_conv"))
+    return HunyuanVideoDecoder(autoencoder, read_scaling_factor(folder))
 
-    scaling_factor = read_config(folder, COMPONENT).number("scaling_factor", 0.476986)
-    autoencoder = load_autoencoder_half(
-        folder, AutoencoderKLHunyuanVideo, device, dtype, left_out=("encoder", "quant_conv")
-    )
-    return HunyuanVideoDecoder(autoencoder, scaling_factor)
+
+def read_scaling_factor(folder: Path) -> float:
+    """What latents are multiplied with. Raises ModelLoadError that names the file and the key."""
+    return read_config(folder, COMPONENT).number("scaling_factor", 0.476986)

@@ -76,7 +76,7 @@ def read_transformer_config(folder: Path) -> HunyuanVideoConfig:
         raise ModelLoadError(
             f"{file.path}: keys 'image_condition_type' ({kind!r}), 'in_channels' ({num_channels}) and 'out_channels' "
             f"({out_channels}): expected null and equal numbers; this is an image-conditioned checkpoint, and this "
-            "family runs text-to-video ones natively; `backend='diffusers'` runs the others"
+            "family runs text-to-video ones natively; `--backend diffusers` runs the others"
         )
     head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
     axis_channels = file.whole_numbers("rope_axes_dim", 3)

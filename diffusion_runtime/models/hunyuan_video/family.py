@@ -26,6 +26,8 @@ class HunyuanVideoFamily(ModelFamily):
 
     name = "hunyuan_video"
     transformer_classes = ("HunyuanVideoTransformer3DModel",)
+    pipeline_classes = ("HunyuanVideoPipeline",)
+    diffusers_components = (codec.AUTOENCODER,)
     roles = (("self", "self"), (REFINER_ROLE, "cross"))
     # 720p, five seconds at 24 frames a second, as its authors document them; distilled from guidance.
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -40,6 +42,10 @@ class HunyuanVideoFamily(ModelFamily):
         "sampler": "flow_match_euler",
         "guidance_mode": "batched",
     }
+
+    def check_settings(self, folder: Path) -> None:
+        super().check_settings(folder)
+        codec.read_scaling_factor(folder)
 
     def schedule(self, folder: Path, scheduler: SchedulerConfig) -> FlowSchedule:
         super().schedule(folder, scheduler)

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 
 from diffusion_runtime.layers.convolution import QuickConvolutions
-from diffusion_runtime.models.autoencoder import COMPONENT, load_autoencoder_half
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
+
+AUTOENCODER = DiffusersComponent(
+    COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15", "AutoencoderKLHunyuanVideo15"
+)
 
 
 class HunyuanVideo15Decoder(LatentDecoder):
@@ -60,20 +64,18 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Huny
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
-    return HunyuanVideo15Decoder(_load_half(folder, device, dtype, left_out="encoder"), _scaling_factor(folder))
+    return HunyuanVideo15Decoder(_load_half(folder, device, dtype, left_out="encoder"), read_scaling_factor(folder))
 
 
 def load_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> FirstFrameEncoder:
     """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
-    return FirstFrameEncoder(_load_half(folder, device, dtype, left_out="decoder"), _scaling_factor(folder))
+    return FirstFrameEncoder(_load_half(folder, device, dtype, left_out="decoder"), read_scaling_factor(folder))
 
 
-def _scaling_factor(folder: Path) -> float:
+def read_scaling_factor(folder: Path) -> float:
+    """What latents are multiplied with. Raises ModelLoadError that names the file and the key."""
     return read_config(folder, COMPONENT).number("scaling_factor", 1.03682)
 
 
 def _load_half(folder: Path, device: torch.device, dtype: torch.dtype, *, left_out: str) -> Any:
-    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
-    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
-
-    return load_autoencoder_half(folder, AutoencoderKLHunyuanVideo15, device, dtype, left_out=(left_out,))
+    return AUTOENCODER.load(folder, device, dtype, left_out=(left_out,))

@@ -13,7 +13,6 @@ from diffusion_runtime.models.folder import (
     component_class,
     read_config,
     read_json,
-    refuse_other_pipelines,
 )
 from diffusion_runtime.models.geometry import LatentGeometry
 
@@ -118,7 +117,6 @@ def read_transformer_config(folder: Path) -> HunyuanVideo15Config:
 def _starts_from_image(folder: Path, task: str) -> bool:
     """As the folder's pipeline does. task: the transformer's task_type, for a folder that names no pipeline. diffusers
     does not read that key, and what converts published models writes `i2v` for text to video at 480p, too."""
-    refuse_other_pipelines(folder, (TEXT_TO_VIDEO, IMAGE_TO_VIDEO))
     name = read_json(folder / INDEX_FILE).get("_class_name")
     return task == "i2v" if name is None else name == IMAGE_TO_VIDEO
 
@@ -158,6 +156,7 @@ def read_guidance_scale(folder: Path) -> float | None:
         )
     path = folder / "guider" / "guider_config.json"
     file = ConfigFile(path, read_json(path))
+    file.refuse_unknown((*_PLAIN_GUIDER, "enabled", "guidance_scale"))
     settings: dict[str, Any] = file.settings()
     for key, plain in _PLAIN_GUIDER.items():
         if settings.get(key, plain) != plain:

@@ -15,6 +15,8 @@ from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_w
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15 import codec, image, text
 from diffusion_runtime.models.hunyuan_video_15.config import (
+    IMAGE_TO_VIDEO,
+    TEXT_TO_VIDEO,
     read_geometry,
     read_guidance_scale,
     read_transformer_config,
@@ -33,6 +35,8 @@ class HunyuanVideo15Family(ModelFamily):
 
     name = "hunyuan_video_15"
     transformer_classes = ("HunyuanVideo15Transformer3DModel",)
+    pipeline_classes = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO)
+    diffusers_components = (codec.AUTOENCODER,)
     roles = (("self", "self"), (REFINER_ROLE, "cross"))
     # 480p, five seconds at 24 frames a second, as its authors document them.
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -47,6 +51,12 @@ class HunyuanVideo15Family(ModelFamily):
         "sampler": "flow_match_euler",
         "guidance_mode": "batched",
     }
+
+    def check_settings(self, folder: Path) -> None:
+        super().check_settings(folder)
+        codec.read_scaling_factor(folder)
+        if self.needs_image(folder):
+            image.read_preparation(folder)
 
     def request_defaults(self, folder: Path) -> Mapping[str, Any]:
         """With the guidance scale of the folder's guider, and the size its transformer was made for."""

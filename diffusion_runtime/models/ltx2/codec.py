@@ -8,15 +8,22 @@ from typing import Any
 import numpy
 import torch
 
-from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.convolution import QuickConvolutions
 from diffusion_runtime.media.audio import Audio
-from diffusion_runtime.models.autoencoder import COMPONENT, load_autoencoder_half, load_component
-from diffusion_runtime.models.folder import component_class, read_config
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.ltx2.config import AUDIO_VAE
 
 VOCODER = "vocoder"
+VIDEO_AUTOENCODER = DiffusersComponent(
+    COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_ltx2", "AutoencoderKLLTX2Video"
+)
+AUDIO_AUTOENCODER = DiffusersComponent(
+    AUDIO_VAE, "diffusers.models.autoencoders.autoencoder_kl_ltx2_audio", "AutoencoderKLLTX2Audio"
+)
+# That of LTX-2.0, the version that this family runs natively.
+VOCODER_NETWORK = DiffusersComponent(VOCODER, "diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder")
 
 
 class LTX2Decoder(LatentDecoder):
@@ -71,33 +78,12 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> LTX2
     Raises ModelLoadError for settings that the installed diffusers does not know, or that need more than latents, and
     for weights that do not fit.
     """
-    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
-    from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
-    from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
-    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
-
-    _check_is_deterministic(folder)
-    _, name = component_class(folder, VOCODER)
-    if name != LTX2Vocoder.__name__:
-        raise ModelLoadError(
-            f"{folder}: the vocoder is a {name}, expected {LTX2Vocoder.__name__}, as in LTX-2.0, the version that this "
-            "family runs natively"
-        )
+    check_decoding(folder)
     return LTX2Decoder(
-        load_autoencoder_half(
-            folder, AutoencoderKLLTX2Video, device, dtype, left_out=("encoder",), stays_float32=_is_statistic
-        ),
+        VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("encoder",), stays_float32=_is_statistic),
         read_config(folder, COMPONENT).number("scaling_factor", 1.0),
-        load_component(
-            folder,
-            AUDIO_VAE,
-            AutoencoderKLLTX2Audio,
-            device,
-            dtype,
-            left_out=("encoder",),
-            stays_float32=_is_statistic,
-        ),
-        load_component(folder, VOCODER, LTX2Vocoder, device, torch.float32),
+        AUDIO_AUTOENCODER.load(folder, device, dtype, left_out=("encoder",), stays_float32=_is_statistic),
+        VOCODER_NETWORK.load(folder, device, torch.float32),
         read_config(folder, VOCODER).whole_number("output_sampling_rate", 24000),
     )
 
@@ -106,11 +92,14 @@ def _is_statistic(name: str) -> bool:
     return name in ("latents_mean", "latents_std")
 
 
-def _check_is_deterministic(folder: Path) -> None:
-    """Raises ModelLoadError for a decoder that adds noise to latents, or between its layers."""
+def check_decoding(folder: Path) -> None:
+    """Raises ModelLoadError for a decoder that adds noise to latents, or between its layers, and for numbers that are
+    none."""
     file = read_config(folder, COMPONENT)
     if file.flag("timestep_conditioning", False):
         raise file.error("timestep_conditioning", "false: noise before decoding is not supported", True)
     noisy = file.values.get("decoder_inject_noise", False)
     if noisy is True or (isinstance(noisy, list) and any(noisy)):
         raise file.error("decoder_inject_noise", "false: noise between a decoder's layers is not supported", noisy)
+    file.number("scaling_factor", 1.0)
+    read_config(folder, VOCODER).whole_number("output_sampling_rate", 24000)

@@ -21,7 +21,6 @@ from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.token_shift import token_shift
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
-from diffusion_runtime.models.folder import refuse_other_pipelines
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.models.ltx2 import codec, text
@@ -36,8 +35,6 @@ from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
-_PIPELINES = ("LTX2Pipeline",)
-
 
 class LTX2Family(ModelFamily):
     """LTX-2 text-to-video with sound. All but the video's self-attention counts as `cross`: it has no grid of queries
@@ -45,6 +42,8 @@ class LTX2Family(ModelFamily):
 
     name = "ltx2"
     transformer_classes = ("LTX2VideoTransformer3DModel",)
+    pipeline_classes = ("LTX2Pipeline",)
+    diffusers_components = (codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER, codec.VOCODER_NETWORK, text.CONNECTORS)
     roles = (
         ("self", "self"),
         ("cross", "cross"),
@@ -66,6 +65,11 @@ class LTX2Family(ModelFamily):
         "guidance_mode": "batched",
     }
 
+    def check_settings(self, folder: Path) -> None:
+        super().check_settings(folder)
+        codec.check_decoding(folder)
+        text.check_connectors(folder)
+
     def schedule(self, folder: Path, scheduler: SchedulerConfig) -> FlowSchedule:
         return token_shift(scheduler)
 
@@ -73,11 +77,9 @@ class LTX2Family(ModelFamily):
         return read_transformer_config(folder).video.num_heads
 
     def geometry(self, folder: Path) -> LatentGeometry:
-        refuse_other_pipelines(folder, _PIPELINES)
         return read_geometry(folder)
 
     def build_transformer(self, folder: Path, policy: AttentionPolicy) -> LTX2Transformer:
-        refuse_other_pipelines(folder, _PIPELINES)
         config, geometry = read_transformer_config(folder), read_geometry(folder)
         with torch.device("meta"):
             return LTX2Transformer(config, geometry, policy)

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.autoencoder import load_component
+from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.ltx2.config import read_transformer_config
 from diffusion_runtime.text_encoders.gemma3 import Gemma3Encoder, load_gemma3
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder, TextStream
 
 COMPONENT = "connectors"
+CONNECTORS = DiffusersComponent(COMPONENT, "diffusers.pipelines.ltx2.connectors", "LTX2TextConnectors")
 MAX_TOKENS = 1024
 
 
@@ -64,10 +65,7 @@ class LTX2TextEncoder(TextEncoder):
 
 def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> LTX2TextEncoder:
     """Gemma 3 and the connectors of a diffusers folder. Raises ModelLoadError."""
-    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
-    from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
-
-    _check_connectors(folder)
+    check_connectors(folder)
     gemma = load_gemma3(folder, device, dtype, max_tokens=MAX_TOKENS)
     file = read_config(folder, COMPONENT)
     for key, default, expected in (
@@ -77,10 +75,10 @@ def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) ->
         value = file.whole_number(key, default)
         if value != expected:
             raise file.error(key, f"{expected}, as the text encoder beside it has", value)
-    return LTX2TextEncoder(gemma, load_component(folder, COMPONENT, LTX2TextConnectors, device, dtype))
+    return LTX2TextEncoder(gemma, CONNECTORS.load(folder, device, dtype))
 
 
-def _check_connectors(folder: Path) -> None:
+def check_connectors(folder: Path) -> None:
     """Raises ModelLoadError for connectors that do not fit the transformer or the length of a text."""
     file, transformer = read_config(folder, COMPONENT), read_transformer_config(folder)
     for stream in ("video", "audio"):

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from diffusion_runtime.layers.convolution import QuickConvolutions
-from diffusion_runtime.models.autoencoder import COMPONENT, load_autoencoder_half
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
+
+AUTOENCODER = DiffusersComponent(
+    COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_qwenimage", "AutoencoderKLQwenImage"
+)
 
 
 class QwenImageDecoder(LatentDecoder):
@@ -39,14 +43,15 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Qwen
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
-    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
-    from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
-
-    file = read_config(folder, COMPONENT)
-    num_channels = file.whole_number("z_dim", 16)
-    mean, std = file.numbers("latents_mean", num_channels), file.numbers("latents_std", num_channels)
-    left_out = ("encoder", "quant_conv")
-    autoencoder = load_autoencoder_half(folder, AutoencoderKLQwenImage, device, dtype, left_out=left_out)
+    mean, std = read_statistics(folder)
+    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder", "quant_conv"))
     # Its class counts the encoder's convolutions at every decode.
     autoencoder.encoder = torch.nn.Identity()
     return QwenImageDecoder(autoencoder, mean, std)
+
+
+def read_statistics(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of the latents, of every channel. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, COMPONENT)
+    num_channels = file.whole_number("z_dim", 16)
+    return file.numbers("latents_mean", num_channels), file.numbers("latents_std", num_channels)

@@ -75,7 +75,8 @@ def read_transformer_config(folder: Path) -> QwenImageTransformerConfig:
     if in_channels != out_channels * _SIDE * _SIDE:
         raise ModelLoadError(
             f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({out_channels}): expected the first "
-            "to be four times the second; this is not a text-to-image checkpoint, the only kind this family runs"
+            "to be four times the second; this is not a text-to-image checkpoint, the only kind that runs natively; "
+            "`--backend diffusers` runs it"
         )
     head_dim = file.whole_number("attention_head_dim")
     axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", len(_AXES))

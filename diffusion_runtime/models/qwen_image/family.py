@@ -13,7 +13,6 @@ from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.token_shift import token_shift
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
-from diffusion_runtime.models.folder import refuse_other_pipelines
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.models.qwen_image import codec
@@ -29,6 +28,8 @@ class QwenImageFamily(ModelFamily):
 
     name = "qwen_image"
     transformer_classes = ("QwenImageTransformer2DModel",)
+    pipeline_classes = ("QwenImagePipeline",)
+    diffusers_components = (codec.AUTOENCODER,)
     roles = (("self", "self"),)
     # The authors' own, for a square image; their negative prompt is a space.
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -43,6 +44,10 @@ class QwenImageFamily(ModelFamily):
         "guidance_mode": "batched",
     }
 
+    def check_settings(self, folder: Path) -> None:
+        super().check_settings(folder)
+        codec.read_statistics(folder)
+
     def schedule(self, folder: Path, scheduler: SchedulerConfig) -> FlowSchedule:
         return token_shift(scheduler)
 
@@ -53,7 +58,6 @@ class QwenImageFamily(ModelFamily):
         return read_geometry(folder)
 
     def build_transformer(self, folder: Path, policy: AttentionPolicy) -> QwenImageTransformer:
-        refuse_other_pipelines(folder, ("QwenImagePipeline",))
         config = read_transformer_config(folder)
         with torch.device("meta"):
             return QwenImageTransformer(config, read_geometry(folder), policy)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.convolution import QuickConvolutions
-from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
-from diffusion_runtime.models.folder import ConfigFile, read_config
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner, LatentDecoder
 
-COMPONENT = "vae"
+AUTOENCODER = DiffusersComponent(
+    COMPONENT,
+    "diffusers.models.autoencoders.autoencoder_kl_wan",
+    "AutoencoderKLWan",
+    {"clip_output": "no version of the class has read it: what it decodes is always cut to [-1, 1]"},
+)
 
 # The halves of the autoencoder; the one that is not needed is neither built nor read.
-_ENCODER_PARTS = ("encoder.", "quant_conv.")
-_DECODER_PARTS = ("decoder.", "post_quant_conv.")
+_ENCODER_PARTS = ("encoder", "quant_conv")
+_DECODER_PARTS = ("decoder", "post_quant_conv")
 
 
 class WanDecoder(LatentDecoder):
@@ -75,43 +78,16 @@ def load_image_conditioner(folder: Path, device: torch.device, dtype: torch.dtyp
     return WanImageConditioner(*_load_half(folder, device, dtype, left_out=_DECODER_PARTS))
 
 
+def read_statistics(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of the latents, of every channel. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, COMPONENT)
+    num_channels = file.whole_number("z_dim", 16)
+    return file.numbers("latents_mean", num_channels), file.numbers("latents_std", num_channels)
+
+
 def _load_half(
     folder: Path, device: torch.device, dtype: torch.dtype, *, left_out: tuple[str, ...]
 ) -> tuple[Any, tuple[float, ...], tuple[float, ...]]:
-    """The autoencoder without the parts whose names begin so, and the mean and deviation of its latents."""
-    # Imported here: it takes a few tenths of a second, and more when it is the first part of diffusers.
-    from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
-
-    file = read_config(folder, COMPONENT)
-    _check_settings(file, AutoencoderKLWan)
-    num_channels = file.whole_number("z_dim", 16)
-    mean, std = file.numbers("latents_mean", num_channels), file.numbers("latents_std", num_channels)
-    try:
-        with torch.device("meta"):
-            autoencoder = AutoencoderKLWan(**file.settings())
-    except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError) as error:
-        raise ModelLoadError(f"{file.path}: AutoencoderKLWan refuses these settings: {error}") from error
-    for part in left_out:
-        setattr(autoencoder, part.removesuffix("."), None)
-    with Checkpoint(folder / COMPONENT) as checkpoint:
-        load_weights(
-            autoencoder,
-            checkpoint,
-            own_pieces(autoencoder),
-            device,
-            dtype,
-            ignored=lambda name: name.startswith(left_out),
-        )
-    return autoencoder, mean, std
-
-
-def _check_settings(file: ConfigFile, autoencoder_class: type) -> None:
-    known = inspect.signature(autoencoder_class).parameters
-    unknown = [key for key in file.settings() if key not in known]
-    if unknown:
-        import diffusers
-
-        raise ModelLoadError(
-            f"{file.path}: key {unknown[0]!r} is unknown to AutoencoderKLWan of the installed diffusers "
-            f"{diffusers.__version__}; this model was written for a newer one: `pip install -U diffusers`"
-        )
+    """The autoencoder without these parts, and the mean and deviation of its latents."""
+    mean, std = read_statistics(folder)
+    return AUTOENCODER.load(folder, device, dtype, left_out=left_out), mean, std

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models.folder import INDEX_FILE, ConfigFile, read_config, read_json
 from diffusion_runtime.models.geometry import LatentGeometry
 
@@ -15,6 +15,22 @@ _QK_NORM = "rms_norm_across_heads"
 # The linear map of a block, in checkpoints trained with Video Sparse Attention, that makes its gate.
 GATE = "to_gate_compress"
 
+_KEYS = (
+    "patch_size",
+    "num_attention_heads",
+    "attention_head_dim",
+    "in_channels",
+    "out_channels",
+    "text_dim",
+    "freq_dim",
+    "ffn_dim",
+    "num_layers",
+    "cross_attn_norm",
+    "qk_norm",
+    "eps",
+    # The length of diffusers' table of rotary positions; here they are computed for the size at hand.
+    "rope_max_seq_len",
+)
 # Settings that only image-conditioned checkpoints have.
 _IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
 
@@ -85,6 +101,7 @@ def read_transformer_config(folder: Path, component: str = "transformer") -> Wan
     """config.json of a transformer in a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, component)
     _refuse_image_conditioned(file)
+    file.refuse_unknown((*_KEYS, *_IMAGE_KEYS))
     qk_norm = file.values.get("qk_norm", _QK_NORM)
     if qk_norm != _QK_NORM:
         raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
@@ -93,7 +110,7 @@ def read_transformer_config(folder: Path, component: str = "transformer") -> Wan
     if out_channels != num_channels:
         raise ModelLoadError(
             f"{file.path}: keys 'in_channels' ({num_channels}) and 'out_channels' ({out_channels}) differ: this is not "
-            "a text-to-video checkpoint, the only kind this family runs natively"
+            "a text-to-video checkpoint, the only kind this family runs natively; `--backend diffusers` runs it"
         )
     patch = file.whole_numbers("patch_size", 3)
     head_dim, num_waves = file.whole_number("attention_head_dim"), file.whole_number("freq_dim")
@@ -137,6 +154,6 @@ def _refuse_image_conditioned(file: ConfigFile) -> None:
     for key in _IMAGE_KEYS:
         if file.values.get(key) is not None:
             raise ModelLoadError(
-                f"{file.path}: key {key!r} is {file.values[key]!r}: this is an image-conditioned checkpoint, and this "
-                "family runs text-to-video ones; use the T2V checkpoint of the same size"
+                f"{file.path}: key {key!r} is {shown(file.values[key])}: this is an image-conditioned checkpoint, and "
+                "this family runs text-to-video ones; `--backend diffusers` runs it"
             )

@@ -10,6 +10,7 @@ import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
+from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder, ModelFamily
 from diffusion_runtime.models.wan import codec
@@ -18,7 +19,7 @@ from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.text_encoders.umt5 import load_umt5
+from diffusion_runtime.text_encoders.umt5 import MAX_TOKENS, load_umt5
 
 
 class WanFamily(ModelFamily):
@@ -26,6 +27,9 @@ class WanFamily(ModelFamily):
 
     name = "wan"
     transformer_classes = ("WanTransformer3DModel",)
+    pipeline_classes = ("WanPipeline",)
+    index_keys = ("boundary_ratio", "expand_timesteps")
+    diffusers_components = (codec.AUTOENCODER,)
     roles = (("self", "self"), ("cross", "cross"))
     decoder_splits_rows = True
     # 480p as in Wan 2.1's own examples: flow shift 3 and guidance 5 to 6 for 1.3B, five seconds at 16 frames a second.
@@ -48,6 +52,13 @@ class WanFamily(ModelFamily):
         "guidance_scale_2": 3.0,
     }
     image_defaults: ClassVar[Mapping[str, Any]] = {"height": 704, "width": 1280, "num_frames": 121, "fps": 24}
+
+    def check_settings(self, folder: Path) -> None:
+        super().check_settings(folder)
+        codec.read_statistics(folder)
+
+    def transformer_components(self, folder: Path) -> tuple[str, ...]:
+        return COMPONENTS[:1] if read_pipeline_config(folder).boundary is None else COMPONENTS
 
     def request_defaults(self, folder: Path) -> Mapping[str, Any]:
         pipeline = read_pipeline_config(folder)
@@ -72,7 +83,8 @@ class WanFamily(ModelFamily):
             return WanExperts((first, second), geometry, policy, pipeline.boundary)
 
     def load_text_encoder(self, folder: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-        return load_umt5(folder, device, dtype)
+        max_tokens = generation_settings(folder).max_text_tokens
+        return load_umt5(folder, device, dtype, max_tokens=MAX_TOKENS if max_tokens is None else max_tokens)
 
     def load_transformer(
         self,

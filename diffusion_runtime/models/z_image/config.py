@@ -21,6 +21,8 @@ _KEYS = (
     "n_refiner_layers",
     "n_heads",
     "n_kv_heads",
+    # In published files beside n_heads, which says the same; no version of the class knows it.
+    "nheads",
     "norm_eps",
     "qk_norm",
     "cap_feat_dim",

@@ -13,7 +13,6 @@ from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.denoising.token_shift import token_shift
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
-from diffusion_runtime.models.folder import refuse_other_pipelines
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
 from diffusion_runtime.models.z_image import codec
@@ -33,6 +32,8 @@ class ZImageFamily(ModelFamily):
     name = "z_image"
     transformer_classes = ("ZImageTransformer2DModel",)
     # The refiner of the text has no grid: backends that need one pass over it, as over any cross-attention.
+    pipeline_classes = ("ZImagePipeline",)
+    diffusers_components = (codec.AUTOENCODER,)
     roles = (("self", "self"), (TEXT_ROLE, "cross"))
     # cond + scale * (cond - uncond): 0 turns guidance off, where other models say 1.
     guidance_offset = 1.0
@@ -51,6 +52,10 @@ class ZImageFamily(ModelFamily):
     # Those of Z-Image, which is not distilled.
     base_defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 4.0}
 
+    def check_settings(self, folder: Path) -> None:
+        super().check_settings(folder)
+        codec.read_normalisation(folder)
+
     def request_defaults(self, folder: Path) -> Mapping[str, Any]:
         """Those of the model before distillation where the scheduler has its flow shift: published folders of the two
         differ in nothing else that can be read."""
@@ -67,7 +72,6 @@ class ZImageFamily(ModelFamily):
         return read_geometry(folder)
 
     def build_transformer(self, folder: Path, policy: AttentionPolicy) -> ZImageTransformer:
-        refuse_other_pipelines(folder, ("ZImagePipeline",))
         config = read_transformer_config(folder)
         with torch.device("meta"):
             return ZImageTransformer(config, read_geometry(folder), policy)

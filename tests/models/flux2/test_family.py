@@ -148,6 +148,11 @@ def test_a_distilled_model_takes_four_steps_without_guidance(tiny_klein_folder: 
     defaults = Flux2Family().request_defaults(tiny_klein_folder)
     assert (defaults["num_inference_steps"], defaults["guidance_scale"]) == (50, 4.0)
     assert not Flux2Family().embeds_guidance(folder)
+    # Its pipeline leaves the scale unread with a remark; two branches were run here.
+    rules = inspect_pipeline(RuntimeConfig(model_path=str(folder), device="cpu")).rules
+    with pytest.raises(RequestError, match=r"guidance_scale: this model was distilled .* expected 1 or less, got 4"):
+        rules.resolve(GenerationRequest(prompt="a red circle", guidance_scale=4.0, **TINY_SIZES))
+    assert not rules.is_guided(rules.resolve(GenerationRequest(prompt="a red circle", **TINY_SIZES)))
 
 
 def test_a_picture_to_edit_is_refused(tiny_flux2_folder: Path, tmp_path: Path) -> None:

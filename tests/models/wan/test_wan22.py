@@ -11,12 +11,14 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from PIL import Image
-from tiny_models import write_tiny_wan
+from tiny_models import TINY_SIZES, write_tiny_wan
 
-from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.request_rules import BatchSettings
 
 PROMPTS = ("a red circle moving left", "two objects: a blue star, and a green ring.")
 NEGATIVE = "a yellow square"
@@ -139,6 +141,9 @@ def test_each_expert_serves_its_steps(experts_folder: Path) -> None:
 def test_the_experts_have_scales_of_their_own_by_default(experts_folder: Path, image_folder: Path) -> None:
     defaults = load_pipeline(str(experts_folder), device="cpu").defaults
     assert (defaults["guidance_scale"], defaults["guidance_scale_2"], defaults["num_inference_steps"]) == (4.0, 3.0, 40)
+    rules = inspect_pipeline(RuntimeConfig(str(experts_folder), device="cpu")).rules
+    settings = BatchSettings.of([rules.resolve(GenerationRequest("a star", **TINY_SIZES, guidance_scale=7.0))], rules)
+    assert settings.cfg_scales == (7.0, 7.0)
     defaults = load_pipeline(str(image_folder), device="cpu").defaults
     assert (defaults["height"], defaults["width"], defaults["num_frames"], defaults["fps"]) == (704, 1280, 121, 24)
     assert "guidance_scale_2" not in defaults
