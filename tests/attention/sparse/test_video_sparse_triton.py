@@ -16,10 +16,19 @@ import pytest
 import torch
 from sparse_oracle import masked_attention, random_qkv
 
-from diffusion_runtime.attention import AttentionCall, AttentionState, LayerInfo, StepInfo, TokenLayout, plan_attention
+from diffusion_runtime.attention import (
+    AttentionCall,
+    AttentionState,
+    LayerInfo,
+    StepInfo,
+    TokenLayout,
+    attention,
+    plan_attention,
+)
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
 from diffusion_runtime.attention.sparse.video_sparse import VideoSparseBackend, VideoSparseOptions
 from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles, tile_means
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
 
 # Ragged on every axis; tiles of 128 leave rests of 1 to 64 queries.
@@ -56,7 +65,19 @@ def compare(
     torch.testing.assert_close(result.lse.double()[finite], lse[finite], atol=10 * rounding, rtol=0)
 
 
+def refuse_gradients(device: str) -> None:
+    """While gradients are recorded, the kernel would lose those of its inputs."""
+    layout = TokenLayout((1, 4, 5))
+    q, k, v = (x.to(device).requires_grad_() for x in random_qkv(layout, num_heads=1, head_dim=16))
+    arguments: dict[str, Any] = {"backend": "vsa", "options": {"sparsity": 0.5}, "layout": layout}
+    with pytest.raises(ConfigError, match="by triton computes no gradients, and q, k, v require them"):
+        attention(q, k, v, **arguments)
+    with torch.no_grad():
+        assert attention(q, k, v, **arguments).isfinite().all()
+
+
 def interpret() -> None:
+    refuse_gradients("cpu")
     compare(GRID, (4, 4, 8), torch.float16, 16, "cpu", gated=True)
     compare(TEXT, (4, 8, 8), torch.float32, 16, "cpu", gated=False)
     print("ok")
@@ -78,6 +99,11 @@ def test_a_call_under_the_interpreter() -> None:
 def test_a_call_on_a_gpu(layout: TokenLayout, tile: tuple[int, int, int], *, gated: bool) -> None:
     compare(layout, tile, torch.bfloat16, 128, "cuda", gated=gated)
     compare(layout, tile, torch.float16, 72, "cuda", gated=gated)
+
+
+@pytest.mark.gpu
+def test_gradients_are_refused_on_a_gpu() -> None:
+    refuse_gradients("cuda")
 
 
 @pytest.mark.gpu
