@@ -20,7 +20,7 @@ from diffusion_runtime.attention.self_test import device_answers, planned_tests,
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import detect_hardware
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 BACKENDS = {name: backend for name in available_names() if (backend := find_backend(name))}
 DENSE = [name for name, backend in BACKENDS.items() if backend.options_type is NoOptions]
