@@ -52,7 +52,7 @@ def command_process(*arguments: object, cwd: Path, input_text: str | None = None
         input=input_text,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     return Result(finished.returncode, finished.stdout, finished.stderr)
 

@@ -27,7 +27,7 @@ class Running:
     process: subprocess.Popen[str]
     program: Path
 
-    def finish(self, timeout: float = 280) -> Result:
+    def finish(self, timeout: float = 600) -> Result:
         out, err = self.process.communicate(timeout=timeout)
         return Result(self.process.returncode, out, err)
 

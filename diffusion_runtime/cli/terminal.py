@@ -144,7 +144,7 @@ def put_path_on_stdout(path: Path) -> None:
     text = str(path)
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and not _can_say(text, stream.encoding):
-        _put(lambda: (stream.flush(), stream.buffer.write(os.fsencode(text) + b"\n")))
+        _put(lambda: stream.buffer.write(os.fsencode(text) + b"\n"))
         return
     put_on_stdout(text)
 

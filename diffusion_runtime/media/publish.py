@@ -102,8 +102,8 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in dict.fromkeys(waiting):
-            signal.raise_signal(number)
+        for received in dict.fromkeys(waiting):
+            signal.raise_signal(received)
 
 
 def numbered(path: Path, number: int) -> Path:

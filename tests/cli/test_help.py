@@ -1,10 +1,9 @@
-"""Help is quick, fits a terminal, and loads nothing heavy."""
+"""Help fits a terminal, and loads nothing heavy."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,16 @@ HEAVY = ("torch", "diffusers", "transformers", "numpy", "PIL", "yaml", "imageio_
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "-h"], ["--version"]])
-def test_help_loads_no_torch_and_takes_less_than_half_a_second(arguments: list[str], tmp_path: Path) -> None:
+def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     code = (
         "import sys; from diffusion_runtime.cli.app import run; "
         f"assert run({arguments!r}) == 0; print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    seconds = []
-    for _ in range(2):
-        started = time.perf_counter()
-        finished = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=process_environment(), capture_output=True, text=True
-        )
-        seconds.append(time.perf_counter() - started)
-        assert finished.returncode == 0, finished.stderr
-        assert finished.stdout.splitlines()[-1] == "[]"
-    assert min(seconds) < 0.5
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=process_environment(), capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "--help"]])

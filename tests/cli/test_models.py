@@ -43,7 +43,7 @@ def test_no_torch_is_imported() -> None:
         env=process_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     assert finished.stdout.strip() == "False"

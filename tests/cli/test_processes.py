@@ -45,7 +45,7 @@ def test_an_interrupted_batch_keeps_what_is_finished(tiny_wan_folder: Path, tmp_
         assert process.stdout is not None
         first = process.stdout.readline().strip()
         process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=60)
+        rest, said = process.communicate(timeout=600)
     assert process.returncode == 130
     finished = [first, *rest.split()]
     assert f"interrupted: {len(finished)} of 50 finished" in said
@@ -117,7 +117,7 @@ def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: 
         assert process.stderr is not None
         assert process.stderr.readline() == f"loading {tiny_wan_folder}\n"
         process.send_signal(number)
-        told, said = process.communicate(timeout=60)
+        told, said = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "interrupted: nothing was finished" in said
     assert json.loads(told)["kind"] == "Interrupted"
@@ -142,6 +142,6 @@ def test_a_full_standard_output_is_one_error(name: str, said: str, tmp_path: Pat
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=600,
         )
     assert (finished.returncode, finished.stderr) == (1, said)

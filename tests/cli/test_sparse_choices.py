@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,10 +104,7 @@ def test_a_general_choice_says_what_it_passed_over(command: Command, tiny_flags:
 def test_as_a_process(arguments: tuple[str, ...], code: int, said: str, folder: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
-    started = time.perf_counter()
     result = command_process("generate", "a star", *tiny_arguments(folder), *arguments, cwd=here)
-    # A few seconds on a quiet machine, most of them for importing torch.
-    assert time.perf_counter() - started < 30
     assert result.code == code, result.err
     assert said in result.said
     assert result.out == ""

@@ -26,7 +26,7 @@ def test_bands_have_no_seams(tmp_path: Path) -> None:
         )
         for rank in range(NUM_PROCESSES)
     ]
-    results = [process.communicate(timeout=120) for process in processes]
+    results = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [0] * NUM_PROCESSES, results
     lines = [list(map(float, line.split())) for line in results[0][0].splitlines()]
     assert len(lines) == len(folders)

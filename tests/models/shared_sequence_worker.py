@@ -90,7 +90,7 @@ def forward(build: Callable[[AttentionPolicy], DiffusionTransformer], mesh: Proc
 def work(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), WORLD)
-    patience = datetime.timedelta(seconds=25)
+    patience = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=patience)
     measured = {}
     for kind, degrees in {"ulysses": (2, 1), "ring": (1, 2)}.items():

@@ -47,7 +47,7 @@ def resolve_in_subprocess(model: str, tmp_path: Path, hub: str, *, weights: bool
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
@@ -81,7 +81,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert server.stdout is not None
     yield server.stdout.readline().strip()
     server.terminate()
-    server.communicate(timeout=10)
+    server.communicate(timeout=600)
 
 
 # --- here -------------------------------------------------------------------------------------------------------------

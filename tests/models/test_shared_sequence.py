@@ -24,7 +24,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)]

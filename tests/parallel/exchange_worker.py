@@ -24,7 +24,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.groups import ProcessMesh
 
 # A process that waits longer than this for another one fails, and names what it waited for.
-PATIENCE = datetime.timedelta(seconds=25)
+PATIENCE = datetime.timedelta(seconds=600)
 
 
 def work(world: int, rank: int, folder: Path, is_cuda: bool) -> None:

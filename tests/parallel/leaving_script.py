@@ -18,15 +18,16 @@ def main(what: str) -> None:
     place = read_place()
     assert place is not None
     world = World.join(place, announce=lambda failure: print(failure.message, flush=True))
-    world.open_groups(torch.device("cpu"), 10.0)
+    world.open_groups(torch.device("cpu"), 600.0)
     world.agree(None)
     if what == "dies" and world.is_first:
         # Not before the other one has read the last answer from the store.
-        time.sleep(0.5)
+        world._board.wait(["waits"], give_up=lambda: False)
         os.kill(os.getpid(), signal.SIGKILL)
     if not world.is_first:
+        world._board.set("waits", "")
         # The watch ends the process long before that.
-        time.sleep(30.0 if what == "dies" else 1.5)
+        time.sleep(1000.0 if what == "dies" else 1.5)
     world.leave()
     print("left", flush=True)
 

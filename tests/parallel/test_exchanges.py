@@ -36,7 +36,7 @@ def run_worlds(folder: Path, num_gpus: int = 0) -> dict[int, list[dict[str, Any]
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240 if num_gpus else 120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return {

@@ -25,7 +25,7 @@ def test_a_world_holds_several_pipelines_on_one_device() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert finished.returncode == 0, finished.stderr
     said = sorted(line for line in finished.stdout.splitlines() if line.startswith("rank "))
@@ -50,7 +50,7 @@ def run_without_launcher(what: str) -> list[tuple[int, str, str]]:
         pipe = subprocess.PIPE
         running.append(subprocess.Popen(arguments, env=environment, stdout=pipe, stderr=pipe, text=True))
     try:
-        said = [process.communicate(timeout=60) for process in running]
+        said = [process.communicate(timeout=600) for process in running]
     finally:
         for process in running:
             process.kill()

@@ -29,7 +29,7 @@ def test_two_processes_take_the_same_steps_on_different_data(tmp_path: Path) -> 
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))

@@ -43,7 +43,7 @@ def test_conditions_arrive_as_they_were_made(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     world = World.join(Place(0, 1, 0, 1, "localhost", port), announce=lambda failure: None)
     try:
-        world.open_groups(torch.device("cpu"), timeout=10)
+        world.open_groups(torch.device("cpu"), timeout=600)
         made = Lengths().encode(["a", "bcd"])
         shared = SharedTextEncoder(Lengths(), world)
         assert (shared.max_tokens, shared.library, shared.implementation) == (7, "none", "lengths")

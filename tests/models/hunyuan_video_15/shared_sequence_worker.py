@@ -30,7 +30,7 @@ from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 SIZE = ClipSize(24, 40, 9, 24)
 WORLD = 2
-PATIENCE = datetime.timedelta(seconds=30)
+PATIENCE = datetime.timedelta(seconds=600)
 
 
 def first_version(policy: AttentionPolicy) -> tuple[DiffusionTransformer, torch.Tensor, DenoiserInputs]:

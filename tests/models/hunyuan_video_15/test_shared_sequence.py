@@ -22,7 +22,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     errors: dict[str, float] = json.loads(result.read_text())

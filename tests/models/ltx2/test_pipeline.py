@@ -223,7 +223,7 @@ def test_two_processes_write_the_same_pictures_and_sound(tiny_folder: Path, tmp_
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "cannot carry sound; it is in" in done.stderr
