@@ -69,7 +69,7 @@ def test_a_result_in_the_field_image(picture_folder: Path) -> None:
     assert rounded.recipe["notes"] == ["Kandinsky5T2IPipeline made height 32 where 64 was asked for"]
 
 
-def test_an_autoencoder_that_decodes_in_tiled_only(tmp_path: Path) -> None:
+def test_an_autoencoder_that_decodes_in_tiles_alone(tmp_path: Path) -> None:
     pipeline = load_pipeline(str(write_tiny_tiled_pipeline(tmp_path / "model")), attention="reference")
     # Its first latent frame holds as many frames as the others.
     with pytest.raises(
