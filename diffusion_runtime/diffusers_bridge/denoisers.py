@@ -17,6 +17,7 @@ _DENOISER_PACKAGES = ("transformers", "unets", "controlnets")
 
 def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
     """The models that denoise, by component name. Raises ConfigError."""
+    model_or_pipeline = _uncompiled(model_or_pipeline)
     if isinstance(model_or_pipeline, nn.Module):
         return {type(model_or_pipeline).__name__: model_or_pipeline}
     components = getattr(model_or_pipeline, "components", None)
@@ -24,13 +25,19 @@ def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
         raise ConfigError(
             f"attach: expected a diffusers pipeline or a torch module, got {type(model_or_pipeline).__name__}"
         )
-    chosen = {name: part for name, part in components.items() if isinstance(part, nn.Module) and _denoises(name, part)}
+    parts = {name: _uncompiled(part) for name, part in components.items()}
+    chosen = {name: part for name, part in parts.items() if isinstance(part, nn.Module) and _denoises(name, part)}
     if not chosen:
         raise ConfigError(
             f"attach: {type(model_or_pipeline).__name__} has no transformer and no UNet; it has "
             f"{', '.join(components)}. Attach to the model itself"
         )
     return chosen
+
+
+def _uncompiled(part: Any) -> Any:
+    """The module that torch.compile was given, for what it returned."""
+    return part._orig_mod if isinstance(part, torch._dynamo.OptimizedModule) else part
 
 
 def _denoises(name: str, component: nn.Module) -> bool:

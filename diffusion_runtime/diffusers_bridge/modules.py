@@ -71,7 +71,7 @@ def find_attention_modules(model: nn.Module) -> list[FoundModule]:
     for path, module, role in found:
         index = seen[role] = seen.get(role, -1) + 1
         layer = LayerInfo(index, counts[role], role, path)
-        listed.append(FoundModule(path, module, layer, _computer(module).__name__, _unreached(module)))
+        listed.append(FoundModule(path, module, layer, computer_of(module).__name__, unreached_reason(module)))
     return listed
 
 
@@ -113,17 +113,24 @@ def _role(path: str, module: nn.Module) -> str:
     return "cross" if is_cross else "self"
 
 
-def _computer(module: nn.Module) -> type:
+def is_shared_by_diffusers(module: nn.Module) -> bool:
+    """Whether diffusers' own context parallelism cuts the sequence of a module."""
+    return getattr(processor_of(module), "_parallel_config", None) is not None
+
+
+def computer_of(module: nn.Module) -> type:
+    """The class that computes the attention of a module."""
     processor = processor_of(module)
     return type(module) if processor is None else type(processor)
 
 
-def _unreached(module: nn.Module) -> str:
+def unreached_reason(module: nn.Module) -> str:
+    """Why a module cannot be reached; empty when it can."""
     processor = processor_of(module)
     if processor is None:
         function = type(module).forward
         return "" if _calls_attention(function) else "it computes attention by hand"
-    if getattr(processor, "_parallel_config", None) is not None:
+    if is_shared_by_diffusers(module):
         return "diffusers shares its sequence between processes"
     if any(_calls_attention(kind.__dict__.get("__call__")) for kind in type(processor).__mro__):
         return ""

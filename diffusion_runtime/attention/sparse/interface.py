@@ -44,6 +44,7 @@ SPARSE_CAPABILITY = Capability(
     features=frozenset({"key_padding", "gqa", "scale", "lse"}),
     categories=frozenset({"self"}),
     needs_every_key=True,
+    needs_grid=True,
 )
 
 
