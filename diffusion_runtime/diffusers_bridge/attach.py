@@ -17,6 +17,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport
 from diffusion_runtime.diffusers_bridge.attached_model import AttachedModel
 from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
+from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, device_of, dtype_of
 from diffusion_runtime.diffusers_bridge.dispatcher import RegistryEntries
 from diffusion_runtime.diffusers_bridge.explicit_choices import check_choices, is_chosen
@@ -66,8 +67,8 @@ def attach(
     """
     handle = plan_attachment(model_or_pipeline, config, override=override, scheduler=scheduler, device=device)
     handle.take_modules()
-    if handle.others:
-        _logger.warning(handle.reach)
+    for remark in ([handle.reach] if handle.others else []) + list(handle.remarks):
+        _logger.warning(remark)
     return handle
 
 
@@ -118,7 +119,7 @@ def plan_attachment(
             config=below,
             device=str(device_of(model_or_pipeline, model, device)),
             dtype=dtype_of(model) if dtype is None else dtype,
-            no_grid="" if token_order(model) is not None else f"which is known of {', '.join(TOKEN_ORDERS)}",
+            no_grid="" if token_order(uncompiled(model)) is not None else f"which is known of {', '.join(TOKEN_ORDERS)}",
         )
         for name, model in denoisers.items()
     }
@@ -169,6 +170,11 @@ class AttachedAttention:
         return text + (f"; diffusers' own attention stays in {listed(self.others)}" if self.others else "")
 
     @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is worth saying about models as a whole."""
+        return tuple(denoiser.remark for denoiser in self._denoisers if denoiser.remark)
+
+    @property
     def modules(self) -> tuple[ModuleAttention, ...]:
         """The reached modules, in the order in which the models hold them."""
         return tuple(module for denoiser in self._denoisers for module in denoiser.modules)
@@ -176,7 +182,7 @@ class AttachedAttention:
     def report(self) -> AttentionReport:
         """What ran since the attaching or the last `start_report`."""
         report = self._recorder.report()
-        notes = filter(None, (self.reach, self._calls.describe(), *report.notes))
+        notes = filter(None, (self.reach, *self.remarks, self._calls.describe(), *report.notes))
         return AttentionReport(report.rows, report.libraries, tuple(notes))
 
     def start_report(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
+from diffusion_runtime.diffusers_bridge.compiled import WholeGraphs, uncompiled
 from diffusion_runtime.diffusers_bridge.grids import token_order
 from diffusion_runtime.diffusers_bridge.interception import (
     AttentionModuleCall,
@@ -53,9 +54,10 @@ class AttachedModel:
         policy: AttentionPolicy,
         owner: Attachment,
     ) -> None:
-        self.model: Any = model
+        self.model: Any = uncompiled(model)
         self.index = index
-        self.order = token_order(model)
+        self.order = token_order(self.model)
+        self._whole_graphs = WholeGraphs(model)
         self._name = name
         self._owner = owner
         self._now = ForwardPass()
@@ -63,8 +65,17 @@ class AttachedModel:
         # Modules that are left alone although they were reached at first, and why.
         self._left: dict[ModuleAttention, str] = {}
         self._hooks: list[Any] = []
-        self._parameters = inspect.signature(type(model).forward)
+        self._parameters = inspect.signature(type(self.model).forward)
         self.modules = [ModuleAttention(module, policy) for module in found if not module.unreached]
+
+    @property
+    def remark(self) -> str:
+        """What is worth saying about the model as a whole; empty for nothing."""
+        count = len(self._whole_graphs)
+        return "" if not count else (
+            f"{self._name}: {count} of its modules, compiled with fullgraph=True, run uncompiled while attached, as a "
+            "graph cannot hold attention of ours; without fullgraph=True they are compiled around it"
+        )
 
     def take(self, entries: DispatcherEntries) -> None:
         """Begin. entries: what calls to diffusers' dispatcher ask for."""
@@ -75,6 +86,7 @@ class AttachedModel:
                 functools.partial(self._ran, module),
                 entries,
             )
+        self._whole_graphs.set_aside()
         # Hooks, and no method of ours in the model's place: offloading puts its own there, before or after.
         self._hooks += [
             self.model.register_forward_pre_hook(PassHook(self._begin), with_kwargs=True),
@@ -86,6 +98,7 @@ class AttachedModel:
         """Put back what was there. Again: harmless."""
         for hook in self._hooks:
             hook.remove()
+        self._whole_graphs.give_back()
         for taken in reversed(self._taken.values()):
             taken.give_back()
         self._hooks, self._taken, self._left = [], {}, {}

@@ -57,6 +57,8 @@ class AttentionModuleCall:
 AttendCall: TypeAlias = Callable[[AttentionModuleCall, int, Sequence[torch.Tensor]], torch.Tensor]
 # Told after each run of a module how many calls were seen.
 OnRun: TypeAlias = Callable[[int], None]
+# (position, name) of the arguments of a module or processor that carry masks.
+MaskPlaces: TypeAlias = tuple[tuple[int, str], ...]
 
 
 class DispatcherEntries(Protocol):
@@ -150,81 +152,45 @@ class TakenModule:
         self._active = True
         # The last processor that was taken over, and its twin.
         self._taken: tuple[Any, Any] | None = None
-        # A compiled model leaves its graph here, as dynamo does not follow the mode.
-        leave_graph: Any = torch.compiler.disable
-        self._run_eagerly: Callable[..., Any] = leave_graph(self._run)
         processor = processor_of(module)
         if processor is None:
             module.__dict__["forward"] = _TakenForward(self, module)
         else:
             self._place_twin(processor)
 
-    def take_again(self) -> bool:
-        """Whether somebody has set another processor in the meantime, which then is taken over too.
+    def take_again(self) -> None:
+        """Take over a processor that somebody has set in the meantime.
 
         Perturbed-attention guidance does that within a call of its pipeline, and scripts do.
         """
         processor = processor_of(self.module)
-        if not self._active or processor is None or _owner_of(processor) is self:
-            return False
-        self._place_twin(processor)
-        return True
+        if self._active and processor is not None and _taking_of(processor) is None:
+            self._place_twin(processor)
 
     def give_back(self) -> None:
         """Put back what was there, unless somebody has replaced ours in the meantime."""
         self._active = False
         processor = processor_of(self.module)
         if processor is not None:
-            if _owner_of(processor) is self:
-                self.module.processor = type(processor)._before
+            taking = _taking_of(processor)
+            if taking is not None and taking.owner is self:
+                self.module.processor = taking.before
             return
         placed = self.module.__dict__.get("forward")
         if isinstance(placed, _TakenForward) and placed.owner is self:
             placed.remove()
 
-    def run(self, inner: Callable[..., Any], masks: _MaskPlaces, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One run of the module. inner: what computes it."""
-        return self._run_eagerly(inner, masks, args, kwargs) if self._active else inner(*args, **kwargs)
-
-    def _place_twin(self, processor: Any) -> None:
-        if self._taken is None or self._taken[0] is not processor:
-            self._taken = (processor, self._twin(processor))
-        self.module.processor = self._taken[1]
-
-    def _twin(self, processor: Any) -> Any:
-        """A copy of a processor, of a class of its own: same name, same signature, same state."""
-        # A script may have made one of the class of a twin.
-        kind: Any = getattr(type(processor), "_class_before", type(processor))
-        owner = self
-        masks = mask_arguments(kind.__call__)
-
-        @functools.wraps(kind.__call__)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # Somebody may hold the twin for longer than it is there.
-            is_own = owner._active or self is not twin
-            return owner.run(functools.partial(kind.__call__, self) if is_own else processor, masks, args, kwargs)
-
-        def reduce(self: Any, protocol: Any) -> Any:  # noqa: ARG001
-            return (_itself, (processor,)) if self is twin else object.__reduce_ex__(self, protocol)
-
-        twin = copy.copy(processor)
-        # No slots beside those of `kind`: Python changes the class of an object to one of the same layout alone.
-        body = {
-            "__call__": call,
-            "__reduce_ex__": reduce,
-            "__module__": kind.__module__,
-            "__slots__": (),
-            "_taken_module": self,
-            "_class_before": kind,
-            "_before": processor,
-            "_twin": twin,
-        }
-        twin.__class__ = type(kind.__name__, (kind,), body)
-        if self._entries is not None and asks_dispatcher(processor):
-            twin._attention_backend = self._entries.entry_for(processor)
-        return twin
-
-    def _run(self, inner: Callable[..., Any], masks: _MaskPlaces, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        inner: Callable[..., Any],
+        own: Callable[..., Any],
+        masks: MaskPlaces,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """One run of the module. inner: what computes it, own: the same after `give_back`; masks: which arguments."""
+        if not self._active:
+            return own(*args, **kwargs)
         given = [kwargs.get(name, args[at] if at < len(args) else None) for at, name in masks]
         run = ModuleRun(self._attend, [mask for mask in given if isinstance(mask, torch.Tensor)])
         token = _run_now.set(run)
@@ -236,8 +202,72 @@ class TakenModule:
         self._on_run(run.num_calls)
         return result
 
+    def _place_twin(self, processor: Any) -> None:
+        if self._taken is None or self._taken[0] is not processor:
+            self._taken = (processor, self._twin(processor))
+        self.module.processor = self._taken[1]
 
-_MaskPlaces: TypeAlias = tuple[tuple[int, str], ...]
+    def _twin(self, processor: Any) -> Any:
+        """A copy of a processor, of a class of its own: same name, same signature, same state."""
+        twin = copy.copy(processor)
+        kind = getattr(type(processor), "_class_before", type(processor))
+        taking = _Taking(self, processor, twin)
+        if hasattr(twin, "__dict__"):
+            twin.__class__ = _twin_class(kind)
+            twin._taking = taking
+        else:
+            # The class of an object without a __dict__ is the one place that is left.
+            twin.__class__ = type(kind.__name__, (_twin_class(kind),), {"__slots__": (), "_taking": taking})
+        if self._entries is not None and asks_dispatcher(processor):
+            twin._attention_backend = self._entries.entry_for(processor)
+        return twin
+
+
+@dataclass(frozen=True, eq=False)
+class _Taking:
+    """Whose twin of what a processor is."""
+
+    owner: TakenModule
+    before: Any
+    twin: Any
+
+
+def _taking_of(processor: Any) -> _Taking | None:
+    # One that was made of the class of a twin, or is a copy of its state, is none.
+    taking: _Taking | None = getattr(processor, "_taking", None)
+    return None if taking is None or taking.twin is not processor else taking
+
+
+@functools.lru_cache(maxsize=64)
+def _twin_class(kind: Any) -> Any:
+    """The class of twins of processors of class `kind`. One for all of them: dynamo compiles once for each class."""
+    masks = mask_arguments(kind.__call__)
+
+    # A compiled model leaves its graph here, as dynamo does not follow the mode.
+    @torch.compiler.disable
+    def run(twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        taking, inner = _taking_of(twin), functools.partial(kind.__call__, twin)
+        if taking is None:
+            return inner(*args, **kwargs)
+        return taking.owner.run(inner, taking.before, masks, args, kwargs)
+
+    @functools.wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, args, kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        taking = _taking_of(self)
+        return kind.__reduce_ex__(self, protocol) if taking is None else (_itself, (taking.before,))
+
+    # No slots beside those of `kind`: Python changes the class of an object to one of the same layout alone.
+    body = {
+        "__call__": call,
+        "__reduce_ex__": reduce,
+        "__module__": kind.__module__,
+        "__slots__": (),
+        "_class_before": kind,
+    }
+    return type(kind.__name__, (kind,), body)
 
 
 class _TakenForward:
@@ -251,8 +281,9 @@ class _TakenForward:
         self._masks = mask_arguments(type(module).forward)
         functools.update_wrapper(self, self._inner)
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.owner.run(self._inner, self._masks, args, kwargs)
+        return self.owner.run(self._inner, self._inner, self._masks, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (_own_forward, (self._module,)) if self._before is _ABSENT else (_itself, (self._before,))
@@ -299,14 +330,7 @@ def is_taken(module: nn.Module) -> bool:
     processor = processor_of(module)
     if processor is None:
         return isinstance(module.__dict__.get("forward"), _TakenForward)
-    return _owner_of(processor) is not None
-
-
-def _owner_of(processor: Any) -> TakenModule | None:
-    if getattr(type(processor), "_twin", None) is not processor:
-        return None
-    owner: TakenModule = type(processor)._taken_module
-    return owner
+    return _taking_of(processor) is not None
 
 
 def _do_nothing(*_: Any) -> None:

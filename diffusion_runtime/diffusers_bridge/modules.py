@@ -16,6 +16,7 @@ from torch import nn
 
 from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.roles import register_role
+from diffusion_runtime.diffusers_bridge.compiled import is_compiled_wrapper
 
 # Text alone, before it meets the picture, and sound alone. No grid is there, so they are of category cross: a choice
 # that is made for grids passes over them.
@@ -62,7 +63,8 @@ class FoundModule:
 
 def find_attention_modules(model: nn.Module) -> list[FoundModule]:
     """Every attention module of a model, in the order in which the model holds them."""
-    found = [(path, module, _role(path, module)) for path, module in model.named_modules() if _is_attention(module)]
+    named = [(path.replace("_orig_mod.", ""), module) for path, module in model.named_modules()]
+    found = [(path, module, _role(path, module)) for path, module in named if _is_attention(module)]
     counts: dict[str, int] = {}
     for _, _, role in found:
         counts[role] = counts.get(role, 0) + 1
@@ -95,6 +97,8 @@ def _is_attention(module: nn.Module) -> bool:
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention, MochiAttention
 
+    if is_compiled_wrapper(module):
+        return False
     if isinstance(module, Attention | MochiAttention | AttentionModuleMixin):
         return True
     # Modules of others, and those of diffusers that attend in their own forward.
