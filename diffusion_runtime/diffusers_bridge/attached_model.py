@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -57,16 +58,17 @@ class AttachedModel:
         self.model: Any = uncompiled(model)
         self.index = index
         self.order = token_order(self.model)
-        self._whole_graphs = WholeGraphs(model)
         self._name = name
         self._owner = owner
-        self._now = ForwardPass()
+        # Of the thread that runs the model.
+        self._now = threading.local()
         self._taken: dict[ModuleAttention, TakenModule] = {}
         # Modules that are left alone although they were reached at first, and why.
         self._left: dict[ModuleAttention, str] = {}
         self._hooks: list[Any] = []
         self._parameters = inspect.signature(type(self.model).forward)
         self.modules = [ModuleAttention(module, policy) for module in found if not module.unreached]
+        self._whole_graphs = WholeGraphs(model, {module.found.module for module in self.modules})
 
     @property
     def remark(self) -> str:
@@ -105,8 +107,7 @@ class AttachedModel:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = dict(self._parameters.bind_partial(model, *args, **kwargs).arguments)
-        self._now = self._owner.begin_pass(self, arguments)
-        self._left = {}
+        self._now.forward_pass = self._owner.begin_pass(self, arguments)
         for module, taken in self._taken.items():
             try:
                 taken.take_again()
@@ -116,10 +117,12 @@ class AttachedModel:
                 self._owner.add_unserved(f"{self._name}.{module.found.path}", reason, 1)
             if is_shared_by_diffusers(module.found.module):
                 self._left[module] = "diffusers shares its sequence between processes since"
+            else:
+                self._left.pop(module, None)
 
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         # What was read from masks goes with the pass.
-        self._now = ForwardPass()
+        self._now.forward_pass = ForwardPass()
 
     def _succeed(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         self._owner.end_pass()
@@ -127,7 +130,9 @@ class AttachedModel:
     def _attend(
         self, module: ModuleAttention, call: AttentionModuleCall, number: int, masks: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        return call.run_own() if module in self._left else self._owner.attend(module, self._now, call, number, masks)
+        return call.run_own() if module in self._left else self._owner.attend(
+            module, getattr(self._now, "forward_pass", ForwardPass()), call, number, masks
+        )
 
     def _ran(self, module: ModuleAttention, num_calls: int) -> None:
         reason = self._left.get(module) or ("" if num_calls else unserved_reason(module.found))

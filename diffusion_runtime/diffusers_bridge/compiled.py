@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ def is_compiled_wrapper(part: object) -> bool:
 
 
 class WholeGraphs:
-    """The modules of a model, itself included, that are compiled with fullgraph=True; `set_aside` runs them uncompiled.
+    """The modules of a model, itself included, that hold `taken` ones and are compiled with fullgraph=True; `set_aside` runs them uncompiled.
 
     Attention of ours leaves the graph, which such a compilation refuses. Others are compiled around it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [module for module in model.modules() if _is_whole_graph(module)]
+    def __init__(self, model: nn.Module, taken: Collection[nn.Module]) -> None:
+        compiled = [module for module in model.modules() if _is_whole_graph(module)]
+        self._modules = [module for module in compiled if any(part in taken for part in module.modules())]
         self._before: list[tuple[nn.Module, str, Any]] = []
 
     def __len__(self) -> int:
