@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +30,9 @@ from diffusion_runtime.diffusers_bridge.unserved import CallCount
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
+
+# Held while modules are taken over: threads may attach to one model at once.
+_TAKING = threading.Lock()
 
 # How many modules a message lists before it counts the rest.
 _MAX_LISTED = 6
@@ -96,8 +100,7 @@ def plan_attachment(
     everything = [(name, module) for name, modules in found.items() for module in modules]
     if not everything:
         raise ConfigError(f"attach: {type(model_or_pipeline).__name__} has no attention module")
-    if any(is_taken(module.module) for _, module in everything):
-        raise ConfigError("attach: this model is attached already; call detach() on its handle first")
+    _check_free(module for _, module in everything)
     others = tuple(
         UnreachedModule(name, module.path, module.processor, module.unreached)
         for name, module in everything
@@ -119,7 +122,9 @@ def plan_attachment(
             config=below,
             device=str(device_of(model_or_pipeline, model, device)),
             dtype=dtype_of(model) if dtype is None else dtype,
-            no_grid="" if token_order(uncompiled(model)) is not None else f"which is known of {', '.join(TOKEN_ORDERS)}",
+            no_grid=""
+            if token_order(uncompiled(model)) is not None
+            else f"which is known of {', '.join(TOKEN_ORDERS)}",
         )
         for name, model in denoisers.items()
     }
@@ -145,6 +150,7 @@ class AttachedAttention:
         self.num_reached = self.num_modules - len(others)
         self._follower = follower
         self._recorder = AttentionRecorder()
+        self._entries: RegistryEntries | None = None
         self._calls = CallCount()
         self._said: frozenset[tuple[str, str]] = frozenset()
         self._is_chosen = any(map(is_chosen, policies.values()))
@@ -154,14 +160,20 @@ class AttachedAttention:
         ]
 
     def take_modules(self) -> None:
-        """Begin. Only `attach` calls it, once every choice is known to run."""
-        self._entries = RegistryEntries()
-        try:
+        """Begin. Only `attach` calls it, once every choice is known to run.
+
+        Raises ConfigError when somebody else has attached to one of the models in the meantime.
+        """
+        with _TAKING:
             for denoiser in self._denoisers:
-                denoiser.take(self._entries)
-        except BaseException:
-            self.detach()
-            raise
+                _check_free(module.found for module in denoiser.modules)
+            self._entries = RegistryEntries()
+            try:
+                for denoiser in self._denoisers:
+                    denoiser.take(self._entries)
+            except BaseException:
+                self.detach()
+                raise
 
     @property
     def reach(self) -> str:
@@ -204,7 +216,8 @@ class AttachedAttention:
         """Put back what was there. Again, or after an exception: harmless."""
         for denoiser in self._denoisers:
             denoiser.give_back()
-        self._entries.close()
+        if self._entries is not None:
+            self._entries.close()
 
     def __enter__(self) -> Self:
         return self
@@ -249,6 +262,11 @@ class AttachedAttention:
                 [("attach", reason) for reason in sorted({reason for _, reason in self._said})],
             )
         _logger.warning(self._calls.describe())
+
+
+def _check_free(modules: Iterable[FoundModule]) -> None:
+    if any(is_taken(module.module) for module in modules):
+        raise ConfigError("attach: this model is attached already; call detach() on its handle first")
 
 
 def listed(others: Sequence[UnreachedModule]) -> str:

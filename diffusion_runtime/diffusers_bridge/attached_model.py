@@ -74,9 +74,13 @@ class AttachedModel:
     def remark(self) -> str:
         """What is worth saying about the model as a whole; empty for nothing."""
         count = len(self._whole_graphs)
-        return "" if not count else (
-            f"{self._name}: {count} of its modules, compiled with fullgraph=True, run uncompiled while attached, as a "
-            "graph cannot hold attention of ours; without fullgraph=True they are compiled around it"
+        return (
+            ""
+            if not count
+            else (
+                f"{self._name}: {count} of its modules, compiled with fullgraph=True, run uncompiled while attached, as a "
+                "graph cannot hold attention of ours; without fullgraph=True they are compiled around it"
+            )
         )
 
     def take(self, entries: DispatcherEntries) -> None:
@@ -130,8 +134,10 @@ class AttachedModel:
     def _attend(
         self, module: ModuleAttention, call: AttentionModuleCall, number: int, masks: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        return call.run_own() if module in self._left else self._owner.attend(
-            module, getattr(self._now, "forward_pass", ForwardPass()), call, number, masks
+        return (
+            call.run_own()
+            if module in self._left
+            else self._owner.attend(module, getattr(self._now, "forward_pass", ForwardPass()), call, number, masks)
         )
 
     def _ran(self, module: ModuleAttention, num_calls: int) -> None:

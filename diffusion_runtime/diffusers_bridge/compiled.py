@@ -36,7 +36,9 @@ class WholeGraphs:
     def set_aside(self) -> None:
         """Run them uncompiled until `give_back`."""
         for module in self._modules:
-            name, value = ("forward", uncompiled(module).__call__) if is_compiled_wrapper(module) else (_IMPLEMENTATION, None)
+            name, value = (
+                ("forward", uncompiled(module).__call__) if is_compiled_wrapper(module) else (_IMPLEMENTATION, None)
+            )
             self._before.append((module, name, module.__dict__[name]))
             module.__dict__[name] = value
 

@@ -91,7 +91,9 @@ def test_a_choice_that_serves_no_call_is_an_error() -> None:
         for block in model.blocks:
             block.attn1.set_processor(ByHand())
             block.attn2.set_processor(ByHand())
-        with pytest.raises(BackendUnavailableError, match=r"serves no call: attention calls reached: 0 of 4; 4 went past"):
+        with pytest.raises(
+            BackendUnavailableError, match=r"serves no call: attention calls reached: 0 of 4; 4 went past"
+        ):
             forward(model, arguments)
 
 
@@ -146,7 +148,9 @@ def test_what_is_named_as_usable_is_not_refused_next(image_folder: Path) -> None
 def test_a_sparse_choice_with_a_dense_one_behind_it_takes_that_where_no_grid_is_known(image_folder: Path) -> None:
     unet = pipeline_of(image_folder).unet
     with attach(unet, "video_sparse_attn,reference") as handle:
-        forward(unet, {"sample": torch.randn(1, 4, 8, 8), "timestep": 5, "encoder_hidden_states": torch.randn(1, 7, 32)})
+        forward(
+            unet, {"sample": torch.randn(1, 4, 8, 8), "timestep": 5, "encoder_hidden_states": torch.randn(1, 7, 32)}
+        )
         assert {row.backend for row in handle.report().rows} == {"reference"}
 
 

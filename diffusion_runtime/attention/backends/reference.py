@@ -31,7 +31,9 @@ class ReferenceBackend(Backend):
     summary = "float32 reference in plain torch; slow, exact, everywhere"
     capability = Capability(
         dtypes=frozenset((*DTYPES, "float64")),
-        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "block_mask"}),
+        features=frozenset(
+            {"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "block_mask"}
+        ),
     )
 
     def probe(self, hardware: Hardware) -> Availability:
