@@ -217,7 +217,7 @@ def _in_blocks(mask: torch.Tensor) -> BlockMask:
     def is_seen(batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return mask[batch, 0, query, key]
 
-    return create_block_mask(is_seen, mask.shape[0], None, *mask.shape[2:], device=mask.device)
+    return create_block_mask(is_seen, mask.shape[0], None, mask.shape[2], mask.shape[3], device=mask.device)
 
 
 def _visible_keys(layout: TokenLayout) -> torch.Tensor:

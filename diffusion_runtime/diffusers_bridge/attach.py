@@ -23,7 +23,8 @@ from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, device_of
 from diffusion_runtime.diffusers_bridge.dispatcher import RegistryEntries
 from diffusion_runtime.diffusers_bridge.explicit_choices import check_choices, is_chosen
 from diffusion_runtime.diffusers_bridge.grids import TOKEN_ORDERS, token_order
-from diffusion_runtime.diffusers_bridge.interception import AttentionModuleCall, is_taken
+from diffusion_runtime.diffusers_bridge.interception import is_taken
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, find_attention_modules
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.diffusers_bridge.unserved import CallCount
@@ -257,8 +258,8 @@ class AttachedAttention:
         self._said = self._calls.places
         if self._is_chosen and self._calls.num_served == 0:
             raise BackendUnavailableError(
-                f"attach: the attention choice serves no call: {self._calls.describe()}. Undo that before attaching, or "
-                "run without a choice",
+                f"attach: the attention choice serves no call: {self._calls.describe()}. Undo that before attaching, "
+                "or run without a choice",
                 [("attach", reason) for reason in sorted({reason for _, reason in self._said})],
             )
         _logger.warning(self._calls.describe())

@@ -16,11 +16,11 @@ from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAtte
 from diffusion_runtime.diffusers_bridge.compiled import WholeGraphs, uncompiled
 from diffusion_runtime.diffusers_bridge.grids import token_order
 from diffusion_runtime.diffusers_bridge.interception import (
-    AttentionModuleCall,
     DispatcherEntries,
     PassHook,
     TakenModule,
 )
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, is_shared_by_diffusers, processor_of
 from diffusion_runtime.diffusers_bridge.unserved import unserved_reason
 
@@ -78,8 +78,8 @@ class AttachedModel:
             ""
             if not count
             else (
-                f"{self._name}: {count} of its modules, compiled with fullgraph=True, run uncompiled while attached, as a "
-                "graph cannot hold attention of ours; without fullgraph=True they are compiled around it"
+                f"{self._name}: {count} of its modules, compiled with fullgraph=True, run uncompiled while attached, as "
+                "a graph cannot hold attention of ours; without fullgraph=True they are compiled around it"
             )
         )
 

@@ -15,7 +15,6 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.functional import attention
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.layers import LocalAttention
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy, dtype_name
 from diffusion_runtime.attention.report import AttentionRecorder
 from diffusion_runtime.attention.resolved import resolve_decision
@@ -23,15 +22,15 @@ from diffusion_runtime.attention.select import Levels, current_force, select
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.diffusers_bridge.explicit_choices import deciding_choice, needs_grid
 from diffusion_runtime.diffusers_bridge.grids import Grid, TokenOrder
-from diffusion_runtime.diffusers_bridge.interception import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.masks import (
-    KeyPadding,
     MaskReader,
     OtherMask,
     QueryGroups,
     Visibility,
 )
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, head_shape, processor_of
+from diffusion_runtime.diffusers_bridge.padded_attention import attend_groups, attend_padded, run_layer
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import detect_hardware
 
@@ -91,7 +90,7 @@ class ModuleAttention:
         self._check(call, now)
         q, k, v = (x.transpose(1, 2) for x in (call.q_bhsd, call.k_bhsd, call.v_bhsd))
         if isinstance(call.mask, BlockMask):
-            return self._attend_blocks(call, q, k, v, now, recorder)
+            return self._attend_blocks(call, call.mask, q, k, v, now, recorder)
         # Masks that diffusers' own processors make depend on the masks they are given and on nothing else.
         origin = (self._processor_class, number) if self._processor_class.__module__.startswith("diffusers.") else None
         seen = now.masks.read(call.mask, (q.shape[0], q.shape[1], k.shape[1]), given, origin)
@@ -136,11 +135,11 @@ class ModuleAttention:
     ) -> torch.Tensor:
         """q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]; out as q."""
         if seen is None:
-            return _run(layer, q, k, v, context)
+            return run_layer(layer, q, k, v, context)
         if isinstance(seen, OtherMask):
             return self._attend_masked(q, k, v, seen.mask, layer, context)
         if isinstance(seen, QueryGroups):
-            return _attend_groups(layer, q, k, v, seen, context)
+            return attend_groups(layer, q, k, v, seen, context)
         out = attend_padded(layer, q, k, v, seen, context)
         return out if seen.hidden_rows is None else out.masked_fill(seen.hidden_rows, 0.0)
 
@@ -181,6 +180,7 @@ class ModuleAttention:
     def _attend_blocks(
         self,
         call: AttentionModuleCall,
+        blocks: BlockMask,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -204,9 +204,7 @@ class ModuleAttention:
             ) from error
         resolved = resolve_decision(decision)
         result = resolved.backend.run(
-            AttentionCall(
-                q, k, v, resolved.options, None, info, step, now.state, scale=call.scale, block_mask=call.mask
-            )
+            AttentionCall(q, k, v, resolved.options, None, info, step, now.state, scale=call.scale, block_mask=blocks)
         )
         recorder.record(
             info,
@@ -239,76 +237,3 @@ class ModuleAttention:
                 heads, head_dim, kv_heads, layer=self.found.layer, policy=self._policy, scale=scale, causal=causal
             )
         return self._layers[key]
-
-
-def _run(
-    layer: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
-) -> torch.Tensor:
-    out: torch.Tensor = layer(q, k, v, context)
-    return out
-
-
-def attend_padded(
-    layer: LocalAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: KeyPadding,
-    context: AttentionContext,
-) -> torch.Tensor:
-    """Attention to the keys that each sample sees. Keys have no order in attention, so they may be moved."""
-    layout = context.layout
-    if layout is not None and layout.num_text_tokens:
-        start = 0 if layout.num_prefix_tokens else layout.num_grid_tokens
-        text = seen.part(start, start + layout.num_text_tokens)
-        if seen.keys.sum() - text.keys.sum() == seen.keys.shape[0] * layout.num_grid_tokens:
-            return _attend_padded_text(layer, q, k, v, text, start, context)
-    lengths = seen.lengths
-    longest = max(lengths)
-    if longest == 0:
-        return torch.zeros_like(q)
-    if not seen.is_on_the_right:
-        order = seen.visible_first[:, :longest, None, None]
-        k, v = (x.gather(1, order.expand(-1, -1, *x.shape[2:])) for x in (k, v))
-    kept = None if min(lengths) == longest else TokenLayout.text(longest, lengths)
-    return _run(layer, q, k[:, :longest], v[:, :longest], context.with_layout(kept))
-
-
-def _attend_padded_text(
-    layer: LocalAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    text: KeyPadding,
-    start: int,
-    context: AttentionContext,
-) -> torch.Tensor:
-    """The same where only text beside a grid is padded: tokens of the grid stay where they are."""
-    assert context.layout is not None
-    padded = context.with_layout(dataclasses.replace(context.layout, valid_lengths=text.lengths))
-    if text.is_on_the_right:
-        return _run(layer, q, k, v, padded)
-    order = torch.arange(q.shape[1], device=q.device).repeat(q.shape[0], 1)
-    order[:, start : start + text.keys.shape[1]] = text.visible_first + start
-    q, k, v = (x.gather(1, order[:, :, None, None].expand(-1, -1, *x.shape[2:])) for x in (q, k, v))
-    out = _run(layer, q, k, v, padded)
-    return torch.empty_like(out).scatter_(1, order[:, :, None, None].expand_as(out), out)
-
-
-def _attend_groups(
-    layer: LocalAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: QueryGroups,
-    context: AttentionContext,
-) -> torch.Tensor:
-    """One call for each kind of query of each sample, with the keys that it sees and no others."""
-    out = torch.zeros_like(q)
-    plain = context.with_layout(None)
-    for sample, groups in enumerate(seen.groups):
-        for queries, keys in groups:
-            if keys.numel():
-                k_seen, v_seen = k[sample, keys][None], v[sample, keys][None]
-                out[sample, queries] = _run(layer, q[sample, queries][None], k_seen, v_seen, plain)[0]
-    return out

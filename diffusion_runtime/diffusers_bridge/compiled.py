@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+
+def outside_graphs(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """The function, for which a compiled model leaves its graph."""
+    disable: Any = torch.compiler.disable
+    eager: Callable[Parameters, Returned] = disable(function)
+    return eager
 
 
 def uncompiled(part: Any) -> Any:
@@ -20,9 +30,9 @@ def is_compiled_wrapper(part: object) -> bool:
 
 
 class WholeGraphs:
-    """The modules of a model, itself included, that hold `taken` ones and are compiled with fullgraph=True; `set_aside` runs them uncompiled.
+    """The modules of a model, itself included, that hold `taken` ones and are compiled with fullgraph=True.
 
-    Attention of ours leaves the graph, which such a compilation refuses. Others are compiled around it.
+    `set_aside` runs them uncompiled: attention of ours leaves the graph, which such a compilation refuses.
     """
 
     def __init__(self, model: nn.Module, taken: Collection[nn.Module]) -> None:

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import torch
 
-from diffusion_runtime.diffusers_bridge.interception import AttentionModuleCall, current_run
 from diffusion_runtime.diffusers_bridge.masks import KeyPadding, is_block_mask, read_mask
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall, current_run
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 
 # They do what a mask says, whatever it is.

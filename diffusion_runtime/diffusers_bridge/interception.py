@@ -1,9 +1,7 @@
 """One module's attention calls, taken over while that module runs and at no other time.
 
-A processor is replaced by a twin in this module alone. While the twin runs, its calls are seen in two places: a torch
-function mode of this thread sees torch's scaled_dot_product_attention, and an entry in the registry of diffusers'
-dispatcher, which the twin alone asks for, sees what goes there (dispatcher.py). Leaving the call, by an exception too,
-ends both.
+A processor is replaced by a twin in this module alone, and what is without one by its forward. Where a twin asks
+diffusers' dispatcher, it asks for an entry of ours. Leaving the run, by an exception too, ends it all (module_run.py).
 """
 
 from __future__ import annotations
@@ -12,49 +10,18 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from diffusion_runtime.diffusers_bridge.compiled import outside_graphs
+from diffusion_runtime.diffusers_bridge.module_run import AttendCall, ModuleRun, entered
 from diffusion_runtime.diffusers_bridge.modules import mask_arguments, processor_of
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
 _ABSENT = object()
-# torch's own, whatever others put in its place in torch.nn.functional.
-_SDPA: Any = torch._C._nn.scaled_dot_product_attention
-
-
-@dataclass(frozen=True)
-class AttentionModuleCall:
-    """One attention call of a module, with the arguments of torch.nn.functional.scaled_dot_product_attention under its
-    own names; q_bhsd, k_bhsd, v_bhsd: [batch, heads, seq, head_dim].
-
-    own: who computes it where it is left alone, a backend of diffusers' dispatcher or torch's function; run_own: what
-    that makes of it, [batch, heads, seq_q, head_dim].
-    """
-
-    q_bhsd: torch.Tensor
-    k_bhsd: torch.Tensor
-    v_bhsd: torch.Tensor
-    mask: torch.Tensor | BlockMask | None
-    dropout: float
-    causal: bool
-    scale: float | None
-    gqa: bool
-    own: str
-    run_own: Callable[[], torch.Tensor]
-
-
-# (call, its number within one run of the module, the masks the module was given) -> out [batch, heads, seq, head_dim]
-AttendCall: TypeAlias = Callable[[AttentionModuleCall, int, Sequence[torch.Tensor]], torch.Tensor]
 # Told after each run of a module how many calls were seen.
 OnRun: TypeAlias = Callable[[int], None]
 # (position, name) of the arguments of a module or processor that carry masks.
@@ -66,73 +33,6 @@ class DispatcherEntries(Protocol):
 
     def entry_for(self, processor: Any) -> object:
         """The value for a processor's `_attention_backend`, for one that has it."""
-
-
-class ModuleRun(TorchFunctionMode):
-    """One run of a module; counts its attention calls."""
-
-    def __init__(self, attend: AttendCall, masks: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._attend = attend
-        self._masks = masks
-        self._is_serving = False
-        self.num_calls = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        named = {} if kwargs is None else kwargs
-        # A module inside another one answers for itself.
-        if func is not _SDPA or self._is_serving or _run_now.get() is not self:
-            return func(*args, **named)
-        return self.serve(_bind(functools.partial(func, *args, **named), *args, **named))
-
-    def serve(self, call: AttentionModuleCall) -> torch.Tensor:
-        """[batch, heads, seq_q, head_dim]"""
-        self.num_calls += 1
-        # What computes it may end in another call, which is torch's own business.
-        self._is_serving = True
-        try:
-            return self._attend(call, self.num_calls - 1, self._masks)
-        finally:
-            self._is_serving = False
-
-
-_run_now: ContextVar[ModuleRun | None] = ContextVar("attention_module_run", default=None)
-
-
-def current_run() -> ModuleRun | None:
-    """The run of a taken module that this thread is in."""
-    return _run_now.get()
-
-
-def _bind(
-    run_own: Callable[[], torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> AttentionModuleCall:
-    return AttentionModuleCall(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _SDPA.__name__, run_own
-    )
-
-
-def replaced_sdpa() -> str | None:
-    """Who stands in the place of torch's scaled_dot_product_attention, None for torch itself."""
-    placed = F.scaled_dot_product_attention
-    if placed is _SDPA:
-        return None
-    module, name = getattr(placed, "__module__", None), getattr(placed, "__qualname__", type(placed).__name__)
-    return f"{module}.{name}" if module else str(name)
 
 
 class TakenModule:
@@ -193,12 +93,8 @@ class TakenModule:
             return own(*args, **kwargs)
         given = [kwargs.get(name, args[at] if at < len(args) else None) for at, name in masks]
         run = ModuleRun(self._attend, [mask for mask in given if isinstance(mask, torch.Tensor)])
-        token = _run_now.set(run)
-        try:
-            with run:
-                result = inner(*args, **kwargs)
-        finally:
-            _run_now.reset(token)
+        with entered(run):
+            result = inner(*args, **kwargs)
         self._on_run(run.num_calls)
         return result
 
@@ -210,7 +106,7 @@ class TakenModule:
     def _twin(self, processor: Any) -> Any:
         """A copy of a processor, of a class of its own: same name, same signature, same state."""
         twin = copy.copy(processor)
-        kind = getattr(type(processor), "_class_before", type(processor))
+        kind: Any = getattr(type(processor), "_class_before", type(processor))
         taking = _Taking(self, processor, twin)
         if hasattr(twin, "__dict__"):
             twin.__class__ = _twin_class(kind)
@@ -244,7 +140,7 @@ def _twin_class(kind: Any) -> Any:
     masks = mask_arguments(kind.__call__)
 
     # A compiled model leaves its graph here, as dynamo does not follow the mode.
-    @torch.compiler.disable
+    @outside_graphs
     def run(twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taking, inner = _taking_of(twin), functools.partial(kind.__call__, twin)
         if taking is None:
@@ -281,7 +177,7 @@ class _TakenForward:
         self._masks = mask_arguments(type(module).forward)
         functools.update_wrapper(self, self._inner)
 
-    @torch.compiler.disable
+    @outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.owner.run(self._inner, self._inner, self._masks, args, kwargs)
 
@@ -300,8 +196,7 @@ class PassHook:
 
     def __init__(self, function: Callable[..., None]) -> None:
         # Hooks of a compiled model may be traced, and none of ours can be.
-        leave_graph: Any = torch.compiler.disable
-        self._function: Callable[..., None] = leave_graph(function)
+        self._function = outside_graphs(function)
 
     def __call__(self, *args: Any) -> None:
         self._function(*args)

@@ -16,11 +16,11 @@ from diffusion_runtime.diffusers_bridge.attach import UnreachedModule, listed
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.dispatcher import RegistryEntries, check_dispatcher_backend
 from diffusion_runtime.diffusers_bridge.interception import (
-    AttentionModuleCall,
     TakenModule,
     asks_dispatcher,
     take_again_before_each_pass,
 )
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, computer_of, find_attention_modules, processor_of
 from diffusion_runtime.diffusers_bridge.unserved import CallCount, unserved_reason
 from diffusion_runtime.errors import BackendUnavailableError
@@ -102,9 +102,6 @@ class ObservedAttention:
         report = self._recorder.report()
         notes = filter(None, (self.reach, self._calls.describe(), *report.notes))
         return AttentionReport(report.rows, report.libraries, tuple(notes))
-
-    def _is_reached(self, module: FoundModule) -> bool:
-        return self._name is not None and _asks_dispatcher(module)
 
     def _count(
         self,

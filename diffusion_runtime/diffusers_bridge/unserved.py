@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.diffusers_bridge.interception import replaced_sdpa
+from diffusion_runtime.diffusers_bridge.module_run import replaced_sdpa
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, computer_of, unreached_reason
 
 # How many modules a message lists before it counts the rest.

@@ -134,7 +134,7 @@ def test_a_backend_of_diffusers_that_takes_no_block_mask_is_refused() -> None:
     for name in (None, "native"):
         with (
             pytest.raises(
-                BackendUnavailableError, match="'native' cannot run here: it takes no BlockMask.*; flex takes it"
+                BackendUnavailableError, match=r"'native' cannot run here: it takes no BlockMask.*; flex takes it"
             ),
             ObservedAttention(pipeline, name, "cli").counting(StepInfo),
         ):

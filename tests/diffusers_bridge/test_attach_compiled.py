@@ -57,7 +57,7 @@ def test_a_compiled_model_is_attached_to_like_others(compile_model: Callable[...
             assert relative_error(forward(model, arguments), before) < 1e-5
             assert handle.report().num_calls == 4 * num_passes
         assert bool(handle.remarks) == fullgraph
-        assert [module.found.path for module in handle.modules][0] == "blocks.0.attn1"
+        assert handle.modules[0].found.path == "blocks.0.attn1"
     assert torch.equal(forward(model, arguments), before)
     with attach(pipeline, SPARSE) as handle:
         handle.set_step(0, 1)

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -45,13 +45,13 @@ class AttendingBlock(torch.nn.Module):
 
 
 class OwnModel(torch.nn.Module):
-    config: dict[str, Any] = {}
+    config: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
         self.block = AttendingBlock()
 
-    def forward(self, x: torch.Tensor, return_dict: bool = True) -> torch.Tensor:  # noqa: ARG002
+    def forward(self, x: torch.Tensor, return_dict: bool = True) -> torch.Tensor:
         out: torch.Tensor = self.block(x)
         return out
 

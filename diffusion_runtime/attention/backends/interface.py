@@ -152,8 +152,8 @@ class AttentionCall(NamedTuple):
     gate: [batch, seq_q, heads, head_dim] for backends with a gated branch. scale: None is 1 / sqrt(head_dim).
     causal: query i sees keys 0..i; needs seq_q == seq_k. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean
     (True: attend) or added to the scaled scores in q's dtype; it hides keys beside those that layout and causal hide.
-    block_mask: a BlockMask of torch's FlexAttention [batch or 1, heads or 1, seq_q, seq_k], which says all that is hidden:
-    such a call has neither layout nor mask and is not causal.
+    block_mask: a BlockMask of torch's FlexAttention [batch or 1, heads or 1, seq_q, seq_k], which says all that is
+    hidden: such a call has neither layout nor mask and is not causal.
     first_head, num_heads_total: where q's heads stand among all of the layer, which other processes may hold; None for
     q's own number.
     """

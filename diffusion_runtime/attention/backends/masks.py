@@ -44,7 +44,7 @@ def block_mask_as_boolean(blocks: BlockMask) -> torch.Tensor:
     """
     seq_q, seq_k = blocks.seq_lengths
     seen = _listed_pairs(blocks.kv_num_blocks, blocks.kv_indices, blocks)
-    seen = seen & create_mask(blocks.mask_mod, *seen.shape[:2], seq_q, seq_k, device=seen.device)
+    seen = seen & create_mask(blocks.mask_mod, seen.shape[0], seen.shape[1], seq_q, seq_k, device=str(seen.device))
     if blocks.full_kv_num_blocks is None or blocks.full_kv_indices is None:
         return seen
     return seen | _listed_pairs(blocks.full_kv_num_blocks, blocks.full_kv_indices, blocks)
