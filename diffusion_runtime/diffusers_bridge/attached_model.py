@@ -20,7 +20,7 @@ from diffusion_runtime.diffusers_bridge.interception import (
     PassHook,
     TakenModule,
 )
-from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall, other_mode
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, is_shared_by_diffusers, processor_of
 from diffusion_runtime.diffusers_bridge.unserved import unserved_reason
 
@@ -78,8 +78,8 @@ class AttachedModel:
             ""
             if not count
             else (
-                f"{self._name}: {count} of its modules, compiled with fullgraph=True, run uncompiled while attached, as "
-                "a graph cannot hold attention of ours; without fullgraph=True they are compiled around it"
+                f"{self._name}: {count} of its modules, compiled with fullgraph=True, run uncompiled while attached, "
+                "as a graph cannot hold attention of ours; without fullgraph=True they are compiled around it"
             )
         )
 
@@ -118,7 +118,7 @@ class AttachedModel:
             except Exception as error:  # whatever the copying of a stranger's processor raises
                 kind = type(processor_of(module.found.module)).__name__
                 reason = f"{kind} was set in the meantime and cannot be copied: {error}"
-                self._owner.add_unserved(f"{self._name}.{module.found.path}", reason, 1)
+                self._add_unserved(module, reason, 1)
             if is_shared_by_diffusers(module.found.module):
                 self._left[module] = "diffusers shares its sequence between processes since"
             else:
@@ -134,13 +134,19 @@ class AttachedModel:
     def _attend(
         self, module: ModuleAttention, call: AttentionModuleCall, number: int, masks: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        return (
-            call.run_own()
-            if module in self._left
-            else self._owner.attend(module, getattr(self._now, "forward_pass", ForwardPass()), call, number, masks)
-        )
+        if module in self._left:
+            return call.run_own()
+        other = other_mode()
+        if other is not None:
+            # Such as guidance that leaves scores out: what it makes of the call is its own.
+            self._add_unserved(module, f"{other} answers torch's attention here", 1)
+            return call.run_own()
+        return self._owner.attend(module, getattr(self._now, "forward_pass", ForwardPass()), call, number, masks)
 
     def _ran(self, module: ModuleAttention, num_calls: int) -> None:
         reason = self._left.get(module) or ("" if num_calls else unserved_reason(module.found))
         if reason:
-            self._owner.add_unserved(f"{self._name}.{module.found.path}", reason, num_calls)
+            self._add_unserved(module, reason, num_calls)
+
+    def _add_unserved(self, module: ModuleAttention, reason: str, num_calls: int) -> None:
+        self._owner.add_unserved(f"{self._name}.{module.found.path}", reason, num_calls)

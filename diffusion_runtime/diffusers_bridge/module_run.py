@@ -119,6 +119,19 @@ def _bind(
     )
 
 
+def other_mode() -> str | None:
+    """Who else, with a function mode of their own, may answer calls of torch's in this thread; None for nobody.
+
+    diffusers' hooks for guidance without attention scores do, and torch's own modes, such as that of a default device,
+    do not.
+    """
+    for mode in torch.overrides._get_current_function_mode_stack():
+        kind = type(mode)
+        if not isinstance(mode, ModuleRun) and not kind.__module__.startswith("torch."):
+            return f"{kind.__module__}.{kind.__qualname__}"
+    return None
+
+
 def replaced_sdpa() -> str | None:
     """Who stands in the place of torch's scaled_dot_product_attention, None for torch itself."""
     placed = F.scaled_dot_product_attention

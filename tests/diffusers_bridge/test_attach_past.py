@@ -126,6 +126,29 @@ def test_a_replaced_scaled_dot_product_attention(
         assert handle.report().num_calls == handle.num_modules
 
 
+def test_guidance_that_leaves_scores_out_keeps_its_calls() -> None:
+    """diffusers' hooks answer torch's attention themselves in some layers; a backend would undo that unsaid."""
+    from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
+
+    model, arguments = EVERY["CogVideoXTransformer3DModel"][0]()
+    whole = forward(model, arguments)
+    inner = model.transformer_blocks[1].attn1.forward
+
+    def skipping(*args: Any, **kwargs: Any) -> Any:
+        with AttentionScoreSkipFunctionMode():
+            return inner(*args, **kwargs)
+
+    model.transformer_blocks[1].attn1.forward = skipping
+    before = forward(model, arguments)
+    assert relative_error(whole, before) > 1e-3
+    with attach(model, "reference") as handle:
+        assert relative_error(forward(model, arguments), before) < 1e-5
+        note = handle.report().notes[1]
+    assert "AttentionScoreSkipFunctionMode answers torch's attention here" in note
+    assert "reached: 1 of 2; 1 went past: CogVideoXTransformer3DModel.transformer_blocks.1.attn1 x 1" in note
+    assert torch.equal(forward(model, arguments), before)
+
+
 def test_a_sparse_choice_that_serves_no_call_is_an_error() -> None:
     model, arguments = image_linear()
     before = forward(model, arguments)
