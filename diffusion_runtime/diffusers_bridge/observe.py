@@ -13,6 +13,7 @@ import torch
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport
 from diffusion_runtime.diffusers_bridge.attach import UnreachedModule, listed
+from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.dispatcher import RegistryEntries, check_dispatcher_backend
 from diffusion_runtime.diffusers_bridge.interception import (
@@ -83,7 +84,7 @@ class ObservedAttention:
                 taken.setdefault(component, []).append(TakenModule(module.module, count, ran, entries))
                 stack.callback(taken[component][-1].give_back)
             for component, model in self._models.items():
-                stack.callback(take_again_before_each_pass(model, taken.get(component, ())).remove)
+                stack.callback(take_again_before_each_pass(uncompiled(model), taken.get(component, ())).remove)
             yield
         if self._name is not None and self._calls.num_unserved:
             _logger.warning(self._calls.describe())

@@ -11,7 +11,9 @@ from typing import Any, Self
 import torch
 
 from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
+from diffusion_runtime.diffusers_bridge.interception import PassHook
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.progress import OnProgress, Progress, Stage
 
@@ -21,7 +23,7 @@ class DenoisingWatch:
     denoises, decoding what comes after the last. step: of the pass that runs now, or ran last."""
 
     def __init__(self, pipeline: Any, device: torch.device, on_progress: OnProgress | None) -> None:
-        self._models = list(denoisers_of(pipeline).values())
+        self._models = [uncompiled(model) for model in denoisers_of(pipeline).values()]
         self._follower = StepFollower(getattr(pipeline, "scheduler", None))
         self._device = device
         self._on_progress = on_progress
@@ -34,8 +36,9 @@ class DenoisingWatch:
     def __enter__(self) -> Self:
         self._started = time.perf_counter()
         for index, model in enumerate(self._models):
-            self._hooks.append(model.register_forward_pre_hook(self._begin_pass_of(index, model), with_kwargs=True))
-            self._hooks.append(model.register_forward_hook(self._end_pass))
+            begin, end = PassHook(self._begin_pass_of(index, model)), PassHook(self._end_pass)
+            self._hooks.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(end))
         self._say("text", 0, 1, self._started)
         return self
 
