@@ -59,7 +59,9 @@ def test_a_video_is_what_diffusers_makes(video_folder: Path, choice: Any) -> Non
         assert row.backend == (choice if isinstance(choice, str) else "reference")
         assert "attention modules reached: 2 of 2" in str(media.attention_report)
     # It is out again.
-    assert all("_class_before" not in dir(type(each)) for each in pipeline.pipeline.transformer.attn_processors.values())
+    assert all(
+        "_class_before" not in dir(type(each)) for each in pipeline.pipeline.transformer.attn_processors.values()
+    )
     assert numpy.array_equal(pipeline(VIDEO).frames, media.frames)
 
 
