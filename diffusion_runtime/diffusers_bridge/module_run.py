@@ -125,7 +125,8 @@ def other_mode() -> str | None:
     diffusers' hooks for guidance without attention scores do, and torch's own modes, such as that of a default device,
     do not.
     """
-    for mode in torch.overrides._get_current_function_mode_stack():
+    stack: Callable[[], list[object]] = torch.overrides._get_current_function_mode_stack
+    for mode in stack():
         kind = type(mode)
         if not isinstance(mode, ModuleRun) and not kind.__module__.startswith("torch."):
             return f"{kind.__module__}.{kind.__qualname__}"
