@@ -25,7 +25,7 @@ def text_mask(kind: str = "right", dtype: torch.dtype = torch.long) -> torch.Ten
     return torch.tensor(rows[kind], dtype=dtype)
 
 
-def _ready(model: Any) -> Any:
+def ready(model: Any) -> Any:
     """Weights that make attention matter: norms that are not one, projections that are not tiny."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -47,7 +47,7 @@ def video_cross(grid: tuple[int, int, int] = (3, 4, 4)) -> Built:
         num_layers=2,
         rope_max_seq_len=64,
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(1, 4, grid[0], 2 * grid[1], 2 * grid[2]),
         "timestep": torch.tensor([500]),
         "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
@@ -69,7 +69,7 @@ def video_joint(grid: tuple[int, int, int] = (3, 4, 4), padding: str = "right") 
         pooled_projection_dim=8,
         rope_axes_dim=(4, 6, 6),
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(2, 4, grid[0], 2 * grid[1], 2 * grid[2]),
         "timestep": torch.tensor([500, 500]),
         "encoder_hidden_states": torch.randn(2, NUM_TEXT_TOKENS, 16),
@@ -94,7 +94,7 @@ def video_joint_reordered() -> Built:
         image_embed_dim=8,
         rope_axes_dim=(4, 6, 6),
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(2, 9, 3, 4, 4),
         "timestep": torch.tensor([500.0, 500.0]),
         "encoder_hidden_states": torch.randn(2, NUM_TEXT_TOKENS, 16),
@@ -117,7 +117,7 @@ def video_packed(padding: str = "right") -> Built:
         num_layers=2,
         caption_channels=16,
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(2, 3 * 4 * 4, 8),
         "timestep": torch.tensor([500, 500]),
         "encoder_hidden_states": torch.randn(2, NUM_TEXT_TOKENS, 16),
@@ -145,7 +145,7 @@ def video_with_sound() -> Built:
         num_layers=2,
         caption_channels=16,
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(2, 2 * 4 * 4, 8),
         "audio_hidden_states": torch.randn(2, 5, 8),
         "timestep": torch.tensor([[500.0], [500.0]]),
@@ -176,7 +176,7 @@ def video_text_first() -> Built:
         sample_frames=9,
         max_text_seq_length=NUM_TEXT_TOKENS,
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(1, 3, 4, 8, 8),
         "timestep": torch.tensor([500]),
         "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
@@ -196,7 +196,7 @@ def video_text_gathered() -> Built:
         time_embed_dim=8,
         max_sequence_length=NUM_TEXT_TOKENS,
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(2, 4, 2, 8, 8),
         "timestep": torch.tensor([500, 500]),
         "encoder_hidden_states": torch.randn(2, NUM_TEXT_TOKENS, 16),
@@ -216,7 +216,7 @@ def image_text_first(padding: str = "right") -> Built:
         joint_attention_dim=16,
         axes_dims_rope=(4, 6, 6),
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(2, 16, 16),
         "encoder_hidden_states": torch.randn(2, NUM_TEXT_TOKENS, 16),
         "encoder_hidden_states_mask": text_mask(padding).bool(),
@@ -239,7 +239,7 @@ def image_joint() -> Built:
         guidance_embeds=True,
         axes_dims_rope=(4, 6, 6),
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(1, 16, 8),
         "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
         "pooled_projections": torch.randn(1, 8),
@@ -264,7 +264,7 @@ def image_lists() -> Built:
         axes_dims=[4, 6, 6],
         axes_lens=[256, 32, 32],
     )
-    return _ready(model), {
+    return ready(model), {
         "x": [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 12)],
         "t": torch.tensor([0.5, 0.5]),
         "cap_feats": [torch.randn(3, 16), torch.randn(40, 16)],
@@ -289,7 +289,7 @@ def image_two_attentions() -> Built:
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(2, 4, 8, 8),
         "encoder_hidden_states": torch.randn(2, NUM_TEXT_TOKENS, 16),
         "pooled_projections": torch.randn(2, 8),
@@ -312,7 +312,7 @@ def image_linear() -> Built:
         caption_channels=16,
         sample_size=8,
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(2, 4, 8, 8),
         "encoder_hidden_states": torch.randn(2, NUM_TEXT_TOKENS, 16),
         "timestep": torch.tensor([500, 500]),
@@ -335,7 +335,7 @@ def image_unet() -> Built:
         attention_head_dim=2,
         norm_num_groups=4,
     )
-    return _ready(model), {
+    return ready(model), {
         "sample": torch.randn(2, 4, 8, 8),
         "timestep": torch.tensor(500),
         "encoder_hidden_states": torch.randn(2, NUM_TEXT_TOKENS, 16),
@@ -386,7 +386,7 @@ def _five_dimensions(name: str, grid: tuple[int, int, int] = (3, 4, 5), **argume
         "rope_max_seq_len": 64,
     }
     model = getattr(diffusers, name)(**common, **arguments)
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(1, 4, grid[0], 2 * grid[1], 2 * grid[2]),
         "timestep": torch.tensor([500]),
         "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
@@ -423,7 +423,7 @@ def video_world() -> Built:
         concat_padding_mask=False,
         extra_pos_embed_type=None,
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(1, 4, 3, 8, 10),
         "timestep": torch.tensor([0.5]),
         "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
@@ -449,7 +449,7 @@ def video_cross_and_caption() -> Built:
     )
     *rope, frames, rows, columns = get_3d_rotary_pos_embed_allegro(24, ((0, 0), (4, 5)), (4, 5), 3)
     places = torch.cartesian_prod(*(axis.long() for axis in (frames, rows, columns))).T[:, None]
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(1, 4, 3, 8, 10),
         "timestep": torch.tensor([500]),
         "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
@@ -470,7 +470,7 @@ def video_joint_with_decoder() -> Built:
         text_embed_dim=16,
         rope_axes_dim=(4, 6, 6),
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(1, 4, 3, 8, 10),
         "timestep": torch.tensor([500]),
         "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),
@@ -494,7 +494,7 @@ def video_text_first_in_frames() -> Built:
         sample_height=8,
         time_position_encoding_type=None,
     )
-    return _ready(model), {
+    return ready(model), {
         "hidden_states": torch.randn(1, 4, 3, 8, 10),
         "timestep": torch.tensor([500]),
         "encoder_hidden_states": torch.randn(1, NUM_TEXT_TOKENS, 16),

@@ -282,6 +282,7 @@ class AttentionLayer(nn.Module, ABC):
             needs=self._constant_needs() | {name for name, needed in extra.items() if needed},
             keys_in_parts=self._exchange.needs_lse,
             every_key_on_demand=self._exchange_with_every_key is not None,
+            no_grid=self.policy.no_grid,
         )
         decision = select(question, self.policy.levels(moment.rules, moment.forced))
         self.policy.announce(decision, self.layer.role)

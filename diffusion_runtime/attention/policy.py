@@ -36,6 +36,7 @@ class AttentionPolicy:
     mesh: the processes that run the model together; what a model is given to cut its tokens with is mesh.sharding.
     num_head_groups: groups of heads in which Ulysses computes a call, sending one while it computes the one before;
     1 sends all heads before it computes.
+    no_grid: as in Question, for a model of which it is not known where its tokens sit.
     """
 
     cli: AttentionConfig = field(default_factory=AttentionConfig)
@@ -46,6 +47,7 @@ class AttentionPolicy:
     forced: tuple[ForcedChoice, ...] = field(default_factory=current_force)
     mesh: ProcessMesh = field(default_factory=ProcessMesh)
     num_head_groups: int = 1
+    no_grid: str = ""
 
     @cached_property
     def _said(self) -> set[str]:
@@ -65,6 +67,7 @@ class AttentionPolicy:
             hardware=self.hardware,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
+            no_grid=self.no_grid,
         )
 
     @property

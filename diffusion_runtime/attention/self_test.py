@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, Question
@@ -180,7 +181,7 @@ class _Inputs:
         padded = ~_visible_keys(case.layout)
         k[padded], v[padded] = 30.0, 30.0
         mask = None
-        if "boolean_mask" in case.needs:
+        if case.needs & {"boolean_mask", "block_mask"}:
             mask = torch.rand(BATCH, 1, num_queries, num_keys, generator=generator) < 0.5
             mask[:, :, 3] = False
         elif "additive_mask" in case.needs:
@@ -191,6 +192,7 @@ class _Inputs:
 
     def call(self, backend: Backend, device: torch.device) -> AttentionCall:
         case = self.test.case
+        in_blocks = "block_mask" in case.needs
         q, k, v = (x.to(device, copy=True) for x in (self.q, self.k, self.v))
         return AttentionCall(
             q=q,
@@ -205,8 +207,18 @@ class _Inputs:
             scale=case.scale,
             causal="causal" in case.needs,
             return_lse="lse" in case.needs,
-            mask=None if self.mask is None else self.mask.to(device),
+            mask=None if self.mask is None or in_blocks else self.mask.to(device),
+            block_mask=None if self.mask is None or not in_blocks else _in_blocks(self.mask.to(device)),
         )
+
+
+def _in_blocks(mask: torch.Tensor) -> BlockMask:
+    """mask: bool [batch, 1, seq_q, seq_k]"""
+
+    def is_seen(batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return mask[batch, 0, query, key]
+
+    return create_block_mask(is_seen, mask.shape[0], None, mask.shape[2], mask.shape[3], device=mask.device)
 
 
 def _visible_keys(layout: TokenLayout) -> torch.Tensor:

@@ -59,6 +59,7 @@ CASES = (
     SelfTestCase(
         "additive mask+padding+causal+lse", frozenset({"additive_mask", "key_padding", "causal", "lse"}), layout=_AFTER
     ),
+    SelfTestCase("block mask", frozenset({"block_mask"})),
     # What a gate weighs is each method's own; a gate of 0 leaves what every method shares.
     SelfTestCase("gate of 0", frozenset({"gate"})),
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -17,15 +16,24 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport
+from diffusion_runtime.diffusers_bridge.attached_model import AttachedModel
 from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
+from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, device_of, dtype_of
-from diffusion_runtime.diffusers_bridge.grids import token_order
-from diffusion_runtime.diffusers_bridge.interception import SdpaCall, TakenModule, is_taken
+from diffusion_runtime.diffusers_bridge.dispatcher import RegistryEntries
+from diffusion_runtime.diffusers_bridge.explicit_choices import check_choices, is_chosen
+from diffusion_runtime.diffusers_bridge.grids import TOKEN_ORDERS, token_order
+from diffusion_runtime.diffusers_bridge.interception import is_taken
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, find_attention_modules
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
+from diffusion_runtime.diffusers_bridge.unserved import CallCount
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
+
+# Held while modules are taken over: threads may attach to one model at once.
+_TAKING = threading.Lock()
 
 # How many modules a message lists before it counts the rest.
 _MAX_LISTED = 6
@@ -64,16 +72,8 @@ def attach(
     """
     handle = plan_attachment(model_or_pipeline, config, override=override, scheduler=scheduler, device=device)
     handle.take_modules()
-    if handle.others:
-        _logger.warning(handle.reach)
-    in_training = handle.models_in_training
-    if in_training:
-        _logger.warning(
-            "attach: in training mode: %s. The attention of this runtime is for generation: kernels of sparse backends "
-            "compute no gradients and refuse inputs that require them, and calls with dropout are refused. Call eval() "
-            "and generate under torch.no_grad(), or choose a dense backend such as torch_sdpa to train",
-            ", ".join(in_training),
-        )
+    for remark in ([handle.reach] if handle.others else []) + list(handle.remarks):
+        _logger.warning(remark)
     return handle
 
 
@@ -101,8 +101,7 @@ def plan_attachment(
     everything = [(name, module) for name, modules in found.items() for module in modules]
     if not everything:
         raise ConfigError(f"attach: {type(model_or_pipeline).__name__} has no attention module")
-    if any(is_taken(module.module) for _, module in everything):
-        raise ConfigError("attach: this model is attached already; call detach() on its handle first")
+    _check_free(module for _, module in everything)
     others = tuple(
         UnreachedModule(name, module.path, module.processor, module.unreached)
         for name, module in everything
@@ -124,9 +123,14 @@ def plan_attachment(
             config=below,
             device=str(device_of(model_or_pipeline, model, device)),
             dtype=dtype_of(model) if dtype is None else dtype,
+            no_grid=""
+            if token_order(uncompiled(model)) is not None
+            else f"which is known of {', '.join(TOKEN_ORDERS)}",
         )
         for name, model in denoisers.items()
     }
+    reached = {name: [module for module in modules if not module.unreached] for name, modules in found.items()}
+    check_choices([(policies[name], modules) for name, modules in reached.items()])
     return AttachedAttention(denoisers, found, others, policies, StepFollower(scheduler))
 
 
@@ -147,19 +151,30 @@ class AttachedAttention:
         self.num_reached = self.num_modules - len(others)
         self._follower = follower
         self._recorder = AttentionRecorder()
+        self._entries: RegistryEntries | None = None
+        self._calls = CallCount()
+        self._said: frozenset[tuple[str, str]] = frozenset()
+        self._is_chosen = any(map(is_chosen, policies.values()))
         self._denoisers = [
-            _AttachedDenoiser(name, model, index, found[name], policies[name], self)
+            AttachedModel(name, model, index, found[name], policies[name], self)
             for index, (name, model) in enumerate(denoisers.items())
         ]
 
     def take_modules(self) -> None:
-        """Begin. Only `attach` calls it, once every choice is known to run."""
-        try:
+        """Begin. Only `attach` calls it, once every choice is known to run.
+
+        Raises ConfigError when somebody else has attached to one of the models in the meantime.
+        """
+        with _TAKING:
             for denoiser in self._denoisers:
-                denoiser.take()
-        except BaseException:
-            self.detach()
-            raise
+                _check_free(module.found for module in denoiser.modules)
+            self._entries = RegistryEntries()
+            try:
+                for denoiser in self._denoisers:
+                    denoiser.take(self._entries)
+            except BaseException:
+                self.detach()
+                raise
 
     @property
     def reach(self) -> str:
@@ -168,9 +183,9 @@ class AttachedAttention:
         return text + (f"; diffusers' own attention stays in {listed(self.others)}" if self.others else "")
 
     @property
-    def models_in_training(self) -> tuple[str, ...]:
-        """Names of the models in training mode that have weights to train."""
-        return tuple(denoiser.name for denoiser in self._denoisers if denoiser.is_in_training)
+    def remarks(self) -> tuple[str, ...]:
+        """What is worth saying about models as a whole."""
+        return tuple(remark for denoiser in self._denoisers for remark in denoiser.remarks)
 
     @property
     def modules(self) -> tuple[ModuleAttention, ...]:
@@ -180,11 +195,14 @@ class AttachedAttention:
     def report(self) -> AttentionReport:
         """What ran since the attaching or the last `start_report`."""
         report = self._recorder.report()
-        return AttentionReport(report.rows, report.libraries, (self.reach, *report.notes))
+        notes = filter(None, (self.reach, *self.remarks, self._calls.describe(), *report.notes))
+        return AttentionReport(report.rows, report.libraries, tuple(notes))
 
     def start_report(self) -> None:
         """Begin a new report."""
         self._recorder = AttentionRecorder()
+        self._calls = CallCount()
+        self._said = frozenset()
 
     def set_step(self, index: int, num_steps: int, branch: str = "cond") -> None:
         """Say which denoising step comes next, in a loop of your own without a scheduler that is known."""
@@ -199,6 +217,8 @@ class AttachedAttention:
         """Put back what was there. Again, or after an exception: harmless."""
         for denoiser in self._denoisers:
             denoiser.give_back()
+        if self._entries is not None:
+            self._entries.close()
 
     def __enter__(self) -> Self:
         return self
@@ -208,7 +228,7 @@ class AttachedAttention:
     ) -> None:
         self.detach()
 
-    def begin_pass(self, denoiser: _AttachedDenoiser, arguments: dict[str, Any]) -> ForwardPass:
+    def begin_pass(self, denoiser: AttachedModel, arguments: dict[str, Any]) -> ForwardPass:
         """A forward pass of one of the models begins."""
         num_steps = self._follower.begins_request()
         if num_steps is not None:
@@ -219,86 +239,35 @@ class AttachedAttention:
         return ForwardPass(step, self._follower.state, order, grid)
 
     def attend(
-        self, module: ModuleAttention, now: ForwardPass, call: SdpaCall, number: int, masks: Any
+        self, module: ModuleAttention, now: ForwardPass, call: AttentionModuleCall, number: int, masks: Any
     ) -> torch.Tensor:
+        self._calls.num_served += 1
         return module.attend(call, number, masks, now, self._recorder)
 
-    def note_unseen(self, component: str, module: ModuleAttention) -> None:
-        """A reached module ran without a call that could be taken over."""
-        self._recorder.note(
-            f"{component}: {module.found.processor} ran without torch's attention at least once, such as in "
-            f"{module.found.path}"
-        )
+    def add_unserved(self, module: str, reason: str, num_calls: int) -> None:
+        """Calls of a reached module went past. module: component and path."""
+        self._calls.add_unserved(module, reason, num_calls)
 
+    def end_pass(self) -> None:
+        """A forward pass has ended without an exception: say what went past, for the first time that it did.
 
-class _AttachedDenoiser:
-    """One model of what is attached, and the forward pass that it is in."""
-
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        index: int,
-        found: list[FoundModule],
-        policy: AttentionPolicy,
-        owner: AttachedAttention,
-    ) -> None:
-        self.model: Any = model
-        self.index = index
-        self.order = token_order(model)
-        self.name = name
-        self._owner = owner
-        self._now = ForwardPass()
-        self._taken: list[TakenModule] = []
-        self._hooks: list[Any] = []
-        self._parameters = inspect.signature(type(model).forward)
-        self.modules = [
-            ModuleAttention(module, policy, self.order is not None) for module in found if not module.unreached
-        ]
-
-    @property
-    def is_in_training(self) -> bool:
-        return bool(self.model.training) and any(weight.requires_grad for weight in self.model.parameters())
-
-    def take(self) -> None:
-        from diffusers.models.attention_dispatch import AttentionBackendName
-
-        for module in self.modules:
-            self._taken.append(
-                TakenModule(
-                    module.found.module,
-                    functools.partial(self._attend, module),
-                    functools.partial(self._ran, module),
-                    AttentionBackendName.NATIVE,
-                )
+        Raises BackendUnavailableError when a choice serves no call of the models.
+        """
+        if self._calls.places == self._said:
+            return
+        self._said = self._calls.places
+        if self._is_chosen and self._calls.num_served == 0:
+            raise BackendUnavailableError(
+                f"attach: the attention choice serves no call: {self._calls.describe()}. Undo that before attaching, "
+                "or run without a choice",
+                [("attach", reason) for reason in sorted({reason for _, reason in self._said})],
             )
-        # Hooks, and no method of ours in the model's place: offloading puts its own there, before or after.
-        self._hooks.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
-        self._hooks.append(self.model.register_forward_hook(self._end, always_call=True))
+        _logger.warning(self._calls.describe())
 
-    def give_back(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for taken in reversed(self._taken):
-            taken.give_back()
-        self._hooks, self._taken = [], []
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = dict(self._parameters.bind_partial(model, *args, **kwargs).arguments)
-        self._now = self._owner.begin_pass(self, arguments)
-
-    def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        # What was read from masks goes with the pass.
-        self._now = ForwardPass()
-
-    def _attend(
-        self, module: ModuleAttention, call: SdpaCall, number: int, masks: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        return self._owner.attend(module, self._now, call, number, masks)
-
-    def _ran(self, module: ModuleAttention, num_calls: int) -> None:
-        if num_calls == 0:
-            self._owner.note_unseen(self.name, module)
+def _check_free(modules: Iterable[FoundModule]) -> None:
+    if any(is_taken(module.module) for module in modules):
+        raise ConfigError("attach: this model is attached already; call detach() on its handle first")
 
 
 def listed(others: Sequence[UnreachedModule]) -> str:

@@ -7,26 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from diffusion_runtime.attention.backends.interface import Question
-from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.backends.interface import AttentionCall, Question
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.functional import attention
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.layers import LocalAttention
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy, dtype_name
 from diffusion_runtime.attention.report import AttentionRecorder
-from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.select import select
-from diffusion_runtime.attention.sparse.interface import SparseBackend
+from diffusion_runtime.attention.resolved import resolve_decision
+from diffusion_runtime.attention.select import Levels, select
 from diffusion_runtime.attention.state import AttentionState
-from diffusion_runtime.diffusers_bridge.grids import TOKEN_ORDERS, Grid, TokenOrder
-from diffusion_runtime.diffusers_bridge.interception import SdpaCall
-from diffusion_runtime.diffusers_bridge.masks import KeyPadding, MaskReader, OtherMask, QueryGroups, Visibility
+from diffusion_runtime.diffusers_bridge.explicit_choices import deciding_choice, needs_grid
+from diffusion_runtime.diffusers_bridge.grids import Grid, TokenOrder
+from diffusion_runtime.diffusers_bridge.masks import (
+    MaskReader,
+    OtherMask,
+    QueryGroups,
+    Visibility,
+)
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, head_shape, processor_of
+from diffusion_runtime.diffusers_bridge.padded_attention import attend_groups, attend_padded, run_layer
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import detect_hardware
 
@@ -48,10 +53,9 @@ class ForwardPass:
 class ModuleAttention:
     """Computes the calls of one module. Raises at construction what a choice that cannot run raises."""
 
-    def __init__(self, found: FoundModule, policy: AttentionPolicy, knows_grid: bool) -> None:
+    def __init__(self, found: FoundModule, policy: AttentionPolicy) -> None:
         self.found = found
         self._policy = policy
-        self._knows_grid = knows_grid
         self._processor_class = type(found.module if processor_of(found.module) is None else processor_of(found.module))
         self._layers: dict[tuple[int, int, int, float | None, bool], LocalAttention] = {}
         shape = head_shape(found.module)
@@ -68,7 +72,7 @@ class ModuleAttention:
         """Whether what it computes depends on the step."""
         if self._policy.cli.schedule or self._policy.config.schedule:
             return True
-        return any(_needs_grid(decision.backend) for layer in self._layers.values() for _, decision in layer.decisions)
+        return any(needs_grid(decision.backend) for layer in self._layers.values() for _, decision in layer.decisions)
 
     def check_request(self, num_steps: int) -> None:
         """Raises ConfigError for options that are made for another number of steps."""
@@ -76,11 +80,18 @@ class ModuleAttention:
             layer.check_request(num_steps)
 
     def attend(
-        self, call: SdpaCall, number: int, given: Sequence[torch.Tensor], now: ForwardPass, recorder: AttentionRecorder
+        self,
+        call: AttentionModuleCall,
+        number: int,
+        given: Sequence[torch.Tensor],
+        now: ForwardPass,
+        recorder: AttentionRecorder,
     ) -> torch.Tensor:
         """The result of one call, [batch, heads, seq_q, head_dim]. number, given: see AttendCall."""
         self._check(call, now)
         q, k, v = (x.transpose(1, 2) for x in (call.q_bhsd, call.k_bhsd, call.v_bhsd))
+        if isinstance(call.mask, BlockMask):
+            return self._attend_blocks(call, call.mask, q, k, v, now, recorder)
         # Masks that diffusers' own processors make depend on the masks they are given and on nothing else.
         origin = (self._processor_class, number) if self._processor_class.__module__.startswith("diffusers.") else None
         seen = now.masks.read(call.mask, (q.shape[0], q.shape[1], k.shape[1]), given, origin)
@@ -96,7 +107,7 @@ class ModuleAttention:
             raise BackendUnavailableError(f"{self.found.path}: {error}", error.reasons) from error
         return out.transpose(1, 2)
 
-    def _check(self, call: SdpaCall, now: ForwardPass) -> None:
+    def _check(self, call: AttentionModuleCall, now: ForwardPass) -> None:
         where = f"{self.found.path} (role {self.found.layer.role})"
         if call.dropout:
             raise ConfigError(f"{where}: attention with dropout is for training; call eval() on the model, or detach")
@@ -125,11 +136,11 @@ class ModuleAttention:
     ) -> torch.Tensor:
         """q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]; out as q."""
         if seen is None:
-            return _run(layer, q, k, v, context)
+            return run_layer(layer, q, k, v, context)
         if isinstance(seen, OtherMask):
             return self._attend_masked(q, k, v, seen.mask, layer, context)
         if isinstance(seen, QueryGroups):
-            return _attend_groups(layer, q, k, v, seen, context)
+            return attend_groups(layer, q, k, v, seen, context)
         out = attend_padded(layer, q, k, v, seen, context)
         return out if seen.hidden_rows is None else out.masked_fill(seen.hidden_rows, 0.0)
 
@@ -144,18 +155,7 @@ class ModuleAttention:
     ) -> torch.Tensor:
         """A mask that is no padding: the first of the choices that takes masks, or the reasons why none does."""
         feature = "boolean_mask" if mask.dtype == torch.bool else "additive_mask"
-        question = Question(
-            role=layer.layer.role,
-            category=role_category(layer.layer.role),
-            head_dim=q.shape[3],
-            dtype=dtype_name(q.dtype),
-            hardware=detect_hardware(str(q.device)),
-            num_heads=q.shape[2],
-            num_kv_heads=k.shape[2],
-            needs=frozenset({feature} | ({"scale"} if layer.scale is not None else set())),
-        )
-        levels = self._policy.levels(self._policy.rules_now(layer.layer, context.step), current_force())
-        decision = select(question, levels)
+        decision = select(self._question(q, k, {feature}, layer.scale), self._levels(context.step))
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
         out = attention(
             q,
@@ -178,100 +178,63 @@ class ModuleAttention:
         )
         return out
 
+    def _attend_blocks(
+        self,
+        call: AttentionModuleCall,
+        blocks: BlockMask,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        now: ForwardPass,
+        recorder: AttentionRecorder,
+    ) -> torch.Tensor:
+        """A call whose mask is a BlockMask: by the choice for its role, or as the module itself does it."""
+        step, info = now.step or StepInfo(), self.found.layer
+        levels = self._levels(step)
+        chosen = deciding_choice(levels, info.role)
+        if chosen is None:
+            out = call.run_own()
+            reason = "its mask is a BlockMask, and no backend was chosen for it"
+            recorder.record(info, step, backend="diffusers", implementation=call.own, source="platform", reason=reason)
+            return out
+        try:
+            decision = select(self._question(q, k, {"block_mask"}, call.scale), levels)
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(
+                f"{self.found.path}: its mask is a BlockMask; {error}", error.reasons
+            ) from error
+        resolved = resolve_decision(decision)
+        result = resolved.backend.run(
+            AttentionCall(q, k, v, resolved.options, None, info, step, now.state, scale=call.scale, block_mask=blocks)
+        )
+        recorder.record(
+            info,
+            step,
+            backend=decision.backend,
+            implementation=result.implementation,
+            source=decision.source,
+            reason=decision.reason,
+        )
+        return result.out.transpose(1, 2)
+
+    def _levels(self, step: StepInfo) -> Levels:
+        return self._policy.levels(self._policy.rules_now(self.found.layer, step), current_force())
+
+    def _question(self, q: torch.Tensor, k: torch.Tensor, needs: set[str], scale: float | None) -> Question:
+        known = self._policy.question(
+            self.found.layer, head_dim=q.shape[3], num_heads=q.shape[2], num_kv_heads=k.shape[2]
+        )
+        return dataclasses.replace(
+            known,
+            dtype=dtype_name(q.dtype),
+            hardware=detect_hardware(str(q.device)),
+            needs=frozenset(needs | ({"scale"} if scale is not None else set())),
+        )
+
     def _layer(self, heads: int, head_dim: int, kv_heads: int, scale: float | None, causal: bool) -> LocalAttention:
         key = (heads, head_dim, kv_heads, scale, causal)
         if key not in self._layers:
-            layer = LocalAttention(
+            self._layers[key] = LocalAttention(
                 heads, head_dim, kv_heads, layer=self.found.layer, policy=self._policy, scale=scale, causal=causal
             )
-            if not self._knows_grid:
-                for when, decision in layer.decisions:
-                    if _needs_grid(decision.backend):
-                        raise _no_grid_error(decision.backend, self.found.layer.role, when)
-            self._layers[key] = layer
         return self._layers[key]
-
-
-def _no_grid_error(backend_name: str, role: str, when: str) -> BackendUnavailableError:
-    reason = f"it needs the grid of the tokens, which is known of {', '.join(TOKEN_ORDERS)}"
-    return BackendUnavailableError(
-        f"{backend_name} cannot serve role {role!r} of this model ({when}): {reason}. Choose a dense backend",
-        [(backend_name, reason)],
-    )
-
-
-def _needs_grid(backend_name: str) -> bool:
-    return isinstance(find_backend(backend_name), SparseBackend)
-
-
-def _run(
-    layer: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
-) -> torch.Tensor:
-    out: torch.Tensor = layer(q, k, v, context)
-    return out
-
-
-def attend_padded(
-    layer: LocalAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: KeyPadding,
-    context: AttentionContext,
-) -> torch.Tensor:
-    """Attention to the keys that each sample sees. Keys have no order in attention, so they may be moved."""
-    layout = context.layout
-    if layout is not None and layout.num_text_tokens:
-        start = 0 if layout.num_prefix_tokens else layout.num_grid_tokens
-        text = seen.part(start, start + layout.num_text_tokens)
-        if seen.keys.sum() - text.keys.sum() == seen.keys.shape[0] * layout.num_grid_tokens:
-            return _attend_padded_text(layer, q, k, v, text, start, context)
-    lengths = seen.lengths
-    longest = max(lengths)
-    if longest == 0:
-        return torch.zeros_like(q)
-    if not seen.is_on_the_right:
-        order = seen.visible_first[:, :longest, None, None]
-        k, v = (x.gather(1, order.expand(-1, -1, *x.shape[2:])) for x in (k, v))
-    kept = None if min(lengths) == longest else TokenLayout.text(longest, lengths)
-    return _run(layer, q, k[:, :longest], v[:, :longest], context.with_layout(kept))
-
-
-def _attend_padded_text(
-    layer: LocalAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    text: KeyPadding,
-    start: int,
-    context: AttentionContext,
-) -> torch.Tensor:
-    """The same where only text beside a grid is padded: tokens of the grid stay where they are."""
-    assert context.layout is not None
-    padded = context.with_layout(dataclasses.replace(context.layout, valid_lengths=text.lengths))
-    if text.is_on_the_right:
-        return _run(layer, q, k, v, padded)
-    order = torch.arange(q.shape[1], device=q.device).repeat(q.shape[0], 1)
-    order[:, start : start + text.keys.shape[1]] = text.visible_first + start
-    q, k, v = (x.gather(1, order[:, :, None, None].expand(-1, -1, *x.shape[2:])) for x in (q, k, v))
-    out = _run(layer, q, k, v, padded)
-    return torch.empty_like(out).scatter_(1, order[:, :, None, None].expand_as(out), out)
-
-
-def _attend_groups(
-    layer: LocalAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: QueryGroups,
-    context: AttentionContext,
-) -> torch.Tensor:
-    """One call for each kind of query of each sample, with the keys that it sees and no others."""
-    out = torch.zeros_like(q)
-    plain = context.with_layout(None)
-    for sample, groups in enumerate(seen.groups):
-        for queries, keys in groups:
-            if keys.numel():
-                k_seen, v_seen = k[sample, keys][None], v[sample, keys][None]
-                out[sample, queries] = _run(layer, q[sample, queries][None], k_seen, v_seen, plain)[0]
-    return out

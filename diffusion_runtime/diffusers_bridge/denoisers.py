@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.policy import dtype_name
+from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, resolve_device
 
@@ -16,16 +17,16 @@ _DENOISER_PACKAGES = ("transformers", "unets", "controlnets")
 
 
 def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
-    """The models that denoise, by component name. Raises ConfigError."""
+    """The models that denoise, by component name, compiled ones as they are. Raises ConfigError."""
     if isinstance(model_or_pipeline, nn.Module):
-        return {type(model_or_pipeline).__name__: model_or_pipeline}
+        return {type(uncompiled(model_or_pipeline)).__name__: model_or_pipeline}
     components = getattr(model_or_pipeline, "components", None)
     if not isinstance(components, dict):
         raise ConfigError(
             f"attach: expected a diffusers pipeline or a torch module, got {type(model_or_pipeline).__name__}"
         )
     parts = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
-    chosen = {name: part for name, part in parts.items() if denoises(name, type(part))}
+    chosen = {name: part for name, part in parts.items() if denoises(name, type(uncompiled(part)))}
     if not chosen:
         raise ConfigError(
             f"attach: {type(model_or_pipeline).__name__} has no transformer and no UNet; it has "

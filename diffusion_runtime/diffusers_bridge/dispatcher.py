@@ -1,20 +1,23 @@
-"""diffusers' own attention backends for one run, with the calls that they would get wrong refused.
+"""What the twins of processors ask diffusers' dispatcher for: entries of our own in its registry, for one run.
 
 `set_attention_backend` changes the process: it leaves an active backend behind that serves every other pipeline from
-then on. Here the name goes into the twins of the processors (interception.py) and nowhere else; what they ask the
-dispatcher for is an entry of their own in its registry, which goes with them.
+then on. Here a name goes into the twins (interception.py) and nowhere else. A call that arrives at an entry goes to
+whoever took the module, as one of torch's would; what the module would have made of it itself is a backend of
+diffusers': the one that was chosen, with the calls that it would get wrong refused, else the one it asked for.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
-from diffusion_runtime.diffusers_bridge.masks import KeyPadding, read_mask
-from diffusion_runtime.errors import BackendUnavailableError
+from diffusion_runtime.diffusers_bridge.masks import KeyPadding, is_block_mask, read_mask
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall, current_run
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 
 # They do what a mask says, whatever it is.
 _TAKES_EVERY_MASK = frozenset({"native", "_native_cudnn", "_native_efficient", "_native_math", "_native_npu"})
@@ -22,35 +25,125 @@ _TAKES_EVERY_MASK = frozenset({"native", "_native_cudnn", "_native_efficient", "
 _TAKES_PADDING_ON_THE_RIGHT = frozenset(
     {"flash_varlen", "flash_varlen_hub", "_flash_varlen_3", "_flash_3_varlen_hub", "sage_varlen"}
 )
+# They take a BlockMask of torch's FlexAttention.
+_TAKES_BLOCK_MASKS = frozenset({"flex"})
+_NO_BLOCK_MASKS = "it takes no BlockMask, which is how this model hides pairs; flex takes it"
 
 
-@contextlib.contextmanager
-def dispatcher_entry(name: str) -> Iterator[Any]:
-    """Gives what a processor's `_attention_backend` has to be for its calls to go to diffusers' backend `name`.
+class RegistryEntries:
+    """Entries in the dispatcher's registry, gone after `close`.
 
-    Raises BackendUnavailableError when diffusers does not have it or cannot run it here; so do calls with a mask that
-    it would get wrong.
+    name: the backend of diffusers' that calls are to end in, None for the one that each processor asks for. Raises
+    BackendUnavailableError when diffusers does not have it or cannot run it here; so do calls with a mask that it would
+    get wrong.
     """
-    from diffusers.models import attention_dispatch as dispatch
 
-    registry = dispatch._AttentionBackendRegistry
-    own = _usable(name)
-    # An enum member that the enum does not list: nobody else can ask for it.
-    entry: Any = str.__new__(dispatch.AttentionBackendName, f"{name}, checked, {object.__hash__(object())}")
-    entry._name_ = entry._value_ = str.__str__(entry)
-    tables = (registry._backends, registry._constraints, registry._supported_arg_names)
-    values = (
-        checked_function(name, registry._backends[own]),
-        registry._constraints[own],
-        registry._supported_arg_names[own],
+    def __init__(self, name: str | None = None) -> None:
+        from diffusers.models import attention_dispatch as dispatch
+
+        self._registry = dispatch._AttentionBackendRegistry
+        self._name = name
+        self._chosen = None if name is None else _usable(name)
+        self._entries: dict[str | None, Any] = {}
+
+    def entry_for(self, processor: Any) -> object:
+        """What `_attention_backend` of a processor has to be. It equals the name that is there, as some compare it."""
+        asked = processor._attention_backend
+        wanted = self._name or (None if asked is None else str.__str__(asked))
+        if wanted not in self._entries:
+            self._entries[wanted] = self._register(wanted)
+        return self._entries[wanted]
+
+    def close(self) -> None:
+        from diffusers.models.attention_dispatch import AttentionBackendName
+
+        for entry in self._entries.values():
+            for table in (*self._tables(), AttentionBackendName._value2member_map_):
+                table.pop(entry, None)
+        self._entries = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tables(self) -> Sequence[dict[Any, Any]]:
+        registry = self._registry
+        return registry._backends, registry._constraints, registry._supported_arg_names
+
+    def _register(self, wanted: str | None) -> Any:
+        from diffusers.models.attention_dispatch import AttentionBackendName
+
+        own = self._chosen if wanted is None or self._chosen is not None else AttentionBackendName(wanted)
+        entry = str.__new__(_entry_type(AttentionBackendName), wanted or "native")
+        entry._name_ = entry._value_ = str.__str__(entry)
+
+        def run(**arguments: Any) -> Any:
+            backend = self._registry.get_active_backend()[0] if own is None else own
+            return self._run(backend, arguments)
+
+        # Versions that look a backend up in the enum find the entry there.
+        AttentionBackendName._value2member_map_[entry] = entry
+        shown = AttentionBackendName.NATIVE if own is None else own
+        names = set(self._registry._supported_arg_names[shown]) | {"attn_mask", "dropout_p", "is_causal", "enable_gqa"}
+        for table, value in zip(self._tables(), (run, self._constraints(own), names), strict=True):
+            table[entry] = value
+        return entry
+
+    def _constraints(self, own: Any) -> list[Any]:
+        return [] if self._chosen is None else list(self._registry._constraints[own])
+
+    def _run(self, backend: Any, arguments: dict[str, Any]) -> Any:
+        run = current_run()
+        assert run is not None, "an entry is asked for by a twin, and a twin runs within a ModuleRun"
+        name = str.__str__(backend)
+        function = self._registry._backends[backend]
+        if self._chosen is not None:
+            function = checked_function(name, function)
+        elif name not in _TAKES_BLOCK_MASKS and is_block_mask(arguments.get("attn_mask")):
+            raise _refusal(name, _NO_BLOCK_MASKS)
+        known = self._registry._supported_arg_names[backend]
+        given = {key: value for key, value in arguments.items() if key in known}
+
+        def run_own() -> torch.Tensor:
+            out: torch.Tensor = function(**given)
+            return out.transpose(1, 2)
+
+        return run.serve(_call_of(arguments, name, run_own)).transpose(1, 2)
+
+
+@functools.cache
+def _entry_type(names: Any) -> Any:
+    """The class of entries: members of diffusers' enum that it does not list, so that nobody else can ask for one.
+
+    An entry equals the name of a backend, which processors compare, and is another key than that name.
+    """
+    return type.__new__(type(names), "Entry", (names,), {"__hash__": object.__hash__})
+
+
+def _call_of(arguments: dict[str, Any], own: str, run_own: Callable[[], torch.Tensor]) -> AttentionModuleCall:
+    """arguments: of dispatch_attention_fn, with query, key and value [batch, seq, heads, head_dim]."""
+    if arguments.get("return_lse"):
+        raise ConfigError("this module asks diffusers' dispatcher for the log-sum-exp; it cannot be attached")
+    query, key, value = (arguments[name].transpose(1, 2) for name in ("query", "key", "value"))
+    mask = arguments.get("attn_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == (query.shape[0], key.shape[2]):
+        mask = mask[:, None, None]
+    return AttentionModuleCall(
+        query,
+        key,
+        value,
+        mask,
+        arguments.get("dropout_p", 0.0),
+        arguments.get("is_causal", False),
+        arguments.get("scale"),
+        arguments.get("enable_gqa", False),
+        own,
+        run_own,
     )
-    for table, value in zip(tables, values, strict=True):
-        table[entry] = value
-    try:
-        yield entry
-    finally:
-        for table in tables:
-            table.pop(entry, None)
 
 
 def check_dispatcher_backend(name: str) -> None:
@@ -78,6 +171,8 @@ def checked_function(name: str, function: Callable[..., Any]) -> Callable[..., A
 
     def run(**arguments: Any) -> Any:
         query, key, mask = arguments["query"], arguments["key"], arguments.get("attn_mask")
+        if is_block_mask(mask) and name not in _TAKES_BLOCK_MASKS:
+            raise _refusal(name, _NO_BLOCK_MASKS)
         if isinstance(mask, torch.Tensor) and name not in _TAKES_EVERY_MASK:
             arguments["attn_mask"] = _allowed(name, mask, (query.shape[0], query.shape[1], key.shape[1]))
         return function(**arguments)
@@ -107,7 +202,11 @@ def _allowed(name: str, mask: torch.Tensor, shape: tuple[int, int, int]) -> torc
 
 def _refusal(name: str, reason: str) -> BackendUnavailableError:
     return BackendUnavailableError(
-        f"diffusers' attention backend {name!r} cannot run here: {reason}. Choose native, or one of ours such as "
-        "torch_sdpa, which is given padding as lengths",
+        f"diffusers' attention backend {name!r} cannot run here: {reason}."
+        + (
+            ""
+            if reason == _NO_BLOCK_MASKS
+            else " Choose native, or one of ours such as torch_sdpa, which is given padding as lengths"
+        ),
         [(name, reason)],
     )

@@ -109,6 +109,13 @@ class MaskReader:
         return self._read[key][1]
 
 
+def is_block_mask(mask: object) -> bool:
+    """Whether a mask is one of torch's FlexAttention, which lists blocks of pairs and is no tensor."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return isinstance(mask, BlockMask)
+
+
 def _identity(tensor: torch.Tensor) -> Hashable:
     return (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
 

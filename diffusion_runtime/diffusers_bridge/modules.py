@@ -16,6 +16,7 @@ from torch import nn
 
 from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.roles import register_role
+from diffusion_runtime.diffusers_bridge.compiled import is_compiled_wrapper
 
 # Text alone, before it meets the picture, and sound alone. No grid is there, so they are of category cross: a choice
 # that is made for grids passes over them.
@@ -68,7 +69,8 @@ class FoundModule:
 
 def find_attention_modules(model: nn.Module) -> list[FoundModule]:
     """Every attention module of a model, in the order in which the model holds them."""
-    found = [(path, module, _role(path, module)) for path, module in model.named_modules() if _is_attention(module)]
+    named = [(path.replace("_orig_mod.", ""), module) for path, module in model.named_modules()]
+    found = [(path, module, _role(path, module)) for path, module in named if _is_attention(module)]
     counts: dict[str, int] = {}
     for _, _, role in found:
         counts[role] = counts.get(role, 0) + 1
@@ -77,7 +79,7 @@ def find_attention_modules(model: nn.Module) -> list[FoundModule]:
     for path, module, role in found:
         index = seen[role] = seen.get(role, -1) + 1
         layer = LayerInfo(index, counts[role], role, path)
-        listed.append(FoundModule(path, module, layer, _computer(module).__name__, _unreached(module)))
+        listed.append(FoundModule(path, module, layer, computer_of(module).__name__, unreached_reason(module)))
     return listed
 
 
@@ -115,6 +117,8 @@ def _is_attention(module: nn.Module) -> bool:
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention, MochiAttention
 
+    if is_compiled_wrapper(module):
+        return False
     if isinstance(module, Attention | MochiAttention | AttentionModuleMixin):
         return True
     # Modules of others, and those of diffusers that attend in their own forward.
@@ -133,17 +137,24 @@ def _role(path: str, module: nn.Module) -> str:
     return "cross" if is_cross else "self"
 
 
-def _computer(module: nn.Module) -> type:
+def is_shared_by_diffusers(module: nn.Module) -> bool:
+    """Whether diffusers' own context parallelism cuts the sequence of a module."""
+    return getattr(processor_of(module), "_parallel_config", None) is not None
+
+
+def computer_of(module: nn.Module) -> type:
+    """The class that computes the attention of a module."""
     processor = processor_of(module)
     return type(module) if processor is None else type(processor)
 
 
-def _unreached(module: nn.Module) -> str:
+def unreached_reason(module: nn.Module) -> str:
+    """Why a module cannot be reached; empty when it can."""
     processor = processor_of(module)
     if processor is None:
         function = type(module).forward
         return "" if _calls_attention(function) else "it computes attention by hand"
-    if getattr(processor, "_parallel_config", None) is not None:
+    if is_shared_by_diffusers(module):
         return "diffusers shares its sequence between processes"
     if any(_calls_attention(kind.__dict__.get("__call__")) for kind in type(processor).__mro__):
         return ""

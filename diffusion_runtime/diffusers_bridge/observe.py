@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,13 +13,22 @@ import torch
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport
 from diffusion_runtime.diffusers_bridge.attach import UnreachedModule, listed
+from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
-from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend, dispatcher_entry
-from diffusion_runtime.diffusers_bridge.interception import SdpaCall, TakenModule
-from diffusion_runtime.diffusers_bridge.modules import FoundModule, find_attention_modules, processor_of
+from diffusion_runtime.diffusers_bridge.dispatcher import RegistryEntries, check_dispatcher_backend
+from diffusion_runtime.diffusers_bridge.interception import (
+    TakenModule,
+    asks_dispatcher,
+    take_again_before_each_pass,
+)
+from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
+from diffusion_runtime.diffusers_bridge.modules import FoundModule, computer_of, find_attention_modules, processor_of
+from diffusion_runtime.diffusers_bridge.unserved import CallCount, unserved_reason
 from diffusion_runtime.errors import BackendUnavailableError
 
-_ABSENT = object()
+_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
+
+_OWN = "diffusers' own attention"
 _NO_DISPATCHER = "its processor does not ask diffusers' dispatcher"
 
 
@@ -33,16 +43,17 @@ class ObservedAttention:
         self._name = name
         self._source = source
         self._recorder = AttentionRecorder()
+        self._calls = CallCount()
+        self._models = denoisers_of(pipeline)
         self._found = [
-            (component, module)
-            for component, model in denoisers_of(pipeline).items()
-            for module in find_attention_modules(model)
+            (component, module) for component, model in self._models.items() for module in find_attention_modules(model)
         ]
         self.others = tuple(
             UnreachedModule(component, module.path, module.processor, _NO_DISPATCHER)
             for component, module in self._found
-            if name is not None and not self._is_reached(module)
+            if name is not None and not asks_dispatcher(processor_of(module.module))
         )
+        self._beyond = {(other.component, other.path) for other in self.others}
         if name is None:
             return
         check_dispatcher_backend(name)
@@ -65,39 +76,60 @@ class ObservedAttention:
     def counting(self, step: Callable[[], StepInfo]) -> Iterator[None]:
         """While the pipeline runs. step: says which step it is in."""
         with contextlib.ExitStack() as stack:
-            entry = None if self._name is None else stack.enter_context(dispatcher_entry(self._name))
-            for _, module in self._found:
-                reached = self._is_reached(module)
-                count = functools.partial(self._count, module, reached, step)
-                taken = TakenModule(module.module, _run_torch, count, entry if reached else None)
-                stack.callback(taken.give_back)
+            entries = stack.enter_context(RegistryEntries(self._name))
+            taken: dict[str, list[TakenModule]] = {}
+            for component, module in self._found:
+                count = functools.partial(self._count, module, step)
+                ran = functools.partial(self._ran, component, module, step)
+                taken.setdefault(component, []).append(TakenModule(module.module, count, ran, entries))
+                stack.callback(taken[component][-1].give_back)
+            for component, model in self._models.items():
+                stack.callback(take_again_before_each_pass(uncompiled(model), taken.get(component, ())).remove)
             yield
+        if self._name is not None and self._calls.num_unserved:
+            _logger.warning(self._calls.describe())
+            if not self._calls.num_served:
+                raise BackendUnavailableError(
+                    f"diffusers' attention backend {self._name!r} served no call: {self._calls.describe()}",
+                    [(self._name, "no call came to it")],
+                )
 
     def start_report(self) -> None:
         """Begin a new report."""
         self._recorder = AttentionRecorder()
+        self._calls = CallCount()
 
     def report(self) -> AttentionReport:
         report = self._recorder.report()
-        return AttentionReport(report.rows, report.libraries, (self.reach, *report.notes))
+        notes = filter(None, (self.reach, self._calls.describe(), *report.notes))
+        return AttentionReport(report.rows, report.libraries, tuple(notes))
 
-    def _is_reached(self, module: FoundModule) -> bool:
-        return self._name is not None and _asks_dispatcher(module)
+    def _count(
+        self,
+        module: FoundModule,
+        step: Callable[[], StepInfo],
+        call: AttentionModuleCall,
+        _number: int,
+        _masks: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        is_chosen = self._name is not None and call.own == self._name
+        self._record(module, step(), call.own, is_chosen)
+        if is_chosen:
+            self._calls.num_served += 1
+        return call.run_own()
 
-    def _count(self, module: FoundModule, reached: bool, step: Callable[[], StepInfo], num_calls: int) -> None:
-        if reached:
-            implementation, source, reason = f"{self._name}", self._source, f"{self._name} of diffusers"
-        else:
-            implementation = "scaled_dot_product_attention" if num_calls else module.processor
-            source, reason = "platform", "diffusers' own attention"
+    def _ran(self, component: str, module: FoundModule, step: Callable[[], StepInfo], num_calls: int) -> None:
+        if num_calls == 0:
+            self._record(module, step(), computer_of(module.module).__name__, False)
+        if self._is_planned(component, module) and (num_calls == 0 or not asks_dispatcher(processor_of(module.module))):
+            self._calls.add_unserved(f"{component}.{module.path}", unserved_reason(module), num_calls)
+
+    def _record(self, module: FoundModule, step: StepInfo, implementation: str, is_chosen: bool) -> None:
+        source, reason = (self._source, f"{self._name} of diffusers") if is_chosen else ("platform", _OWN)
         self._recorder.record(
-            module.layer, step(), backend="diffusers", implementation=implementation, source=source, reason=reason
+            module.layer, step, backend="diffusers", implementation=implementation, source=source, reason=reason
         )
 
-
-def _asks_dispatcher(module: FoundModule) -> bool:
-    return getattr(processor_of(module.module), "_attention_backend", _ABSENT) is not _ABSENT
-
-
-def _run_torch(call: SdpaCall, _number: int, _masks: Sequence[torch.Tensor]) -> torch.Tensor:
-    return call.run_torch()
+    def _is_planned(self, component: str, module: FoundModule) -> bool:
+        """Whether the name is to reach it."""
+        return self._name is not None and (component, module.path) not in self._beyond

@@ -11,7 +11,9 @@ from typing import Any, Self
 import torch
 
 from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
+from diffusion_runtime.diffusers_bridge.interception import PassHook
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.progress import OnProgress, Progress, Stage
 
@@ -24,7 +26,7 @@ class DenoisingWatch:
     """
 
     def __init__(self, pipeline: Any, device: torch.device, on_progress: OnProgress | None) -> None:
-        self._models = list(denoisers_of(pipeline).values())
+        self._models = [uncompiled(model) for model in denoisers_of(pipeline).values()]
         self._follower = StepFollower(getattr(pipeline, "scheduler", None))
         self._device = device
         self._on_progress = on_progress
@@ -39,8 +41,9 @@ class DenoisingWatch:
         self._started = time.perf_counter()
         try:
             for index, model in enumerate(self._models):
-                self._hooks.append(model.register_forward_pre_hook(self._begin_pass_of(index, model), with_kwargs=True))
-                self._hooks.append(model.register_forward_hook(self._end_pass))
+                begin, end = PassHook(self._begin_pass_of(index, model)), PassHook(self._end_pass)
+                self._hooks.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+                self._hooks.append(model.register_forward_hook(end))
             self._say("text", 0, 1, self._started)
         except BaseException:
             # What on_progress raises here ends the generation before there is a block to leave.

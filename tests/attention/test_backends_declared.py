@@ -6,12 +6,14 @@ import pytest
 import torch
 from exact_attention import LAYOUTS, assert_is_exact, exact, random_mask, visible_by
 from machines import EVERYTHING, cuda, other
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from diffusion_runtime.attention import attention, list_backends, select_backend
-from diffusion_runtime.attention.backends.interface import FEATURES, NoOptions
+from diffusion_runtime.attention import LayerInfo, StepInfo, attention, list_backends, select_backend
+from diffusion_runtime.attention.backends.interface import FEATURES, AttentionCall, NoOptions
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.backends.torch_sdpa import lse_kernel
 from diffusion_runtime.attention.catalogue import capability_on
+from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_sparse import flash4, triton
@@ -53,6 +55,34 @@ def test_every_dense_backend_has_a_home() -> None:
     assert set(DENSE) == set(HOMES)
 
 
+def block_mask_is_exact_or_refused(name: str) -> None:
+    """A BlockMask as create_block_mask makes it, and one that lists full blocks alone, as NABLA does."""
+    backend = find_backend(name)
+    assert backend is not None
+    hardware = detect_hardware("cpu")
+    if "block_mask" not in backend.capability.features or hardware.platform not in backend.capability.platforms:
+        assert refused(name, hardware, needs=("block_mask",))
+        return
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 3, 200, 4, 16)
+    seen = torch.rand(200, 200) < 0.5
+    table = (torch.rand(1, 4, 4, 4) < 0.5) | torch.eye(4, dtype=torch.bool)
+    counts, indices = table.sum(-1).int(), table.int().argsort(dim=-1, descending=True).int()
+    cases = [
+        (create_block_mask(lambda _b, _h, i, j: seen[i, j], None, None, 200, 200, device="cpu"), seen[None, None]),
+        (
+            BlockMask.from_kv_blocks(
+                torch.zeros_like(counts), indices, counts, indices, BLOCK_SIZE=64, seq_lengths=(200, 200)
+            ),
+            table.repeat_interleave(64, -1).repeat_interleave(64, -2)[..., :200, :200],
+        ),
+    ]
+    for blocks, mask in cases:
+        options = backend.options_type()
+        call = AttentionCall(q, k, v, options, None, LayerInfo(), StepInfo(), AttentionState(), block_mask=blocks)
+        assert_is_exact(backend.run(call).out, None, exact(q, k, v, visible_by(None, 3, 200, False), 0.25, mask))
+
+
 @pytest.mark.parametrize("name", sorted(set(DENSE) - SLOW))
 @pytest.mark.parametrize("feature", ["plain", *FEATURES])
 def test_a_declared_feature_is_exact_here_or_refused_here(name: str, feature: str) -> None:
@@ -63,6 +93,9 @@ def test_a_declared_feature_is_exact_here_or_refused_here(name: str, feature: st
     layout = LAYOUTS["prefix"] if feature == "key_padding" else None
     if feature == "gqa":
         k, v = k[:, :, :2], v[:, :, :2]
+    if feature == "block_mask":
+        block_mask_is_exact_or_refused(name)
+        return
     mask = random_mask(feature == "boolean_mask", (3, 4, 17, 17)) if feature.endswith("_mask") else None
     arguments = {
         "backend": name,

@@ -174,7 +174,7 @@ def test_without_a_fault_everything_passes(tampered: type[Tampered], monkeypatch
     monkeypatch.setattr(tampered, "fault", staticmethod(right), raising=False)
     results = results_of("tampered")
     assert all(result.passed for result in results.values())
-    assert len(results) == len(CASES) - 1 + 2, "every case but the gate, and two more dtypes"
+    assert len(results) == len(CASES) - 2 + 2, "every case but the gate and the block mask, and two more dtypes"
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -61,8 +61,19 @@ def test_a_video_is_what_diffusers_makes(video_folder: Path, choice: Any) -> Non
         assert row.backend == (choice if isinstance(choice, str) else "reference")
         assert "attention modules reached: 2 of 2" in str(media.attention_report)
     # It is out again.
-    assert all("_taken" not in dir(type(each)) for each in pipeline.pipeline.transformer.attn_processors.values())
+    assert all(
+        "_class_before" not in dir(type(each)) for each in pipeline.pipeline.transformer.attn_processors.values()
+    )
     assert numpy.array_equal(pipeline(VIDEO).frames, media.frames)
+
+
+def test_a_transformer_that_was_compiled_since(video_folder: Path) -> None:
+    pipeline = load_pipeline(str(video_folder))
+    before = pipeline(VIDEO)
+    pipeline.pipeline.transformer = torch.compile(pipeline.pipeline.transformer, backend="eager")
+    media = pipeline(VIDEO)
+    assert numpy.abs(media.frames.astype(int) - before.frames.astype(int)).max() <= 1
+    assert media.attention_report == before.attention_report
 
 
 def test_an_image_its_recipe_and_its_file(image_folder: Path, tmp_path: Path) -> None:

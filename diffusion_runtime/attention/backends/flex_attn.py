@@ -46,9 +46,11 @@ def _capability(features: frozenset[str]) -> Capability:
     )
 
 
-_ON_GPU = _capability(frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"}))
+_ON_GPU = _capability(
+    frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "block_mask"})
+)
 # torch's CPU code returns no log-sum-exp, and what it generates for a mask of lengths that change does not compile.
-_ON_CPU = _capability(_ON_GPU.features - {"lse", "boolean_mask", "additive_mask"})
+_ON_CPU = _capability(_ON_GPU.features - {"lse", "boolean_mask", "additive_mask", "block_mask"})
 
 
 def _on(hardware: Hardware) -> Capability:
@@ -81,6 +83,8 @@ class FlexBackend(Backend):
         return hardware.platform != "cpu"
 
     def run(self, call: AttentionCall) -> AttentionResult:
+        if call.block_mask is not None:
+            return _attend(call, call.q, call.k, call.v, False)
         return attend_by_ranges(call, _attend)
 
 
@@ -104,14 +108,24 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
             k.transpose(1, 2),
             v.transpose(1, 2),
             score_mod=None if mask is None else masking(mask.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
-            block_mask=causal_blocks(q.shape[1], q.device) if causal else None,
+            block_mask=causal_blocks(q.shape[1], q.device) if causal else call.block_mask,
             scale=call.scale,
+            kernel_options=None if call.block_mask is None else _tiles_within(call.block_mask, q.dtype),
             enable_gqa=q.shape[2] != k.shape[2],
             return_aux=AuxRequest(lse=True) if call.return_lse else None,
         )
     if not call.return_lse:
         return blank_hidden_rows(AttentionResult(result.transpose(1, 2), None, "flex"), mask)
     return blank_hidden_rows(AttentionResult(result[0].transpose(1, 2), result[1].lse.float(), "flex"), mask)
+
+
+def _tiles_within(blocks: BlockMask, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Tile sizes for blocks that torch's own do not divide, as those of NABLA with 64 tokens."""
+    rows, columns = blocks.BLOCK_SIZE
+    usual_rows, usual_columns = (64 if dtype == torch.float32 else 128), 64
+    tiles = {} if rows % usual_rows == 0 else {"BLOCK_M": rows}
+    tiles |= {} if columns % usual_columns == 0 else {"BLOCK_N": columns}
+    return tiles or None
 
 
 def masking(mask: torch.Tensor) -> Callable[..., Any]:

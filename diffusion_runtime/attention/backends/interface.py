@@ -19,9 +19,10 @@ from diffusion_runtime.hardware import DTYPES, PLATFORMS, Hardware
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.attention.flex_attention import BlockMask
 
 # What a call may ask of a backend beyond softmax(q k^T / sqrt(head_dim)) v on unpadded [batch, seq, heads, head_dim].
-FEATURES = ("key_padding", "gqa", "causal", "scale", "lse", "gate", "boolean_mask", "additive_mask")
+FEATURES = ("key_padding", "gqa", "causal", "scale", "lse", "gate", "boolean_mask", "additive_mask", "block_mask")
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Question:
     category: the role's category; needs: the FEATURES its calls use (gqa follows from the head counts).
     keys_in_parts: a call sees a part of the keys, and the parts are merged by their log-sum-exps, as in a ring.
     every_key_on_demand: a backend that needs every key gets them all, in spite of keys_in_parts.
+    no_grid: why calls come without the grid of their tokens, as in `which is known of X`; empty when they come with it.
     """
 
     role: str
@@ -89,6 +91,7 @@ class Question:
     needs: frozenset[str] = frozenset()
     keys_in_parts: bool = False
     every_key_on_demand: bool = False
+    no_grid: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Capability:
     categories: the role categories it may serve. needs_every_key: it chooses among all keys of the sequence, so a call
     with a part of them means something else; without it, parts are merged by their log-sum-exps. key_counts: see
     KeyCounts; no question knows a call's number of keys, so calls with another run elsewhere (`calling.run_backend`).
+    needs_grid: it reads off the call's layout where the tokens of a grid sit.
     """
 
     platforms: frozenset[str] = frozenset(PLATFORMS)
@@ -111,6 +115,7 @@ class Capability:
     categories: frozenset[str] = frozenset(CATEGORIES)
     needs_every_key: bool = False
     key_counts: KeyCounts = field(default_factory=KeyCounts)
+    needs_grid: bool = False
 
     def serves(self, question: Question) -> bool:
         """Whether the backend is made for the role at all; a general choice passes over roles it is not made for."""
@@ -144,6 +149,8 @@ class Capability:
             )
         if question.keys_in_parts and not self.needs_every_key and "lse" not in self.features:
             reasons.append("returns no log-sum-exp, which ring attention merges its parts by")
+        if question.no_grid and self.needs_grid:
+            reasons.append(f"it needs the grid of the tokens, {question.no_grid}")
         reasons += [f"cannot do {feature}" for feature in sorted(needs - self.features)]
         return reasons
 
@@ -179,6 +186,8 @@ class AttentionCall(NamedTuple):
     gate: [batch, seq_q, heads, head_dim] for backends with a gated branch. scale: None is 1 / sqrt(head_dim).
     causal: query i sees keys 0..i; needs seq_q == seq_k. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean
     (True: attend) or added to the scaled scores in q's dtype; it hides keys beside those that layout and causal hide.
+    block_mask: a BlockMask of torch's FlexAttention [batch or 1, heads or 1, seq_q, seq_k], which says all that is
+    hidden: such a call has neither layout nor mask and is not causal.
     first_head, num_heads_total: where q's heads stand among all of the layer, which other processes may hold; None for
     q's own number. dense: for a backend that chooses among keys, what serves a call for which it chooses all; None
     for the platform's default.
@@ -200,6 +209,7 @@ class AttentionCall(NamedTuple):
     first_head: int = 0
     num_heads_total: int | None = None
     dense: DenseAttention | None = None
+    block_mask: BlockMask | None = None
 
 
 class AttentionResult(NamedTuple):

@@ -7,6 +7,7 @@ reads the values of a mask on the host: that would wait for the device at every 
 from __future__ import annotations
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from diffusion_runtime.attention.backends.interface import AttentionResult
 from diffusion_runtime.errors import ConfigError
@@ -34,6 +35,31 @@ def check_mask(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
         )
     if mask.device != q.device:
         raise ConfigError(f"attention: the mask is on {mask.device}, q on {q.device}; move the mask")
+
+
+def block_mask_as_boolean(blocks: BlockMask) -> torch.Tensor:
+    """What a BlockMask lets be seen, pair by pair: bool [batch or 1, heads or 1, seq_q, seq_k].
+
+    Its full blocks are seen as they are, its partial ones as far as its mask_mod says.
+    """
+    seq_q, seq_k = blocks.seq_lengths
+    seen = _listed_pairs(blocks.kv_num_blocks, blocks.kv_indices, blocks)
+    seen = seen & create_mask(blocks.mask_mod, seen.shape[0], seen.shape[1], seq_q, seq_k, device=str(seen.device))
+    if blocks.full_kv_num_blocks is None or blocks.full_kv_indices is None:
+        return seen
+    return seen | _listed_pairs(blocks.full_kv_num_blocks, blocks.full_kv_indices, blocks)
+
+
+def _listed_pairs(counts: torch.Tensor, indices: torch.Tensor, blocks: BlockMask) -> torch.Tensor:
+    """counts: [batch, heads, rows]; indices: [batch, heads, rows, columns], of which each row's first ones count."""
+    columns = indices.shape[-1]
+    is_listed = torch.arange(columns, device=indices.device) < counts[..., None]
+    # What is not listed goes to a column of its own.
+    table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    table.scatter_(-1, torch.where(is_listed, indices.long(), columns), True)
+    (rows, width), (seq_q, seq_k) = blocks.BLOCK_SIZE, blocks.seq_lengths
+    pairs = table[..., :columns].repeat_interleave(rows, -2).repeat_interleave(width, -1)
+    return pairs[..., :seq_q, :seq_k]
 
 
 def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,7 @@ from diffusion_runtime.attention.backends.interface import (
     Backend,
     Capability,
 )
+from diffusion_runtime.attention.backends.masks import block_mask_as_boolean
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import DTYPES, Hardware
 
@@ -30,7 +31,9 @@ class ReferenceBackend(Backend):
     summary = "float32 reference in plain torch; slow, exact, everywhere"
     capability = Capability(
         dtypes=frozenset((*DTYPES, "float64")),
-        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"}),
+        features=frozenset(
+            {"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "block_mask"}
+        ),
     )
 
     def probe(self, hardware: Hardware) -> Availability:
@@ -40,8 +43,9 @@ class ReferenceBackend(Backend):
         return False
 
     def run(self, call: AttentionCall) -> AttentionResult:
+        mask = call.mask if call.block_mask is None else block_mask_as_boolean(call.block_mask)
         out, lse = reference_attention(
-            call.q, call.k, call.v, visible=visible_keys(call), scale=call.scale, causal=call.causal, mask=call.mask
+            call.q, call.k, call.v, visible=visible_keys(call), scale=call.scale, causal=call.causal, mask=mask
         )
         implementation = f"eager {str(lse.dtype).removeprefix('torch.')}"
         return AttentionResult(out, lse.float() if call.return_lse else None, implementation)

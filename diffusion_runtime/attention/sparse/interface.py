@@ -57,6 +57,7 @@ def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapabilit
         features=features,
         categories=frozenset({"self"}),
         needs_every_key=True,
+        needs_grid=True,
     )
     on_gpu = replace(everywhere, dtypes=frozenset(DTYPES), minimum_capability=triton.MINIMUM_CAPABILITY)
     return narrowed(everywhere, lambda hardware: on_gpu if hardware.platform in GPU_PLATFORMS else everywhere)

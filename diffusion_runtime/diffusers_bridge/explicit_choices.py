@@ -1,0 +1,88 @@
+"""Which of the attention choices speak for a role at all, before any of them is asked whether it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.config import AttentionSpec
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.attention.select import Levels
+from diffusion_runtime.diffusers_bridge.modules import FoundModule, head_shape
+from diffusion_runtime.errors import BackendUnavailableError
+
+
+def deciding_choice(levels: Levels, role: str) -> tuple[str, AttentionSpec] | None:
+    """(key, choice) that decides for a role; None when nobody chose, or nothing that is made for the role."""
+    for _, spec, by_name, key in levels.choices(role):
+        if any(by_name or _is_made_for(name, role) for name in spec.candidates):
+            return key, spec
+    return None
+
+
+def is_chosen(policy: AttentionPolicy) -> bool:
+    """Whether anybody names a backend, for whatever role."""
+    return bool(list(_named(policy)))
+
+
+def check_choices(models: Sequence[tuple[AttentionPolicy, Sequence[FoundModule]]]) -> None:
+    """Raises BackendUnavailableError for choices that can serve no attention module.
+
+    models: the policy of each, and its modules that are reached. Of a module that does not say its heads, only what its
+    role tells is checked.
+    """
+    deciding = [
+        (policy, module, choice)
+        for policy, modules in models
+        for module in modules
+        for choice in _possible(policy, module)
+    ]
+    named = dict.fromkeys(name for policy, _ in models for spec in _named(policy) for name in spec.candidates)
+    if named and not deciding:
+        roles = ", ".join(sorted({module.layer.role for _, modules in models for module in modules}))
+        reason = f"it would serve no attention call; the roles that are reached here: {roles}"
+        raise BackendUnavailableError(
+            f"attach: {', '.join(named)}: {reason}. Choose a dense backend", [(name, reason) for name in named]
+        )
+    for policy, module, (key, spec) in deciding:
+        serving = [name for name in spec.candidates if _is_made_for(name, module.layer.role)]
+        if policy.no_grid and head_shape(module.module) is None and serving and all(map(needs_grid, serving)):
+            reason = f"it needs the grid of the tokens, {policy.no_grid}"
+            raise BackendUnavailableError(
+                f"{', '.join(serving)} cannot serve role {module.layer.role!r} of this model ({key}): {reason}. Choose "
+                "a dense backend",
+                [(name, reason) for name in serving],
+            )
+
+
+def _possible(policy: AttentionPolicy, module: FoundModule) -> Iterator[tuple[str, AttentionSpec]]:
+    """The choices that decide for a module, at whatever step."""
+    for rules in dict.fromkeys(policy.held_rules(module.layer)):
+        choice = deciding_choice(policy.levels(rules), module.layer.role)
+        if choice is not None:
+            yield choice
+
+
+def _named(policy: AttentionPolicy) -> Iterator[AttentionSpec]:
+    """Every choice that names a backend."""
+    specs = [choice.spec for choice in policy.forced]
+    for level in (policy.cli, policy.config):
+        specs += [rule.spec for rule in level.schedule]
+        specs += level.per_role.values()
+        specs += [] if level.default is None else [level.default]
+    default = policy.config.default
+    if policy.environment and (default is None or not default.candidates):
+        specs.append(AttentionSpec(policy.environment))
+    yield from (spec for spec in specs if spec.candidates)
+
+
+def _is_made_for(name: str, role: str) -> bool:
+    backend = find_backend(name)
+    return backend is None or role_category(role) in backend.capability.categories
+
+
+def needs_grid(name: str) -> bool:
+    """Whether a backend reads off the grid where tokens sit."""
+    backend = find_backend(name)
+    return backend is not None and backend.capability.needs_grid

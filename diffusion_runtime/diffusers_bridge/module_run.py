@@ -1,0 +1,142 @@
+"""One run of an attention module: every attention call that it makes is seen, and served by whoever took it over.
+
+A torch function mode of this thread sees torch's scaled_dot_product_attention; what goes to diffusers' dispatcher
+arrives by an entry in its registry (dispatcher.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# torch's own, whatever others put in its place in torch.nn.functional.
+_SDPA: Any = torch._C._nn.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class AttentionModuleCall:
+    """One attention call of a module, with the arguments of torch.nn.functional.scaled_dot_product_attention under its
+    own names; q_bhsd, k_bhsd, v_bhsd: [batch, heads, seq, head_dim].
+
+    own: who computes it where it is left alone, a backend of diffusers' dispatcher or torch's function; run_own: what
+    that makes of it, [batch, heads, seq_q, head_dim].
+    """
+
+    q_bhsd: torch.Tensor
+    k_bhsd: torch.Tensor
+    v_bhsd: torch.Tensor
+    mask: torch.Tensor | BlockMask | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    gqa: bool
+    own: str
+    run_own: Callable[[], torch.Tensor]
+
+
+# (call, its number within one run of the module, the masks the module was given) -> out [batch, heads, seq, head_dim]
+AttendCall: TypeAlias = Callable[[AttentionModuleCall, int, Sequence[torch.Tensor]], torch.Tensor]
+
+
+class ModuleRun(TorchFunctionMode):
+    """One run of a module; counts its attention calls."""
+
+    def __init__(self, attend: AttendCall, masks: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._attend = attend
+        self._masks = masks
+        self._is_serving = False
+        self.num_calls = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = {} if kwargs is None else kwargs
+        # A module inside another one answers for itself.
+        if func is not _SDPA or self._is_serving or _run_now.get() is not self:
+            return func(*args, **named)
+        return self.serve(_bind(functools.partial(func, *args, **named), *args, **named))
+
+    def serve(self, call: AttentionModuleCall) -> torch.Tensor:
+        """[batch, heads, seq_q, head_dim]"""
+        self.num_calls += 1
+        # What computes it may end in another call, which is torch's own business.
+        self._is_serving = True
+        try:
+            return self._attend(call, self.num_calls - 1, self._masks)
+        finally:
+            self._is_serving = False
+
+
+# The innermost run of a taken module that this thread is in.
+_run_now: ContextVar[ModuleRun | None] = ContextVar("attention_module_run", default=None)
+
+
+@contextlib.contextmanager
+def entered(run: ModuleRun) -> Iterator[None]:
+    """This thread's calls are those of `run` inside."""
+    token = _run_now.set(run)
+    try:
+        with run:
+            yield
+    finally:
+        _run_now.reset(token)
+
+
+def current_run() -> ModuleRun | None:
+    """The run of a taken module that this thread is in."""
+    return _run_now.get()
+
+
+def _bind(
+    run_own: Callable[[], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionModuleCall:
+    return AttentionModuleCall(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _SDPA.__name__, run_own
+    )
+
+
+def other_mode() -> str | None:
+    """Who else, with a function mode of their own, may answer calls of torch's in this thread; None for nobody.
+
+    diffusers' hooks for guidance without attention scores do, and torch's own modes, such as that of a default device,
+    do not.
+    """
+    stack: Callable[[], list[object]] = torch.overrides._get_current_function_mode_stack
+    for mode in stack():
+        kind = type(mode)
+        if not isinstance(mode, ModuleRun) and not kind.__module__.startswith("torch."):
+            return f"{kind.__module__}.{kind.__qualname__}"
+    return None
+
+
+def replaced_sdpa() -> str | None:
+    """Who stands in the place of torch's scaled_dot_product_attention, None for torch itself."""
+    placed = F.scaled_dot_product_attention
+    if placed is _SDPA:
+        return None
+    module, name = getattr(placed, "__module__", None), getattr(placed, "__qualname__", type(placed).__name__)
+    return f"{module}.{name}" if module else str(name)
