@@ -230,4 +230,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:
-        """Compute one call. Selection has already checked `capability`, so every call is one it promised."""
+        """Compute one call, which has at least one query and one key (`run_backend` answers the others).
+
+        Selection has already checked `capability`, so every call is one it promised.
+        """
