@@ -23,8 +23,8 @@ from diffusion_runtime.attention import (
     attention,
     list_backends,
 )
-from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.backends.calling import run_backend
+from diffusion_runtime.attention.backends.registry import available_names, find_backend
 
 # torch's CPU kernel divides by the number of keys and of queries, which ends the process.
 _EVERY_BACKEND = """

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.calling import no_visible_keys
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 
 Ranges = tuple[tuple[int, int], ...]
 
