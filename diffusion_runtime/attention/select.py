@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
+from diffusion_runtime.attention.backends.found_wrong import found_wrong
 from diffusion_runtime.attention.backends.interface import FEATURES, Backend, Question
 from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
 from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
@@ -198,7 +199,8 @@ def refusals(name: str, question: Question) -> list[str]:
     """Every reason why the backend `name` cannot serve `question`; empty when it can.
 
     Where nothing else speaks against it and the question is about the machine of this process, its package is imported,
-    once a process: one that is installed and broken is refused like any other, and so is one that raises when asked.
+    once a process: one that is installed and broken is refused like any other, and so is one that raises when asked,
+    and one whose numbers a self-check of this process found wrong.
     """
     backend = find_backend(name)
     if backend is None:
@@ -219,6 +221,9 @@ def _refusals(backend: Backend, question: Question) -> list[str]:
     if not reasons and question.hardware.is_here and isinstance(backend, ImportingBackend):
         broken = backend.import_error(question.hardware)
         reasons += [] if broken is None else [broken]
+    if not reasons and question.hardware.is_here and not question.unchecked:
+        wrong = found_wrong(backend.name, question.head_dim, question.dtype)
+        reasons += [] if wrong is None else [wrong]
     return reasons
 
 

@@ -10,6 +10,7 @@ BATCH, NUM_HEADS = 2, 4
 # Two tiles of 128 and a rest; sparse methods find more than one tile along every axis.
 GRID = (4, 8, 9)
 _TEXT = 24
+_MAX_KEYS = 1024
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,10 @@ CASES = (
     # What a gate weighs is each method's own; a gate of 0 leaves what every method shares.
     SelfTestCase("gate of 0", frozenset({"gate"})),
 )
+
+
+def case_with_keys(num_keys: int) -> SelfTestCase:
+    """Self-attention to so many keys. Kernels read keys in blocks of up to 256, so a large number is made smaller by
+    whole blocks: what differs is how the last block ends."""
+    bounded = num_keys if num_keys <= _MAX_KEYS else _MAX_KEYS - 256 + num_keys % 256
+    return SelfTestCase(f"{bounded} keys", layout=TokenLayout((1, 1, bounded)))

@@ -17,6 +17,7 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, current_force
+from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend
@@ -47,7 +48,7 @@ class AttentionChoice:
     """What a RuntimeConfig says about the attention of a passthrough.
 
     ours: whether any level chooses one of our backends, which are then attached. dispatcher: a name of diffusers' own,
-    None for none. source: the level that said it.
+    None for none. source: the level that said it. self_check: RuntimeConfig's.
     """
 
     config: Any
@@ -55,6 +56,7 @@ class AttentionChoice:
     ours: bool
     dispatcher: str | None
     source: str
+    self_check: bool = True
 
     @classmethod
     def of(cls, config: RuntimeConfig, environment: Mapping[str, str]) -> AttentionChoice:
@@ -62,13 +64,13 @@ class AttentionChoice:
         for source, said in (("cli", config.attention_override), ("config", config.attention)):
             name = dispatcher_name(said)
             if name is not None:
-                return cls(None, None, False, name, source)
+                return cls(None, None, False, name, source, config.self_check)
             if _says_something(said):
                 # Below a choice of ours, a name that both have is one of ours.
                 break
         levels = (config.attention_override, config.attention)
         ours = any(map(_says_something, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or bool(current_force())
-        return cls(config.attention, config.attention_override, ours, None, "platform")
+        return cls(config.attention, config.attention_override, ours, None, "platform", config.self_check)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class PassthroughPlan:
     """What a folder leads to.
 
     pipeline_class: of diffusers. layers: ours, as they would be attached; empty when none are, or when nobody knows
-    before the weights are there. libraries: components whose attention is their library's own.
+    before the weights are there. libraries: components whose attention is their library's own. self_checks: of the
+    backends that those layers chose.
     """
 
     pipeline_class: Any
@@ -84,10 +87,16 @@ class PassthroughPlan:
     rules: PassthroughRules
     layers: tuple[AttentionLayer, ...]
     libraries: tuple[LibraryAttention, ...]
+    self_checks: tuple[SelfCheck, ...] = ()
 
 
 def plan_passthrough(
-    config: RuntimeConfig, folder: Path, device: torch.device, dtype: torch.dtype, environment: Mapping[str, str]
+    config: RuntimeConfig,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    environment: Mapping[str, str],
+    checker: SelfChecker,
 ) -> PassthroughPlan:
     """Read the folder's json and settle what can be settled with it.
 
@@ -106,7 +115,7 @@ def plan_passthrough(
     choice = AttentionChoice.of(config, environment)
     if choice.dispatcher is not None:
         check_dispatcher_backend(choice.dispatcher)
-    handles = _planned(folder, index, choice, device, dtype) if choice.ours else []
+    handles = _planned(folder, index, choice, device, dtype, checker) if choice.ours else []
     parameters = call_parameters(pipeline_class)
     settings = generation_settings(folder)
 
@@ -126,6 +135,7 @@ def plan_passthrough(
         ),
         tuple(layer for handle in handles for module in handle.modules for layer in module.layers),
         tuple(library_attention(index)),
+        tuple(dict.fromkeys(check for handle in handles for check in handle.self_checks)),
     )
 
 
@@ -204,7 +214,12 @@ def _pipeline_class(folder: Path, index: Mapping[str, Any]) -> Any:
 
 
 def _planned(
-    folder: Path, index: Mapping[str, Any], choice: AttentionChoice, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    index: Mapping[str, Any],
+    choice: AttentionChoice,
+    device: torch.device,
+    dtype: torch.dtype,
+    checker: SelfChecker,
 ) -> list[AttachedAttention]:
     """Our attention in the denoisers, without weights; those that cannot be made so are left for when they are loaded.
 
@@ -216,7 +231,13 @@ def _planned(
         if model is not None:
             handles.append(
                 plan_attachment(
-                    model, choice.config, override=choice.override, device=device, dtype=dtype, component=component
+                    model,
+                    choice.config,
+                    override=choice.override,
+                    device=device,
+                    dtype=dtype,
+                    component=component,
+                    checker=checker,
                 )
             )
     return handles

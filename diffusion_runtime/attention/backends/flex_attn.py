@@ -3,8 +3,8 @@
 It is always compiled: without that torch materialises the scores. The first call of a form compiles, some seconds on a
 GPU and up to a minute on a CPU, and torch keeps the result on disk.
 
-torch gives up on a function that it has compiled 8 times; that limit holds for the whole process and is left alone. Each
-form is a function of its own instead.
+torch gives up on a function that it has compiled 8 times. That limit holds for the whole process and is left alone:
+each form is a function of its own instead.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class FlexBackend(Backend):
 
     name = "flex_attn"
     summary = "torch's FlexAttention, compiled"
+    self_check_platforms = frozenset()
     capability = NarrowedCapability(
         platforms=_ON_GPU.platforms,
         dtypes=_ON_GPU.dtypes,

@@ -54,6 +54,7 @@ class Question:
     category: the role's category; needs: the FEATURES its calls use (gqa follows from the head counts).
     keys_in_parts: a call sees a part of the keys, and the parts are merged by their log-sum-exps, as in a ring.
     every_key_on_demand: a backend that needs every key gets them all, in spite of keys_in_parts.
+    unchecked: a backend may answer although a self-check found its numbers wrong.
     """
 
     role: str
@@ -66,6 +67,7 @@ class Question:
     needs: frozenset[str] = frozenset()
     keys_in_parts: bool = False
     every_key_on_demand: bool = False
+    unchecked: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,9 @@ class Backend(ABC):
     error_bound: the relative error in the Frobenius norm that precision given up by design may cost on normally
     distributed inputs; None where rounding alone errs, or pairs are given up and the rest is exact.
     self_test_options: options under which a small self-test exercises it, where its defaults would not.
+    self_check_platforms: where its numbers are checked before a model is loaded with it (attention/self_check.py): on
+    every accelerator, because a package's kernels depend on chip, driver and torch; nowhere for torch's own kernels and
+    for this project's.
     """
 
     name: ClassVar[str]
@@ -194,6 +199,7 @@ class Backend(ABC):
     lossless: ClassVar[bool] = True
     error_bound: ClassVar[float | None] = None
     self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    self_check_platforms: ClassVar[frozenset[str]] = frozenset(PLATFORMS) - {"cpu"}
 
     @abstractmethod
     def probe(self, hardware: Hardware) -> Availability:
@@ -227,6 +233,10 @@ class Backend(ABC):
         the others.
         """
         return True
+
+    def delegates(self, question: Question) -> tuple[str, ...]:  # noqa: ARG002
+        """Names of other backends that it may hand calls of a layer like `question` to."""
+        return ()
 
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:

@@ -114,11 +114,15 @@ class SparseBackend(Backend):
 
     capability: ClassVar[Capability] = SPARSE_CAPABILITY
     lossless = False
+    self_check_platforms: ClassVar[frozenset[str]] = frozenset()
 
     def probe(self, hardware: Hardware) -> Availability:
         if hardware.platform == "cuda" and "triton" not in hardware.packages:
             return Availability(None, "its CUDA kernel needs triton", "pip install 'diffusion-runtime[sparse]'")
         return Availability(version=hardware.packages.get("triton", hardware.torch_version))
+
+    def delegates(self, question: Question) -> tuple[str, ...]:
+        return (dense_backend(question).name,)
 
     @abstractmethod
     def dense_reason(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
@@ -167,7 +171,7 @@ class SparseBackend(Backend):
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
         """The platform's dense backend on everything, and why; said once a request."""
-        dense = dense_backend(call)
+        dense = dense_backend(_question_of(call))
         if call.state.is_first(f"{self.name}: {reason}"):
             _logger.info("%s runs dense: %s", self.name, reason)
         plain = call._replace(options=dense.options_type(), gate=None)
@@ -175,23 +179,26 @@ class SparseBackend(Backend):
         return AttentionResult(result.out, result.lse, f"dense {dense.name} ({result.implementation}): {reason}")
 
 
-def dense_backend(call: AttentionCall) -> Backend:
-    """The first backend of the platform's own order that can answer this call with everything visible."""
-    hardware = detect_hardware(str(call.q.device))
+def _question_of(call: AttentionCall) -> Question:
+    """What one call asks of a dense backend."""
     needs = {"key_padding"} if call.layout is not None and call.layout.has_padding else set()
     needs |= {"lse"} if call.return_lse else set()
     needs |= {"scale"} if call.scale is not None else set()
-    question = Question(
+    return Question(
         role=call.layer.role,
         category=role_category(call.layer.role),
         head_dim=call.q.shape[3],
         dtype=str(call.q.dtype).removeprefix("torch."),
-        hardware=hardware,
+        hardware=detect_hardware(str(call.q.device)),
         num_heads=call.q.shape[2],
         num_kv_heads=call.k.shape[2],
         needs=frozenset(needs),
     )
-    for name in platform_candidates(hardware):
+
+
+def dense_backend(question: Question) -> Backend:
+    """The first backend of the platform's own order that can answer a call with everything visible."""
+    for name in platform_candidates(question.hardware):
         backend = find_backend(name)
         if backend is not None and backend.options_type is NoOptions and not refusals(name, question):
             return backend
