@@ -264,10 +264,9 @@ def _prepare_passthrough(config: RuntimeConfig, *, is_loading: bool = False) -> 
 def _numbers_of_keys(rules: RequestRules, degrees: Degrees) -> tuple[int, ...]:
     """How many keys one call of self-attention has at the model's own size: the whole grid, or a ring's part of it."""
     sizes = [rules.defaults.get(name) for name in ("height", "width", "num_frames")]
-    if not all(isinstance(size, int) for size in sizes):
-        return ()
+    height, width, num_frames = (size if isinstance(size, int) else 0 for size in sizes)
     try:
-        num_tokens = rules.geometry.num_tokens(*sizes)
+        num_tokens = rules.geometry.num_tokens(height, width, num_frames)
     except RequestError:
         # A request will have to say another size.
         return ()

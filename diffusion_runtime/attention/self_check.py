@@ -82,8 +82,9 @@ class SelfCheck:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SelfCheck:
-        use = CheckedUse(**{key: tuple(x) if isinstance(x, list) else x for key, x in values["use"].items()})
-        return cls(**{**values, "use": use})
+        use: dict[str, Any] = values["use"]
+        checked = CheckedUse(**{**use, "categories": tuple(use["categories"]), "needs": tuple(use["needs"])})
+        return cls(**{**values, "use": checked})
 
 
 @dataclass(frozen=True)

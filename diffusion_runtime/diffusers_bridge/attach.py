@@ -129,10 +129,11 @@ def plan_attachment(
         )
         for name, model in denoisers.items()
     }
-    handle, handle.self_checks = checker.settle(
+    handle, self_checks = checker.settle(
         lambda: AttachedAttention(denoisers, found, others, policies, StepFollower(scheduler)),
         lambda built: (layer for module in built.modules for layer in module.layers),
     )
+    handle.self_checks = self_checks
     return handle
 
 
