@@ -269,7 +269,7 @@ def test_the_report_names_the_kernel_that_ran() -> None:
 
 @pytest.mark.parametrize("name", FAST)
 def test_rows_that_begin_anywhere(name: str) -> None:
-    """Views whose rows do not begin at multiples of 16 bytes, and whose numbers are not neighbours: right, or refused."""
+    """Rows that do not begin at multiples of 16 bytes, or whose numbers are not neighbours: right, or refused."""
     whole = torch.randn(2, 96, 4, 67, dtype=torch.bfloat16, device="cuda")
     swapped = torch.randn(2, 96, 64, 4, dtype=torch.bfloat16, device="cuda").transpose(2, 3)
     wrong = {}
