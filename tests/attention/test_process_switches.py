@@ -79,28 +79,6 @@ def test_cudnn_switches_no_kernel_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [before] * len(forms)
 
 
-def test_cudnn_gets_rows_that_it_reads_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels read rows that begin between multiples of 16 bytes wrongly."""
-    handed: list[torch.Tensor] = []
-
-    def operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
-        handed.extend((q, k, v))
-        return torch.zeros_like(q), torch.zeros(q.shape[:3])
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", operator)
-    backend = find_backend("cudnn_attn")
-    assert backend is not None
-    whole = torch.randn(2, 9, 4, 67, dtype=torch.bfloat16)
-    fused = torch.randn(2, 9, 3, 4, 64, dtype=torch.bfloat16)
-    swapped = torch.randn(2, 9, 64, 4, dtype=torch.bfloat16).transpose(2, 3)
-    for q in (whole[..., :64], whole[..., 3:], swapped, fused[:, :, 1]):
-        backend.run(call_of(q))
-    assert all(x.stride(-1) == 1 and x.storage_offset() % 8 == 0 for x in handed)
-    assert all(stride % 8 == 0 for x in handed for stride in x.stride()[:-1])
-    # What is aligned is not copied, a slice of a fused qkv included.
-    assert handed[-1].data_ptr() == fused[:, :, 1].data_ptr()
-
-
 def test_flex_leaves_dynamo_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[object, ...]] = []
 

@@ -91,19 +91,12 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     if needs_lse and repeats > 1:
         # With one it takes equal head counts.
         k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
-    q_bhsd, k_bhsd, v_bhsd = (_aligned(x).transpose(1, 2) for x in (q, k, v))
+    q_bhsd, k_bhsd, v_bhsd = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q_bhsd, k_bhsd, v_bhsd, bias, needs_lse, 0.0, causal, scale=call.scale
     )[:2]
     result_lse = lse.reshape(q_bhsd.shape[:3]).float() if call.return_lse else None
     return blank_hidden_rows(AttentionResult(out.transpose(1, 2), result_lse, "cudnn"), mask)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x with rows that begin at multiples of 16 bytes: cuDNN reads others wrongly, without a word (error 1.1 on an
-    H200, cuDNN 9.19)."""
-    is_aligned = x.stride(-1) == 1 and x.storage_offset() % 8 == 0
-    return x if is_aligned and all(stride % 8 == 0 for stride in x.stride()[:-1]) else x.contiguous()
 
 
 def _attend_to_one_key(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionResult:
