@@ -269,14 +269,14 @@ def test_the_report_names_the_kernel_that_ran() -> None:
 
 @pytest.mark.parametrize("name", FAST)
 def test_rows_that_begin_anywhere(name: str) -> None:
-    """Rows that do not begin at multiples of 16 bytes, or whose numbers are not neighbours: right, or refused."""
+    """Rows that do not begin at multiples of 16 bytes, and heads whose numbers are not neighbours."""
     whole = torch.randn(2, 96, 4, 67, dtype=torch.bfloat16, device="cuda")
     swapped = torch.randn(2, 96, 64, 4, dtype=torch.bfloat16, device="cuda").transpose(2, 3)
     wrong = {}
     for form, q in {"even": whole[..., :64], "odd": whole[..., 3:], "swapped": swapped}.items():
         try:
             out = attention(q, q, q, backend=name)
-        except (BackendUnavailableError, RuntimeError):
+        except BackendUnavailableError:
             continue
         expected = reference_attention(q.double(), q.double(), q.double())[0]
         error = float((out - expected).norm() / expected.norm())

@@ -314,6 +314,21 @@ def test_attach_checks_as_well() -> None:
         assert {decision.backend for layer in layers for _, decision in layer.decisions} == {"torch_sdpa"}
 
 
+@pytest.mark.usefixtures("wrong")
+def test_a_pipeline_of_diffusers_is_checked_before_it_is_loaded(tiny_wan_folder: Path, foreign: type[Foreign]) -> None:
+    place: dict[str, Any] = {"device": "cpu", "backend": "diffusers"}
+    stages: list[str] = []
+    with pytest.raises(BackendUnavailableError, match="self-check failed"):
+        load_pipeline(str(tiny_wan_folder), attention="foreign", on_stage=stages.append, **place)
+    assert stages == ["choosing attention"]
+    foreign.factor = 1.0
+    forget_wrong()
+    config = RuntimeConfig(str(tiny_wan_folder), attention="foreign", **place)
+    assert [check.status for check in inspect_pipeline(config).self_checks] == ["due"]
+    load_pipeline(config)
+    assert [check.status for check in inspect_pipeline(config).self_checks] == ["kept"]
+
+
 def test_no_other_machine_is_refused() -> None:
     """A self-check speaks of the machine of this process; a choice for another one is judged by what is declared."""
     remember_wrong("fa4", 64, "bfloat16", "its self-check failed here")
