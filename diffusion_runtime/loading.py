@@ -22,7 +22,7 @@ from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.diffusers_bridge.choice import is_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
-from diffusion_runtime.errors import ConfigError, RequestError
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import resolve_model_folder
@@ -213,7 +213,8 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
         enabled=config.self_check,
         may_run=is_loading,
         from_first=None if world is None else world.from_first,
-        num_keys=_numbers_of_keys(rules, degrees),
+        # Of one call of self-attention: a ring's part of the grid.
+        num_keys=() if rules.num_default_tokens is None else (-(-rules.num_default_tokens // degrees.ring),),
     )
     # Every attention layer settles its backend when it is made, so a choice that cannot run ends here.
     transformer, self_checks = checker.settle(
@@ -259,18 +260,6 @@ def _prepare_passthrough(config: RuntimeConfig, *, is_loading: bool = False) -> 
         self_checks=plan.self_checks,
     )
     return _PreparedPassthrough(description, plan, device, dtype)
-
-
-def _numbers_of_keys(rules: RequestRules, degrees: Degrees) -> tuple[int, ...]:
-    """How many keys one call of self-attention has at the model's own size: the whole grid, or a ring's part of it."""
-    sizes = [rules.defaults.get(name) for name in ("height", "width", "num_frames")]
-    height, width, num_frames = (size if isinstance(size, int) else 0 for size in sizes)
-    try:
-        num_tokens = rules.geometry.num_tokens(height, width, num_frames)
-    except RequestError:
-        # A request will have to say another size.
-        return ()
-    return (-(-num_tokens // degrees.ring),)
 
 
 def _settle_degrees(config: RuntimeConfig, folder: Path, family: ModelFamily, rules: RequestRules) -> Degrees:
