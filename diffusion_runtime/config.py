@@ -214,6 +214,8 @@ class RuntimeConfig:
     attention: every form that AttentionConfig.parse takes; None leaves it to the environment and the platform.
     attention_override: the same, one level higher: what the command line says.
     parallel: how the work is spread over processes.
+    self_check: whether third-party attention kernels are compared with the definition on this machine's accelerator
+        before the weights are read, once for each version.
     lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
     LoraConfig values.
     """
@@ -226,6 +228,7 @@ class RuntimeConfig:
     attention_override: Any = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: Any = ()
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         if self.backend not in RUNTIME_BACKENDS:
@@ -233,6 +236,8 @@ class RuntimeConfig:
         if isinstance(self.lora, str | Mapping | LoraConfig) or not isinstance(self.lora, Sequence):
             raise ConfigError(f"lora: expected a list of files, got {self.lora!r}")
         object.__setattr__(self, "lora", tuple(LoraConfig.parse(value) for value in self.lora))
+        if not isinstance(self.self_check, bool):
+            raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")
         for name in ("model_path", "device", "dtype"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{name}: expected a text, got {getattr(self, name)!r}")

@@ -14,6 +14,7 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.select import Decision
+from diffusion_runtime.attention.self_check import SelfCheck
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
@@ -44,7 +45,8 @@ class PipelineDescription:
 
     folder: of the model; family: its architecture; device, dtype: where and in what it would run. rules: its request
     defaults, presets and sizes. attention: every choice, by role, layers and steps. libraries: components whose
-    attention is their library's own. degrees: how processes share the work.
+    attention is their library's own. degrees: how processes share the work. self_checks: of the chosen backends, as far
+    as they are made or kept.
     """
 
     config: RuntimeConfig
@@ -56,6 +58,7 @@ class PipelineDescription:
     attention: tuple[PlannedAttention, ...]
     libraries: tuple[LibraryAttention, ...]
     degrees: Degrees = dataclasses.field(default_factory=Degrees)
+    self_checks: tuple[SelfCheck, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `attention`, `version`."""

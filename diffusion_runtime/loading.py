@@ -14,6 +14,7 @@ import torch
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import LibraryAttention
+from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.description import PipelineDescription, planned_attention
@@ -82,6 +83,7 @@ def load_pipeline(
     dtype: str = "auto",
     backend: str = "auto",
     lora: Sequence[Any] = (),
+    self_check: bool = True,
     on_stage: OnStage | None = None,
     world: World | None = None,
 ) -> Pipeline | DiffusersPipeline:
@@ -92,8 +94,9 @@ def load_pipeline(
 
     attention: what the config level says, in any form AttentionConfig.parse takes; attention_override: the same one
     level higher, as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs.
-    on_stage: called with a phrase before each part is loaded. world: the processes that run the model together, each of
-    which must load it alike.
+    self_check: whether third-party attention kernels are compared with the definition on this machine's accelerator
+    before the weights are read, once for each version. on_stage: called with a phrase before each part is loaded.
+    world: the processes that run the model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers from being
@@ -107,6 +110,7 @@ def load_pipeline(
         "dtype": dtype,
         "backend": backend,
         "lora": lora,
+        "self_check": self_check,
     }
     config = _runtime_config(model, keywords)
     check_diffusers_import()
@@ -115,13 +119,13 @@ def load_pipeline(
     say: OnStage = on_stage if on_stage is not None else lambda _: None
     bound_primitive_cache()
     say("choosing attention")
-    passthrough = _prepare_passthrough(config)
+    passthrough = _prepare_passthrough(config, is_loading=True)
     if passthrough is not None:
         say("loading diffusers' pipeline")
         recipe = passthrough.description.to_dict()
         folder = resolve_model_folder(config.model_path)
         return load_passthrough(folder, passthrough.plan, passthrough.device, passthrough.dtype, recipe)
-    prepared = _prepare(config, world)
+    prepared = _prepare(config, world, is_loading=True)
     description, family = prepared.description, prepared.family
     assert isinstance(description.rules, RequestRules)
     folder = resolve_model_folder(config.model_path)
@@ -149,6 +153,7 @@ def load_pipeline(
         dtype=prepared.dtype,
         recipe=description.to_dict(),
         mesh=prepared.mesh,
+        remarks=remarks_on(description.self_checks),
     )
 
 
@@ -169,7 +174,8 @@ def _load_decoder(prepared: _Prepared, folder: Path, world: World | None) -> Lat
 
 
 def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
-    """What `load_pipeline` would put together, from the folder's json alone: no weight is read or downloaded.
+    """What `load_pipeline` would put together, from the folder's json alone: no weight is read or downloaded, and no
+    self-check is made.
 
     Raises what `load_pipeline` raises before it reads weights.
     """
@@ -181,7 +187,7 @@ def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
 def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> RuntimeConfig:
     if not isinstance(model, RuntimeConfig):
         return RuntimeConfig(model_path=model, **keywords)
-    given = [name for name, value in keywords.items() if value not in (None, "auto", ())]
+    given = [name for name, value in keywords.items() if value not in (None, "auto", (), True)]
     if given:
         raise ConfigError(
             f"load_pipeline: {', '.join(given)}: put it into the RuntimeConfig, or give a model path instead"
@@ -189,7 +195,7 @@ def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> 
     return model
 
 
-def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
+def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: bool = False) -> _Prepared:
     folder = resolve_model_folder(config.model_path, weights=False)
     family = family_for_folder(folder)
     refuse_quantised_components(folder)
@@ -210,9 +216,19 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
         dtype=dtype,
         mesh=mesh,
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
+        self_check=config.self_check,
+    )
+    checker = SelfChecker(
+        enabled=config.self_check,
+        may_run=is_loading,
+        from_first=None if world is None else world.from_first,
+        # Of one call of self-attention: a ring's part of the grid.
+        num_keys=() if rules.num_default_tokens is None else (-(-rules.num_default_tokens // degrees.ring),),
     )
     # Every attention layer settles its backend when it is made, so a choice that cannot run ends here.
-    transformer = family.build_transformer(folder, policy)
+    transformer, self_checks = checker.settle(
+        lambda: family.build_transformer(folder, policy), lambda built: built.attention_layers()
+    )
     description = PipelineDescription(
         config=config,
         folder=folder,
@@ -226,6 +242,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
             LibraryAttention("vae", "diffusers", "its own choice"),
         ),
         degrees=degrees,
+        self_checks=self_checks,
     )
     loras = tuple(read_lora(lora) for lora in config.lora)
     for lora in loras:
@@ -233,14 +250,15 @@ def _prepare(config: RuntimeConfig, world: World | None = None) -> _Prepared:
     return _Prepared(description, family, transformer, device, dtype, loras, mesh)
 
 
-def _prepare_passthrough(config: RuntimeConfig) -> _PreparedPassthrough | None:
+def _prepare_passthrough(config: RuntimeConfig, *, is_loading: bool = False) -> _PreparedPassthrough | None:
     """The same for a folder that diffusers' own pipeline runs; None for every other."""
     folder = resolve_model_folder(config.model_path, weights=False)
     if not is_passthrough(config.backend, folder):
         return None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    plan = plan_passthrough(config, folder, device, dtype, os.environ)
+    checker = SelfChecker(enabled=config.self_check, may_run=is_loading)
+    plan = plan_passthrough(config, folder, device, dtype, os.environ, checker)
     description = PipelineDescription(
         config=config,
         folder=folder,
@@ -250,6 +268,7 @@ def _prepare_passthrough(config: RuntimeConfig) -> _PreparedPassthrough | None:
         rules=plan.rules,
         attention=planned_attention(plan.layers),
         libraries=plan.libraries,
+        self_checks=plan.self_checks,
     )
     return _PreparedPassthrough(description, plan, device, dtype)
 

@@ -46,7 +46,8 @@ class Pipeline:
 
     defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
     brings an image. recipe: what the recipe of every generation says about the model and its attention. mesh: the
-    processes that run the model together; each is given the same requests, and returns the same media.
+    processes that run the model together; each is given the same requests, and returns the same media. remarks: what
+    every attention report says beside what ran.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Pipeline:
         dtype: torch.dtype,
         recipe: Mapping[str, Any],
         mesh: ProcessMesh | None = None,
+        remarks: Sequence[str] = (),
     ) -> None:
         self.text_encoder = text_encoder
         self.transformer = transformer
@@ -70,6 +72,7 @@ class Pipeline:
         self.dtype = dtype
         self.recipe = recipe
         self.mesh = ProcessMesh() if mesh is None else mesh
+        self._remarks = tuple(remarks)
         self.defaults = rules.defaults
         self.presets = rules.presets
         self._load_image_conditioner = load_image_conditioner
@@ -103,6 +106,8 @@ class Pipeline:
         batch = [self.resolve(request) for request in requests]
         settings = BatchSettings.of(batch, self.rules)
         recorder, clock = AttentionRecorder(), StageClock(self.device, on_progress)
+        for remark in self._remarks:
+            recorder.note(remark)
         if self.mesh.branch.size > 1 and not settings.is_guided:
             remark = "no guidance to share: the processes of one half repeat the other's work; leave out --cfg-parallel"
             logger.warning(remark)

@@ -96,6 +96,16 @@ class RequestRules:
         return self.geometry.makes_sound
 
     @property
+    def num_default_tokens(self) -> int | None:
+        """Grid tokens of a request that names no size; None when such a request has to."""
+        sizes = [self.defaults.get(name) for name in ("height", "width", "num_frames")]
+        height, width, num_frames = (size if isinstance(size, int) else 0 for size in sizes)
+        try:
+            return self.geometry.num_tokens(height, width, num_frames)
+        except RequestError:
+            return None
+
+    @property
     def is_guided_by_default(self) -> bool:
         """Whether a request that says nothing about guidance runs two branches."""
         scale = self.defaults.get("true_cfg_scale" if self.embeds_guidance else "guidance_scale")

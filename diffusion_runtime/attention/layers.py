@@ -66,6 +66,8 @@ class AttentionLayer(nn.Module, ABC):
     environment's and the platform's. scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
     exchange: how processes share the sequence; None takes what the class makes of the policy's mesh.
 
+    question: what is known of the layer before it is called. decisions: (when, decision), what may serve it.
+
     Raises BackendUnavailableError and ConfigError at construction when a choice for the role cannot run, with its
     options and with any schedule rule that can hold, and when the heads cannot be shared by so many processes.
     """
@@ -99,13 +101,13 @@ class AttentionLayer(nn.Module, ABC):
         self._exchange_with_every_key = exchange.with_every_key(num_heads)
         self._known: dict[_Moment, _Served] = {}
         self._known_at = num_changes()
-        question = dataclasses.replace(
+        self.question = dataclasses.replace(
             self.policy.question(self.layer, head_dim=head_dim, num_heads=num_heads, num_kv_heads=self.num_kv_heads),
             needs=self._constant_needs(),
             keys_in_parts=self._exchange.needs_lse,
             every_key_on_demand=self._exchange_with_every_key is not None,
         )
-        possible = self.policy.possible_decisions(question, self.layer)
+        possible = self.policy.possible_decisions(self.question, self.layer)
         self.decisions: tuple[tuple[str, Decision], ...] = tuple(
             (when, self._with_exchange(decision)) for when, decision in possible
         )
@@ -283,6 +285,7 @@ class AttentionLayer(nn.Module, ABC):
             keys_in_parts=self._exchange.needs_lse,
             every_key_on_demand=self._exchange_with_every_key is not None,
             no_grid=self.policy.no_grid,
+            unchecked=not self.policy.self_check,
         )
         decision = select(question, self.policy.levels(moment.rules, moment.forced))
         self.policy.announce(decision, self.layer.role)

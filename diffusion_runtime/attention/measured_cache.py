@@ -92,7 +92,7 @@ class MeasuredCache:
         values = {"schema": SCHEMA, **asdict(choice), "shape_class": shape_class, "machine": dict(self._machine)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _complete_file(path, json.dumps(values, indent=1, default=str) + "\n") as complete:
+            with complete_file(path, json.dumps(values, indent=1, default=str) + "\n") as complete:
                 try:
                     os.link(complete, path)
                 except FileExistsError:
@@ -107,7 +107,7 @@ class MeasuredCache:
 
 
 @contextlib.contextmanager
-def _complete_file(path: Path, text: str) -> Iterator[Path]:
+def complete_file(path: Path, text: str) -> Iterator[Path]:
     """A file with `text` beside `path` under a name of its own; gone afterwards, unless it was renamed."""
     complete = path.with_name(f".{path.stem[:64]}.{os.getpid()}.{os.urandom(4).hex()}.partial")
     try:

@@ -34,6 +34,7 @@ class AttentionPolicy:
     before any weight is there. environment: the value of DIFFUSION_ATTENTION_BACKEND when the policy was made.
     forced: the choices that were forced when it was made; layers built with it keep them.
     mesh: the processes that run the model together; what a model is given to cut its tokens with is mesh.sharding.
+    self_check: whether a backend whose numbers a self-check found wrong is refused.
     num_head_groups: groups of heads in which Ulysses computes a call, sending one while it computes the one before;
     1 sends all heads before it computes.
     no_grid: as in Question, for a model of which it is not known where its tokens sit.
@@ -48,6 +49,7 @@ class AttentionPolicy:
     mesh: ProcessMesh = field(default_factory=ProcessMesh)
     num_head_groups: int = 1
     no_grid: str = ""
+    self_check: bool = True
 
     @cached_property
     def _said(self) -> set[str]:
@@ -68,6 +70,7 @@ class AttentionPolicy:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             no_grid=self.no_grid,
+            unchecked=not self.self_check,
         )
 
     @property

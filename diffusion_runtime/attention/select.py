@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diffusion_runtime.attention.backends.found_wrong import found_wrong
 from diffusion_runtime.attention.backends.interface import FEATURES, Availability, Backend, Question
 from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
 from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
@@ -188,7 +189,7 @@ def refusals(name: str, question: Question) -> list[str]:
 
     Where nothing else speaks against it and the question is about the machine of this process, its package is imported
     and kernels that came compiled are tried, once per process: one that is installed and broken is refused like any
-    other, and so is one that raises when asked.
+    other, and so is one that raises when asked, and one whose numbers a self-check of this process found wrong.
     """
     backend = find_backend(name)
     if backend is None:
@@ -210,6 +211,9 @@ def _refusals(backend: Backend, question: Question) -> list[str]:
         availability = backend.imported(question)
         if availability.version is None:
             reasons.append(_with_fix(availability))
+    if not reasons and question.hardware.is_here and not question.unchecked:
+        wrong = found_wrong(backend.name, question.head_dim, question.dtype)
+        reasons += [] if wrong is None else [wrong]
     return reasons
 
 

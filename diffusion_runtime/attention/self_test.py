@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from diffusion_runtime.attention.catalogue import capability_on, raised_line, us
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SelfTestCase
+from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SelfTestCase, case_with_keys
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
@@ -92,6 +92,29 @@ def planned_tests(name: str, hardware: Hardware) -> tuple[SelfTest, ...]:
     wanted = [SelfTest(name, case, dtypes[0], sizes[0]) for case in CASES if dtypes]
     wanted += [SelfTest(name, CASES[0], dtypes[0], size) for size in sizes[1:] if dtypes]
     wanted += [SelfTest(name, CASES[0], dtype, sizes[0]) for dtype in dict.fromkeys(dtypes) if dtype != dtypes[0]]
+    return tuple(test for test in wanted if not backend.capability.refusals(_question(test, hardware)))
+
+
+def tests_of_use(
+    name: str,
+    hardware: Hardware,
+    *,
+    head_dim: int,
+    dtype: str,
+    categories: Collection[str],
+    needs: Collection[str],
+    num_keys: Collection[int],
+) -> tuple[SelfTest, ...]:
+    """What `name` is tested for where a model uses it for roles of `categories`, with the features `needs` at most.
+
+    num_keys: numbers of keys that its self-attention has beside those of the cases. Empty when nothing can run.
+    """
+    backend = find_backend(name)
+    if backend is None:
+        return ()
+    cases = [*CASES, *(case_with_keys(number) for number in num_keys)]
+    used = [case for case in cases if role_category(case.role) in categories and case.needs <= set(needs)]
+    wanted = [SelfTest(name, case, dtype, head_dim) for case in used]
     return tuple(test for test in wanted if not backend.capability.refusals(_question(test, hardware)))
 
 

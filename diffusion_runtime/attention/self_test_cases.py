@@ -12,6 +12,7 @@ GRID = (4, 8, 9)
 _TEXT = 24
 # Numbers of keys around the blocks of 64 and 128 that kernels read, whole and not; _TEXT is less than one block.
 _WHOLE, _ONE_MORE, _CLIP = 128, 65, 77
+_MAX_KEYS = 1024
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,10 @@ CASES = (
     # What a gate weighs is each method's own; a gate of 0 leaves what every method shares.
     SelfTestCase("gate of 0", frozenset({"gate"})),
 )
+
+
+def case_with_keys(num_keys: int) -> SelfTestCase:
+    """Self-attention to so many keys. Kernels read keys in blocks of up to 256, so a large number is made smaller by
+    whole blocks: what differs is how the last block ends."""
+    bounded = num_keys if num_keys <= _MAX_KEYS else _MAX_KEYS - 256 + num_keys % 256
+    return SelfTestCase(f"{bounded} keys", layout=TokenLayout((1, 1, bounded)))

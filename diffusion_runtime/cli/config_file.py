@@ -16,6 +16,7 @@ from diffusion_runtime.request import GenerationRequest, request_field_types
 
 SECTIONS = ("runtime", "request", "presets")
 MAX_CONFIG_BYTES = 1024 * 1024
+_BOOLEAN_KEYS = [item.name for item in dataclasses.fields(RuntimeConfig) if isinstance(item.default, bool)]
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
         elif key.startswith("parallel."):
             parallel[key.removeprefix("parallel.")] = split_entries([f"value={text}"])["value"]
         else:
-            runtime[key] = text
+            runtime[key] = {"true": True, "false": False}.get(text, text) if key in _BOOLEAN_KEYS else text
     if parallel:
         runtime["parallel"] = {**config.runtime.get("parallel", {}), **parallel}
     merged = {**config.runtime, **_check_runtime(runtime, "--set runtime")}

@@ -61,6 +61,8 @@ def show_plan(
         terminal.show(_attention_plan(description))
     else:
         terminal.say(f"Attention: {_unplanned_attention(description.config)}")
+    for check in description.self_checks:
+        terminal.say(str(check))
     for library in description.libraries:
         terminal.say(f"{library.component}: attention of {library.library}, not chosen here")
     rows = [(path, request.seed, request.prompt) for path, request in zip(paths, makeable, strict=True)]
@@ -116,6 +118,7 @@ def _to_json_object(
             {"component": library.component, "library": library.library, "implementation": library.implementation}
             for library in description.libraries
         ],
+        "self_checks": [check.to_dict() for check in description.self_checks],
         "items": listed,
         "exit_code": exit_code,
     }

@@ -63,6 +63,7 @@ def generate(
     attention_backend_config: options.AttentionBackendConfig = None,
     attention_config: options.AttentionConfigText = None,
     attention_entry: options.AttentionEntries = None,
+    self_check: options.SelfCheck = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     backend: options.RuntimeBackend = None,
@@ -118,6 +119,7 @@ def generate(
             "backend": backend,
             "device": device,
             "dtype": dtype,
+            "self_check": self_check,
             "lora": pair_loras(lora_path or (), lora_scale or ()),
         },
         parallel={

@@ -136,6 +136,14 @@ AttentionConfigText: TypeAlias = Annotated[
         metavar="JSON|FILE",
     ),
 ]
+SelfCheck: TypeAlias = Annotated[
+    bool | None,
+    _flag(
+        ATTENTION,
+        "On an accelerator, compare third-party kernels with the definition before loading, once per version.",
+        "--self-check/--no-self-check",
+    ),
+]
 # What dotted attention flags are rewritten to (dotted_flags.py).
 AttentionEntries: TypeAlias = Annotated[list[str] | None, typer.Option("--dotted-attention", hidden=True)]
 

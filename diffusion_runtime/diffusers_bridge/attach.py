@@ -16,6 +16,7 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport
+from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker, remarks_on
 from diffusion_runtime.diffusers_bridge.attached_model import AttachedModel
 from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
 from diffusion_runtime.diffusers_bridge.compiled import uncompiled
@@ -56,12 +57,14 @@ def attach(
     override: Any = None,
     scheduler: Any = None,
     device: str | torch.device | None = None,
+    self_check: bool = True,
 ) -> AttachedAttention:
     """Put our attention into a diffusers pipeline (its transformers or UNets), or into one model, until detached.
 
     config: what AttentionConfig.parse takes: a backend's name, per role, schedules; None leaves it to the environment
     and the platform. override: the same one level higher, as a command line does. scheduler: of the pipeline that a
-    single model belongs to, for choices by step. device: where it will run, when it is moved there later.
+    single model belongs to, for choices by step. device: where it will run, when it is moved there later. self_check:
+    whether third-party kernels are compared with the definition on an accelerator first, once for each version.
 
     Nothing outside the model is changed, so other pipelines of the process keep their attention, attached or not. The
     handle is a context manager; `detach()` puts back what was there.
@@ -70,7 +73,10 @@ def attach(
     and BackendUnavailableError for choices that cannot run or that reach no attention module at all. Modules that are
     not reached while others are: a warning that lists them. A model in training: a warning of what cannot be trained.
     """
-    handle = plan_attachment(model_or_pipeline, config, override=override, scheduler=scheduler, device=device)
+    checker = SelfChecker(enabled=self_check)
+    handle = plan_attachment(
+        model_or_pipeline, config, override=override, scheduler=scheduler, device=device, checker=checker
+    )
     handle.take_modules()
     for remark in ([handle.reach] if handle.others else []) + list(handle.remarks):
         _logger.warning(remark)
@@ -86,12 +92,15 @@ def plan_attachment(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     component: str | None = None,
+    checker: SelfChecker | None = None,
 ) -> AttachedAttention:
     """What `attach` would do, checked and not done: the handle of a model that is still its own.
 
     dtype: what it will compute in, where its weights do not say so. component: what messages call a single model.
+    checker: of the numbers of the chosen backends.
     Raises what `attach` raises.
     """
+    checker = SelfChecker() if checker is None else checker
     denoisers = denoisers_of(model_or_pipeline)
     if component is not None:
         denoisers = dict(zip((component,), denoisers.values(), strict=True))
@@ -126,17 +135,23 @@ def plan_attachment(
             no_grid=""
             if token_order(uncompiled(model)) is not None
             else f"which is known of {', '.join(TOKEN_ORDERS)}",
+            self_check=checker.enabled,
         )
         for name, model in denoisers.items()
     }
     reached = {name: [module for module in modules if not module.unreached] for name, modules in found.items()}
     check_choices([(policies[name], modules) for name, modules in reached.items()])
-    return AttachedAttention(denoisers, found, others, policies, StepFollower(scheduler))
+    handle, self_checks = checker.settle(
+        lambda: AttachedAttention(denoisers, found, others, policies, StepFollower(scheduler)),
+        lambda built: (layer for module in built.modules for layer in module.layers),
+    )
+    handle.self_checks = self_checks
+    return handle
 
 
 class AttachedAttention:
     """What `attach` returns. num_modules, num_reached: attention modules, all and those with our attention; others:
-    the rest, with the reason for each."""
+    the rest, with the reason for each. self_checks: of the chosen backends."""
 
     def __init__(
         self,
@@ -147,6 +162,7 @@ class AttachedAttention:
         follower: StepFollower,
     ) -> None:
         self.others = others
+        self.self_checks: tuple[SelfCheck, ...] = ()
         self.num_modules = sum(map(len, found.values()))
         self.num_reached = self.num_modules - len(others)
         self._follower = follower
@@ -195,8 +211,8 @@ class AttachedAttention:
     def report(self) -> AttentionReport:
         """What ran since the attaching or the last `start_report`."""
         report = self._recorder.report()
-        notes = filter(None, (self.reach, *self.remarks, self._calls.describe(), *report.notes))
-        return AttentionReport(report.rows, report.libraries, tuple(notes))
+        remarks = (self.reach, *self.remarks, *remarks_on(self.self_checks), self._calls.describe(), *report.notes)
+        return AttentionReport(report.rows, report.libraries, tuple(filter(None, remarks)))
 
     def start_report(self) -> None:
         """Begin a new report."""

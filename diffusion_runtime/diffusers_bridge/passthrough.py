@@ -13,6 +13,7 @@ import torch
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.report import AttentionReport, LibraryAttention
+from diffusion_runtime.attention.self_check import SelfChecker
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
@@ -146,7 +147,13 @@ class DiffusersPipeline:
             return self._planned[ours]
         choice = self._choice
         planned = (
-            plan_attachment(self.pipeline, choice.config, override=choice.override, device=self.device)
+            plan_attachment(
+                self.pipeline,
+                choice.config,
+                override=choice.override,
+                device=self.device,
+                checker=SelfChecker(enabled=choice.self_check),
+            )
             if ours
             else ObservedAttention(self.pipeline, choice.dispatcher, choice.source)
         )

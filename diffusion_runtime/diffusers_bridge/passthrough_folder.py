@@ -16,6 +16,7 @@ from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
+from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.denoisers import denoises
@@ -43,7 +44,7 @@ class AttentionChoice:
     """What a RuntimeConfig says about the attention of a passthrough.
 
     ours: whether any level chooses one of our backends, which are then attached. dispatcher: a name of diffusers' own,
-    None for none. source: the level that said it.
+    None for none. source: the level that said it. self_check: RuntimeConfig's.
     """
 
     config: Any
@@ -51,6 +52,7 @@ class AttentionChoice:
     ours: bool
     dispatcher: str | None
     source: str
+    self_check: bool = True
 
     @classmethod
     def of(cls, config: RuntimeConfig, environment: Mapping[str, str]) -> AttentionChoice:
@@ -58,13 +60,13 @@ class AttentionChoice:
         for source, said in (("cli", config.attention_override), ("config", config.attention)):
             name = dispatcher_name(said)
             if name is not None:
-                return cls(None, None, False, name, source)
+                return cls(None, None, False, name, source, config.self_check)
             if _says_something(said):
                 # Below a choice of ours, a name that both have is one of ours.
                 break
         levels = (config.attention_override, config.attention)
         ours = any(map(_says_something, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or bool(current_force())
-        return cls(config.attention, config.attention_override, ours, None, "platform")
+        return cls(config.attention, config.attention_override, ours, None, "platform", config.self_check)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class PassthroughPlan:
     """What a folder leads to.
 
     pipeline_class: of diffusers. layers: ours, as they would be attached; empty when none are, or when nobody knows
-    before the weights are there. libraries: components whose attention is their library's own.
+    before the weights are there. libraries: components whose attention is their library's own. self_checks: of the
+    backends that those layers chose.
     """
 
     pipeline_class: Any
@@ -80,10 +83,16 @@ class PassthroughPlan:
     rules: PassthroughRules
     layers: tuple[AttentionLayer, ...]
     libraries: tuple[LibraryAttention, ...]
+    self_checks: tuple[SelfCheck, ...] = ()
 
 
 def plan_passthrough(
-    config: RuntimeConfig, folder: Path, device: torch.device, dtype: torch.dtype, environment: Mapping[str, str]
+    config: RuntimeConfig,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    environment: Mapping[str, str],
+    checker: SelfChecker,
 ) -> PassthroughPlan:
     """Read the folder's json and settle what can be settled with it.
 
@@ -107,7 +116,7 @@ def plan_passthrough(
         models = {name: meta_model(folder, name, entry) for name, entry in _components(index)}
         models = {name: model for name, model in models.items() if model is not None}
         sizes = SizeRules.of(interface, meta_pipeline(pipeline_class, folder, index, models))
-    handles = _planned(models, choice, device, dtype) if choice.ours else []
+    handles = _planned(models, choice, device, dtype, checker) if choice.ours else []
     settings = generation_settings(folder)
 
     def check_steps(num_steps: int) -> None:
@@ -126,6 +135,7 @@ def plan_passthrough(
         ),
         tuple(layer for handle in handles for module in handle.modules for layer in module.layers),
         tuple(library_attention(index)),
+        tuple(dict.fromkeys(check for handle in handles for check in handle.self_checks)),
     )
 
 
@@ -223,7 +233,11 @@ def _check_can_run(folder: Path, interface: PipelineInterface) -> None:
 
 
 def _planned(
-    models: Mapping[str, Any], choice: AttentionChoice, device: torch.device, dtype: torch.dtype
+    models: Mapping[str, Any],
+    choice: AttentionChoice,
+    device: torch.device,
+    dtype: torch.dtype,
+    checker: SelfChecker,
 ) -> list[AttachedAttention]:
     """Our attention in the denoisers among `models`, which have no weights; those that could not be made are left for
     when they are loaded.
@@ -231,7 +245,15 @@ def _planned(
     Raises what `attach` raises.
     """
     return [
-        plan_attachment(model, choice.config, override=choice.override, device=device, dtype=dtype, component=component)
+        plan_attachment(
+            model,
+            choice.config,
+            override=choice.override,
+            device=device,
+            dtype=dtype,
+            component=component,
+            checker=checker,
+        )
         for component, model in models.items()
         if component.startswith(_DENOISERS)
     ]

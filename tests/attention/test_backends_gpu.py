@@ -379,3 +379,48 @@ def test_the_report_names_the_kernel_that_ran() -> None:
     (row,) = context.recorder.report().rows
     assert any(row.implementation in operator for operator in operators), (row, operators)
     assert row.count == 2
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_rows_that_begin_anywhere(name: str) -> None:
+    """Rows that do not begin at multiples of 16 bytes, and heads whose numbers are not neighbours."""
+    whole = torch.randn(2, 96, 4, 67, dtype=torch.bfloat16, device="cuda")
+    swapped = torch.randn(2, 96, 64, 4, dtype=torch.bfloat16, device="cuda").transpose(2, 3)
+    wrong = {}
+    for form, q in {"even": whole[..., :64], "odd": whole[..., 3:], "swapped": swapped}.items():
+        try:
+            out = attention(q, q, q, backend=name)
+        except BackendUnavailableError:
+            continue
+        expected = reference_attention(q.double(), q.double(), q.double())[0]
+        error = float((out - expected).norm() / expected.norm())
+        bound = BACKENDS[name].error_bound or 1e-2
+        if not error <= bound:
+            wrong[form] = error
+    assert wrong == {}
+
+
+def test_cudnn_gives_gradients() -> None:
+    """Its operator returns wrong ones when it is asked for no log-sum-exp."""
+    for kv_heads in (4, 2):
+        shapes = ((2, 96, 4, 64), (2, 96, kv_heads, 64), (2, 96, kv_heads, 64))
+        inputs = [torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True) for shape in shapes]
+        gradients = {}
+        for name in ("cudnn_attn", "torch_sdpa"):
+            attention(*inputs, backend=name).square().sum().backward()
+            gradients[name] = [x.grad.float() for x in inputs if x.grad is not None]
+            for x in inputs:
+                x.grad = None
+        for ours, theirs in zip(gradients["cudnn_attn"], gradients["torch_sdpa"], strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < 2e-2
+
+
+def test_calls_without_tokens() -> None:
+    for name in DENSE:
+        q = torch.randn(2, 3, 4, 64, dtype=torch.bfloat16, device="cuda")
+        try:
+            outs = [attention(q, q[:, :0], q[:, :0], backend=name), attention(q[:, :0], q, q, backend=name)]
+        except BackendUnavailableError:
+            continue
+        assert torch.equal(outs[0], torch.zeros_like(q)), name
+        assert outs[1].shape == (2, 0, 4, 64), name

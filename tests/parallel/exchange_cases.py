@@ -107,6 +107,7 @@ WORLDS: dict[int, dict[str, Case]] = {
         "ulysses, 3 key heads": Case(ulysses=2, num_heads=6, num_kv_heads=3, layout=PREFIX),
         "ulysses, causal": Case(ulysses=2, causal=True, scale=0.3, layout=TokenLayout(ODD_GRID)),
         "ulysses, text alone": Case(ulysses=2, layout=TokenLayout.text(5, (2, 5))),
+        "ulysses, no token": Case(ulysses=2, layout=TokenLayout((0, 0, 0)), backend="reference"),
         "ulysses, one token": Case(ulysses=2, layout=TokenLayout((1, 1, 1), num_suffix_tokens=2)),
         "ulysses, boolean mask": Case(ulysses=2, layout=BOTH_SIDES, mask="boolean"),
         "ulysses, additive mask": Case(ulysses=2, layout=SUFFIX, mask="additive"),
@@ -120,6 +121,8 @@ WORLDS: dict[int, dict[str, Case]] = {
         "ring, one key head": Case(ring=2, num_kv_heads=1, layout=PREFIX),
         "ring, whole slices": Case(ring=2, layout=WHOLE_SLICES),
         "ring, text alone": Case(ring=2, layout=TokenLayout.text(5, (2, 0))),
+        "ring, no token": Case(ring=2, layout=TokenLayout((0, 0, 0)), backend="reference"),
+        "ring, text without keys": Case(ring=2, layout=TokenLayout.text(5, (0, 0))),
         "ring, one token": Case(ring=2, layout=TokenLayout((1, 1, 1))),
         "ring, boolean mask": Case(ring=2, layout=BOTH_SIDES, mask="boolean"),
         "ring, additive mask": Case(ring=2, layout=SUFFIX, mask="additive"),
@@ -189,7 +192,8 @@ def measure(case: Case, mesh: ProcessMesh, folder: Path, device: str) -> dict[st
         together, text_apart = _run_shared(case, tensors, mesh, folder, recorder)
     measured = {"text_apart": text_apart, "sent_bytes": sum(sent), "report": str(recorder.report())}
     if case.dtype == torch.float32:
-        return measured | {"error": float((together - alone).abs().max() / alone.abs().max())}
+        largest = alone.abs().max() if alone.any() else torch.ones(())
+        return measured | {"error": float((together - alone).abs().max() / largest) if alone.numel() else 0.0}
     exact = _run(case, {name: x.double() for name, x in tensors.items()}, None, folder)
     errors = [float((x.double() - exact).norm() / exact.norm()) for x in (together, alone)]
     return measured | {"error": errors[0], "error_alone": errors[1]}

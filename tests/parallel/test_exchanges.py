@@ -86,7 +86,7 @@ def test_bytes_sent_are_those_of_the_formulas(results: dict[int, list[dict[str, 
     )
     volume = communication_volume(shape, ulysses=ulysses, ring=ring, num_head_groups=groups)
     sent = [of_rank["measured"][name]["sent_bytes"] for of_rank in results[world]]
-    assert volume.all_to_all + volume.ring > 0
+    assert volume.all_to_all + volume.ring > 0 or layout.num_tokens == 0
     if ring > 1 and ulysses > 1 and case.num_heads % ulysses:
         # The process with the most heads need not be the one that hands on the longest blocks.
         assert 0.8 * (volume.all_to_all + volume.ring) <= max(sent) <= volume.all_to_all + volume.ring

@@ -1,15 +1,12 @@
 """cuDNN's attention, as torch ships it.
 
-Under torch.compile the head size must be static: with a symbolic one (models that build it from a tensor's shape, such
-as LTX-2) torch cannot prove that cuDNN takes it and refuses the call. Mark that dimension static, or compile the
-regions around the attention.
+Its operator is called by itself: `sdpa_kernel`, which pins it behind the public function, switches kernels on and off
+for every thread of the process.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffusion_runtime.attention.backends.interface import (
     AttentionCall,
@@ -49,10 +46,11 @@ def _on(hardware: Hardware) -> Capability:
 
 @register_backend
 class CudnnBackend(Backend):
-    """torch's scaled_dot_product_attention with cuDNN pinned: it runs or raises, it never takes another kernel."""
+    """torch's cuDNN operator: it runs or raises, it never takes another kernel."""
 
     name = "cudnn_attn"
     summary = "cuDNN's attention through torch"
+    self_check_platforms = frozenset()
     capability = NarrowedCapability(
         platforms=_UP_TO_256.platforms,
         dtypes=_UP_TO_256.dtypes,
@@ -87,22 +85,18 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     if mask is not None and causal:
         mask, causal = hide_later_keys(mask, q.shape[1]), False
     bias = None if mask is None else aligned_rows(as_additive(mask, q.dtype))
-    q_bhsd, k_bhsd, v_bhsd = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     repeats = q.shape[2] // k.shape[2]
-    if call.return_lse:
-        # The public function drops the log-sum-exp; the operator below it takes equal head counts.
-        if repeats > 1:
-            k_bhsd, v_bhsd = k_bhsd.repeat_interleave(repeats, 1), v_bhsd.repeat_interleave(repeats, 1)
-        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q_bhsd, k_bhsd, v_bhsd, bias, True, 0.0, causal, scale=call.scale
-        )[:2]
-        result = AttentionResult(out.transpose(1, 2), lse.reshape(q_bhsd.shape[:3]).float(), "cudnn")
-        return blank_hidden_rows(result, mask)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(
-            q_bhsd, k_bhsd, v_bhsd, attn_mask=bias, is_causal=causal, scale=call.scale, enable_gqa=repeats > 1
-        )
-    return blank_hidden_rows(AttentionResult(out.transpose(1, 2), None, "cudnn"), mask)
+    # Without a log-sum-exp the operator's backward returns wrong gradients (seen on an H200).
+    needs_lse = call.return_lse or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
+    if needs_lse and repeats > 1:
+        # With one it takes equal head counts.
+        k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+    q_bhsd, k_bhsd, v_bhsd = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q_bhsd, k_bhsd, v_bhsd, bias, needs_lse, 0.0, causal, scale=call.scale
+    )[:2]
+    result_lse = lse.reshape(q_bhsd.shape[:3]).float() if call.return_lse else None
+    return blank_hidden_rows(AttentionResult(out.transpose(1, 2), result_lse, "cudnn"), mask)
 
 
 def _attend_to_one_key(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionResult:

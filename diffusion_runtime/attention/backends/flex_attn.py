@@ -2,12 +2,16 @@
 
 It is always compiled: without that torch materialises the scores. The first call of a form compiles, some seconds on a
 GPU and up to a minute on a CPU, and torch keeps the result on disk.
+
+torch gives up on a function that it has compiled 8 times. That limit holds for the whole process and is left alone:
+each form is a function of its own instead.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -28,12 +32,10 @@ from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import DTYPES, Hardware
 
-# Forms that are compiled before torch gives up and runs the unfused code: far more than any model has.
-_RECOMPILE_LIMIT = 256
 _BLOCK = 128
 
 _logger = logging.getLogger("diffusion_runtime.attention")
-_compiled_forms: set[tuple[object, ...]] = set()
+_compiled_forms: dict[tuple[object, ...], Callable[..., Any]] = {}
 
 
 def _capability(features: frozenset[str]) -> Capability:
@@ -63,6 +65,7 @@ class FlexBackend(Backend):
 
     name = "flex_attn"
     summary = "torch's FlexAttention, compiled"
+    self_check_platforms = frozenset()
     capability = NarrowedCapability(
         platforms=_ON_GPU.platforms,
         dtypes=_ON_GPU.dtypes,
@@ -88,10 +91,47 @@ class FlexBackend(Backend):
         return attend_by_ranges(call, _attend)
 
 
-@functools.cache
-def _compiled(device_type: str) -> Callable[..., Any]:
+def _flex(
+    q_bhsd: torch.Tensor,
+    k_bhsd: torch.Tensor,
+    v_bhsd: torch.Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    kernel_options: dict[str, Any] | None,
+    enable_gqa: bool,
+    return_lse: bool,
+) -> Any:
+    attend: Callable[..., Any] = flex_attention
+    return attend(
+        q_bhsd,
+        k_bhsd,
+        v_bhsd,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        kernel_options=kernel_options,
+        enable_gqa=enable_gqa,
+        return_aux=AuxRequest(lse=True) if return_lse else None,
+    )
+
+
+def _compile(device_type: str) -> Callable[..., Any]:
+    """`_flex` with a code object of its own, by which torch counts compilations."""
+    own = types.FunctionType(_flex.__code__.replace(), globals())
     # On a CPU a compilation takes longer than most calls, so one serves every length.
-    return torch.compile(flex_attention, fullgraph=True, dynamic=True if device_type == "cpu" else None)
+    return torch.compile(own, fullgraph=True, dynamic=True if device_type == "cpu" else None)
+
+
+def _call_compiled(form: tuple[object, ...], device_type: str, *arguments: Any) -> Any:
+    if form not in _compiled_forms:
+        _compiled_forms[form] = _compile(device_type)
+    try:
+        return _compiled_forms[form](*arguments)
+    except torch._dynamo.exc.FailOnRecompileLimitHit:
+        # More kinds of lengths than the process's limit admits: begin again, from what torch kept on disk.
+        _compiled_forms[form] = _compile(device_type)
+        return _compiled_forms[form](*arguments)
 
 
 def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> AttentionResult:
@@ -99,21 +139,21 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     kind = None if mask is None else mask_feature(mask)
     form = (q.device, q.dtype, q.shape[3], q.shape[2], k.shape[2], causal, call.return_lse, kind)
     if form not in _compiled_forms:
-        _compiled_forms.add(form)
         wait = "up to a minute" if q.device.type == "cpu" else "some seconds"
         _logger.info("flex_attn compiles for head_dim %d, %s: %s, once", q.shape[3], q.dtype, wait)
-    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-        result = _compiled(q.device.type)(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            score_mod=None if mask is None else masking(mask.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
-            block_mask=causal_blocks(q.shape[1], q.device) if causal else call.block_mask,
-            scale=call.scale,
-            kernel_options=None if call.block_mask is None else _tiles_within(call.block_mask, q.dtype),
-            enable_gqa=q.shape[2] != k.shape[2],
-            return_aux=AuxRequest(lse=True) if call.return_lse else None,
-        )
+    result = _call_compiled(
+        form,
+        q.device.type,
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        None if mask is None else masking(mask.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
+        causal_blocks(q.shape[1], q.device) if causal else call.block_mask,
+        call.scale,
+        None if call.block_mask is None else _tiles_within(call.block_mask, q.dtype),
+        q.shape[2] != k.shape[2],
+        call.return_lse,
+    )
     if not call.return_lse:
         return blank_hidden_rows(AttentionResult(result.transpose(1, 2), None, "flex"), mask)
     return blank_hidden_rows(AttentionResult(result[0].transpose(1, 2), result[1].lse.float(), "flex"), mask)

@@ -79,6 +79,7 @@ class Question:
     keys_in_parts: a call sees a part of the keys, and the parts are merged by their log-sum-exps, as in a ring.
     every_key_on_demand: a backend that needs every key gets them all, in spite of keys_in_parts.
     no_grid: why calls come without the grid of their tokens, as in `which is known of X`; empty when they come with it.
+    unchecked: a backend may answer although a self-check found its numbers wrong.
     """
 
     role: str
@@ -92,6 +93,7 @@ class Question:
     keys_in_parts: bool = False
     every_key_on_demand: bool = False
     no_grid: str = ""
+    unchecked: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,9 @@ class Backend(ABC):
     distributed inputs, on the machine where it costs most; None where rounding alone errs, or pairs are given up and
     the rest is exact.
     self_test_options: options under which a small self-test exercises it, where its defaults would not.
+    self_check_platforms: where its numbers are checked before a model is loaded with it (attention/self_check.py): on
+    every accelerator, because a package's kernels depend on chip, driver and torch; nowhere for torch's own kernels and
+    for this project's.
     """
 
     name: ClassVar[str]
@@ -241,6 +246,7 @@ class Backend(ABC):
     lossless: ClassVar[bool] = True
     error_bound: ClassVar[float | None] = None
     self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    self_check_platforms: ClassVar[frozenset[str]] = frozenset(PLATFORMS) - {"cpu"}
 
     @abstractmethod
     def probe(self, hardware: Hardware) -> Availability:
@@ -279,9 +285,15 @@ class Backend(ABC):
         """`error_bound` on one machine: kernels for other chips may give up less."""
         return self.error_bound
 
+    def delegates(self, question: Question) -> tuple[str, ...]:  # noqa: ARG002
+        """Names of other backends that it may hand calls of a layer like `question` to."""
+        return ()
+
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:
-        """Compute one call. Selection has already checked `capability`, so every call is one it promised.
+        """Compute one call, which has at least one query and one key. Selection has already checked `capability`, so
+        every call is one it promised.
 
-        Callers go through `calling.run_backend`, which keeps what no question can ask about: key_counts.
+        Callers go through `calling.run_backend`, which answers empty calls and keeps what no question can ask about:
+        key_counts.
         """

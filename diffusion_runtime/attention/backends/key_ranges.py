@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 import torch
 
+from diffusion_runtime.attention.backends.calling import no_visible_keys
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 
 Ranges = tuple[tuple[int, int], ...]
 
 # (call, q, k, v, causal) -> result. q [batch, seq_q, heads, head_dim], k and v [batch, seq_k, kv_heads, head_dim] are
-# dense, seq_k is at least 1, and causal comes with seq_q == seq_k alone: query i sees keys 0..i. Where the call has a
-# mask, it has been cut as q, k and v have been.
+# dense, seq_q and seq_k are at least 1, and causal comes with seq_q == seq_k alone: query i sees keys 0..i. Where the
+# call has a mask, it has been cut as q, k and v have been.
 Attend = Callable[[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor, bool], AttentionResult]
 
 
@@ -30,7 +31,7 @@ def attend_by_ranges(call: AttentionCall, attend: Attend) -> AttentionResult:
     if len(groups) == 1:
         return _attend_ranges(call, call.q, call.k, call.v, next(iter(groups)), attend)
     out = torch.empty_like(call.q)
-    lse = _empty_rows(call.q)
+    lse = no_visible_keys(call.q)
     implementations = []
     for ranges, samples in groups.items():
         q, k, v = (_take(x, samples) for x in (call.q, call.k, call.v))
@@ -77,17 +78,12 @@ def _cut_mask(
     return call._replace(mask=mask)
 
 
-def _empty_rows(q: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp of queries that see nothing: -inf, [batch, heads, seq_q]."""
-    return q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=torch.float32)
-
-
 def _attend_ranges(
     call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, attend: Attend
 ) -> AttentionResult:
     """Attention of samples that all have the same key ranges."""
     if not ranges:
-        return AttentionResult(torch.zeros_like(q), _empty_rows(q) if call.return_lse else None, "no keys")
+        return AttentionResult(torch.zeros_like(q), no_visible_keys(q) if call.return_lse else None, "no keys")
     if call.causal:
         return _attend_ranges_causally(call, q, k, v, ranges, attend)
     return attend(_cut_mask(call, keys=ranges), q, keep_ranges(k, ranges), keep_ranges(v, ranges), False)
@@ -103,7 +99,7 @@ def _attend_ranges_causally(
     """
     cut = _cut_mask(call, queries=ranges, keys=ranges)
     inside = attend(cut, keep_ranges(q, ranges), keep_ranges(k, ranges), keep_ranges(v, ranges), True)
-    out, lse = torch.zeros_like(q), _empty_rows(q)
+    out, lse = torch.zeros_like(q), no_visible_keys(q)
     begin = 0
     for index, (start, stop) in enumerate(ranges):
         kept = slice(begin, begin + stop - start)

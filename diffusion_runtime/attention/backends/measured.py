@@ -111,6 +111,7 @@ class MeasuredBackend(Backend):
     name = "measured"
     summary = "the fastest lossless backend for each call shape, measured once and remembered on disk"
     options_type = MeasuredOptions
+    self_check_platforms: ClassVar[frozenset[str]] = frozenset()
     # A test of it is a test of those it picks from; looking at a machine must not measure.
     self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"measure": False})
     capability = _AnyCandidate(
@@ -122,6 +123,10 @@ class MeasuredBackend(Backend):
 
     def competes(self, hardware: Hardware) -> bool:  # noqa: ARG002
         return False
+
+    def delegates(self, question: Question) -> tuple[str, ...]:
+        able = [backend.name for backend in candidates(question.hardware) if not refusals(backend.name, question)]
+        return tuple(able)
 
     def run(self, call: AttentionCall) -> AttentionResult:
         if torch.compiler.is_compiling():

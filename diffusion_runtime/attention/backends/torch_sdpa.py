@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -20,6 +22,11 @@ from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
 
 # What torch answers when asked which kernel it takes; the numbers are those of its SDPBackend enum.
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+# What the report says where torch does not tell.
+_UNTOLD = "torch"
+# The kernel of each form of call that was asked about. A run has few forms; a long process may see many sizes.
+_known_kernels: dict[tuple[object, ...], str] = {}
+_MAX_KNOWN_KERNELS = 512
 
 
 @register_backend
@@ -29,6 +36,7 @@ class TorchSdpaBackend(Backend):
     name = "torch_sdpa"
     aliases = ("torch",)
     summary = "torch's scaled_dot_product_attention"
+    self_check_platforms = frozenset()
     capability = Capability(
         dtypes=frozenset((*DTYPES, "float64")),
         features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"}),
@@ -56,11 +64,57 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     hidden_by = mask
     if mask is not None and q.is_cuda:
         mask = aligned_rows(as_additive(mask, q.dtype))
-    kernel = torch._fused_sdp_choice(q_bhsd, k_bhsd, v_bhsd, mask, 0.0, causal, scale=call.scale, enable_gqa=gqa)
+    kernel = _kernel_name(q_bhsd, k_bhsd, v_bhsd, mask, causal, call.scale, gqa)
     out = F.scaled_dot_product_attention(
         q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=gqa
     )
-    return blank_hidden_rows(AttentionResult(out.transpose(1, 2), None, _KERNELS[kernel]), hidden_by)
+    return blank_hidden_rows(AttentionResult(out.transpose(1, 2), None, kernel), hidden_by)
+
+
+@functools.cache
+def _tells_kernel(device_type: str) -> bool:
+    """Whether torch can be asked which kernel it takes on such devices: MPS and most NPUs lack the operator."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_fused_sdp_choice", key)
+
+
+def _kernel_name(
+    q_bhsd: torch.Tensor,
+    k_bhsd: torch.Tensor,
+    v_bhsd: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> str:
+    """The kernel that torch takes for such a call, asked once for each form of call."""
+    # In a compiled graph the question, whose answer is no tensor, would be a graph break.
+    if torch.compiler.is_compiling() or not _tells_kernel(q_bhsd.device.type):
+        return _UNTOLD
+    form = (
+        q_bhsd.device,
+        q_bhsd.dtype,
+        q_bhsd.shape,
+        k_bhsd.shape,
+        q_bhsd.stride(-1) == k_bhsd.stride(-1) == v_bhsd.stride(-1) == 1,
+        None if mask is None else (mask.shape, mask.dtype),
+        causal,
+        torch.is_grad_enabled() and (q_bhsd.requires_grad or k_bhsd.requires_grad or v_bhsd.requires_grad),
+        torch.are_deterministic_algorithms_enabled(),
+        # Whoever calls may have switched kernels off.
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        tuple(torch._C._get_sdp_priority_order()),
+    )
+    name = _known_kernels.get(form)
+    if name is None:
+        if len(_known_kernels) >= _MAX_KNOWN_KERNELS:
+            _known_kernels.clear()
+        number = torch._fused_sdp_choice(q_bhsd, k_bhsd, v_bhsd, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
+        name = _known_kernels[form] = _KERNELS.get(number, _UNTOLD)
+    return name
 
 
 def _attend_with_lse(

@@ -131,6 +131,7 @@ class SparseBackend(ImportingBackend):
     capability: ClassVar[Capability] = sparse_capability()
     lossless = False
     distributions = ("triton", "flash-attn-4")
+    self_check_platforms: ClassVar[frozenset[str]] = frozenset()
 
     def probe(self, hardware: Hardware) -> Availability:
         if hardware.platform in GPU_PLATFORMS and "triton" not in hardware.packages:
