@@ -253,12 +253,14 @@ def test_the_key_count_of_the_model_is_among_them(foreign: type[Foreign]) -> Non
 @pytest.mark.usefixtures("wrong")
 def test_dense_steps_and_measured_candidates_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends that hand calls to others: those others are what is checked."""
-    from diffusion_runtime.attention.sparse import interface
+    from diffusion_runtime.attention import select
 
-    monkeypatch.setattr(interface, "platform_candidates", lambda hardware: ("foreign", "torch_sdpa"))
+    monkeypatch.setattr(select, "platform_candidates", lambda hardware: ("foreign", "torch_sdpa"))
     pipeline: Any = load_pipeline("shapes", device="cpu", attention={"per_role": {"self": {"backend": "vmoba_attn"}}})
-    question = next(iter(pipeline.transformer.attention_layers())).question
-    assert interface.dense_backend(question).name == "torch_sdpa"
+    layer = next(iter(pipeline.transformer.attention_layers()))
+    question, dense = layer.question, layer.decisions[0][1].dense
+    assert dense is not None
+    assert dense.backend == "torch_sdpa"
     forget_wrong()
     load_pipeline("shapes", device="cpu", attention="measured")
     assert "foreign" not in find_backend("measured").delegates(question)  # type: ignore[union-attr]
