@@ -132,9 +132,10 @@ def run_batch(
     def tell() -> None:
         nonlocal num_told
         for outcome in outcomes[num_told:]:
+            # Before it is told: who reads it may interrupt at once, and must not read it twice.
+            num_told += 1
             if outcome.path is not None and on_file is not None:
                 on_file(outcome.path)
-            num_told += 1
 
     interrupted = False
     try:

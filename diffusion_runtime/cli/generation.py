@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.cli.dry_run import show_plan
-from diffusion_runtime.cli.failures import Failure
+from diffusion_runtime.cli.failures import INTERRUPTED, Failure
 from diffusion_runtime.cli.interruptions import interruptions
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
 from diffusion_runtime.cli.outputs import Outputs, remove_empty
@@ -168,7 +169,17 @@ def _end(
         # What is said of a run is one JSON object: the results once nobody can fail to bring them, or an error.
         together.agree(None)
     if output_flags.as_json and together.is_first:
-        put_on_stdout(json_text(to_json_object(result, timings)))
+        text = json_text(to_json_object(result, timings))
+        if together.world is None:
+            # Interrupted within the object, or by who has read it: there must not be a second one.
+            interruptions.all_is_said(INTERRUPTED)
+            put_on_stdout(text)
+        else:
+            from diffusion_runtime.media.publish import uninterrupted
+
+            # Too late: all is made, and this says it.
+            with contextlib.suppress(KeyboardInterrupt), uninterrupted():
+                put_on_stdout(text)
     if together.world is None:
         interruptions.all_is_said(result.exit_code)
     return result.exit_code
