@@ -52,11 +52,16 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "b
 # media/reading.py opens what it has checked.
 OWN_TEXTS = {
     "attention/measured_cache.py",
+    "attention/self_check.py",
+    "attention/self_check_cache.py",
     "cli/generation.py",
     "cli/resume.py",
+    "cli/terminal.py",
     "media/reading.py",
     "models/shared_decoder.py",
     "parallel/failure.py",
+    "parallel/launch.py",
+    "parallel/process_state.py",
     "parallel/watch.py",
     "parallel/world.py",
     "text_encoders/shared.py",
