@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.errors import ConfigError, nearest, shown
 
 RUNTIME_BACKENDS = ("auto", "native", "diffusers")
+# More than a cluster for one video has; seconds of a week.
+MAX_PROCESSES = 4096
+MAX_TIMEOUT = 7 * 24 * 3600
+MAX_LORA_SCALE = 1e4
 ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 
 
@@ -65,13 +68,16 @@ class ParallelConfig:
         for name in ("num_gpus", "ulysses_degree", "ring_degree"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"parallel.{name}: expected a whole number of 1 or more, got {value!r}")
+                raise ConfigError(f"parallel.{name}: expected a whole number of 1 or more, got {shown(value)}")
+            if value is not None and value > MAX_PROCESSES:
+                raise ConfigError(f"parallel.{name}: expected at most {MAX_PROCESSES} processes, got {shown(value)}")
         if self.cfg_parallel is not None and not isinstance(self.cfg_parallel, bool):
-            raise ConfigError(f"parallel.cfg_parallel: expected true or false, got {self.cfg_parallel!r}")
+            raise ConfigError(f"parallel.cfg_parallel: expected true or false, got {shown(self.cfg_parallel)}")
         if self.order not in ORDERS:
-            raise ConfigError(f"parallel.order: unknown value {self.order!r}.{nearest(str(self.order), ORDERS)}")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout >= 1:
-            raise ConfigError(f"parallel.timeout: expected seconds, 1 or more, got {self.timeout!r}")
+            raise ConfigError(f"parallel.order: unknown value {shown(self.order)}.{nearest(self.order, ORDERS)}")
+        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        if not is_number or not 1 <= self.timeout <= MAX_TIMEOUT:
+            raise ConfigError(f"parallel.timeout: expected seconds, from 1 to {MAX_TIMEOUT}, got {shown(self.timeout)}")
         self._check_product(self.num_gpus)
 
     @property
@@ -174,12 +180,15 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
-            raise ConfigError(f"lora.path: expected the path of a safetensors file, got {self.path!r}")
-        if isinstance(self.scale, bool) or not isinstance(self.scale, int | float) or not math.isfinite(self.scale):
-            raise ConfigError(f"lora.scale: expected a number, got {self.scale!r}")
+            raise ConfigError(f"lora.path: expected the path of a safetensors file, got {shown(self.path)}")
+        is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
+        if not is_number or not -MAX_LORA_SCALE <= self.scale <= MAX_LORA_SCALE:
+            raise ConfigError(
+                f"lora.scale: expected a number from {-MAX_LORA_SCALE:g} to {MAX_LORA_SCALE:g}, got {shown(self.scale)}"
+            )
         if self.component not in LORA_COMPONENTS:
             raise ConfigError(
-                f"lora.component: unknown value {self.component!r}.{nearest(str(self.component), LORA_COMPONENTS)}"
+                f"lora.component: unknown value {shown(self.component)}.{nearest(self.component, LORA_COMPONENTS)}"
             )
 
     @classmethod
@@ -193,13 +202,13 @@ class LoraConfig:
             known = [item.name for item in dataclasses.fields(cls)]
             for key in value:
                 if key not in known:
-                    raise ConfigError(f"lora: unknown key {key!r}.{nearest(str(key), known)}")
+                    raise ConfigError(f"lora: unknown key {shown(key)}.{nearest(key, known)}")
             if "path" not in value:
                 raise ConfigError("lora: 'path' is missing; expected {path: FILE, scale: 1.0}")
             return cls(**value)
         if isinstance(value, Sequence) and len(value) == 2:
             return cls(*value)
-        raise ConfigError(f"lora: expected a path, [path, scale] or {{path: FILE, scale: 1.0}}, got {value!r}")
+        raise ConfigError(f"lora: expected a path, [path, scale] or {{path: FILE, scale: 1.0}}, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -232,15 +241,17 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         if self.backend not in RUNTIME_BACKENDS:
-            raise ConfigError(f"backend: unknown value {self.backend!r}.{nearest(self.backend, RUNTIME_BACKENDS)}")
+            raise ConfigError(f"backend: unknown value {shown(self.backend)}.{nearest(self.backend, RUNTIME_BACKENDS)}")
+        if not isinstance(self.parallel, ParallelConfig):
+            raise ConfigError(f"parallel: expected a ParallelConfig or a mapping, got {shown(self.parallel)}")
         if isinstance(self.lora, str | Mapping | LoraConfig) or not isinstance(self.lora, Sequence):
-            raise ConfigError(f"lora: expected a list of files, got {self.lora!r}")
+            raise ConfigError(f"lora: expected a list of files, got {shown(self.lora)}")
         object.__setattr__(self, "lora", tuple(LoraConfig.parse(value) for value in self.lora))
         if not isinstance(self.self_check, bool):
             raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")
         for name in ("model_path", "device", "dtype"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ConfigError(f"{name}: expected a text, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name}: expected a text, got {shown(getattr(self, name))}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -248,7 +259,7 @@ class RuntimeConfig:
         known = [item.name for item in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                raise ConfigError(f"runtime: unknown key {key!r}.{nearest(key, known)}")
+                raise ConfigError(f"runtime: unknown key {shown(key)}.{nearest(key, known)}")
         plain = dict(values)
         if isinstance(plain.get("parallel"), Mapping):
             plain["parallel"] = _parallel_from_dict(plain["parallel"])
@@ -259,5 +270,5 @@ def _parallel_from_dict(values: Mapping[str, Any]) -> ParallelConfig:
     known = [item.name for item in dataclasses.fields(ParallelConfig)]
     for key in values:
         if key not in known:
-            raise ConfigError(f"parallel: unknown key {key!r}.{nearest(key, known)}")
+            raise ConfigError(f"parallel: unknown key {shown(key)}.{nearest(key, known)}")
     return ParallelConfig(**values)

@@ -18,7 +18,10 @@ from diffusion_runtime.attention.self_check import SelfCheck
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.folder import MAX_TEXT_BYTES
 from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.untrusted.files import read_file
 
 
 @dataclass(frozen=True)
@@ -123,5 +126,6 @@ def _config_digest(folder: Path) -> str:
     whole = [folder / "model_index.json", folder / "generation.json"]
     for path in sorted([*whole, *folder.glob("[!.]*/*.json")]):
         if path.is_file():
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+            content = read_file(path, max_bytes=MAX_TEXT_BYTES, error=ModelLoadError)
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + content + b"\0")
     return digest.hexdigest()

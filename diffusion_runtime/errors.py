@@ -18,7 +18,11 @@ A message says what was expected, what was there, and what to type instead.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+MAX_SHOWN_CHARACTERS = 80
+MAX_LINE_CHARACTERS = 240
 
 
 class DiffusionRuntimeError(Exception):
@@ -86,16 +90,45 @@ class OutputError(DiffusionRuntimeError):
     """A result that cannot be written or read."""
 
 
+class _ShortRepr(reprlib.Repr):
+    """Bounded work whatever the value: a few items of every level, a few levels, the start of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple, self.maxother = 4, 8, 16, 16, 200
+
+    def repr_str(self, x: str, level: int) -> str:  # noqa: ARG002 - reprlib calls it so
+        # Not reprlib's own, which cuts the middle out and keeps the end.
+        return repr(x[: MAX_SHOWN_CHARACTERS + 1])
+
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002
+        # repr() refuses integers of more than 4300 digits.
+        return repr(x) if x.bit_length() < 1024 else f"a whole number of {x.bit_length()} bits"
+
+    def repr_instance(self, x: object, level: int) -> str:
+        return f"a {type(x).__name__}" if isinstance(x, bytes | bytearray) else super().repr_instance(x, level)
+
+
+_SHORT_REPR = _ShortRepr()
+
+
 def shown(value: object) -> str:
-    """A value as a message quotes it: cut at 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """`value` as Python writes it, cut at 80 characters: it may be a stranger's, of any size and depth."""
+    text = _SHORT_REPR.repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line; it may repeat what a stranger's file holds."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= MAX_LINE_CHARACTERS else f"{line[: MAX_LINE_CHARACTERS - 3]}..."
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
     """` Did you mean 'x' or 'y'?` for the known names most like `name`, else ` Known: ...`."""
     names = sorted(set(known))
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    spelled = name if isinstance(name, str) else shown(name)
+    close = difflib.get_close_matches(spelled[:MAX_SHOWN_CHARACTERS], names, n=3, cutoff=0.6)
     if close:
         return " Did you mean " + " or ".join(repr(match) for match in close) + "?"
     return f" Known: {', '.join(names)}." if names else ""

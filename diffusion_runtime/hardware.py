@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -122,16 +122,16 @@ def resolve_device(device: str = "auto") -> torch.device:
     try:
         requested = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"device: expected auto, cpu, cuda, cuda:N, mps, xpu or npu, got {device!r}") from error
+        raise ConfigError(f"device: expected auto, cpu, cuda, cuda:N, mps, xpu or npu, got {shown(device)}") from error
     if requested.type in ("cpu", "meta"):
         return requested
     present = torch.accelerator.current_accelerator(check_available=True)
     if present is None or present.type != requested.type:
         there = "only the CPU" if present is None else f"{present.type} and the CPU"
-        raise ConfigError(f"device: {device!r} was asked for, this machine has {there}; use --device auto")
+        raise ConfigError(f"device: {shown(device)} was asked for, this machine has {there}; use --device auto")
     if requested.index is not None and requested.index >= torch.accelerator.device_count():
         count = torch.accelerator.device_count()
-        raise ConfigError(f"device: {device!r} was asked for, this machine has {count} of them, counted from 0")
+        raise ConfigError(f"device: {shown(device)} was asked for, this machine has {count} of them, counted from 0")
     return requested
 
 
@@ -152,7 +152,9 @@ def device_of_process(device: str, local_rank: int, num_local: int) -> str:
             "the CPU"
         )
     if ":" in device:
-        raise ConfigError(f"device: {device!r} is one GPU, and {num_local} processes need one each; use --device cuda")
+        raise ConfigError(
+            f"device: {shown(device)} is one GPU, and {num_local} processes need one each; use --device cuda"
+        )
     count = torch.cuda.device_count()
     if num_local > count:
         raise ConfigError(
@@ -169,5 +171,5 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
+        raise ConfigError(f"dtype: expected auto, {', '.join(DTYPES)}, got {shown(dtype)}")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]

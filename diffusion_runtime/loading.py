@@ -22,12 +22,16 @@ from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.diffusers_bridge.choice import is_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.memory.primitive_cache import bound_primitive_cache
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import resolve_model_folder
-from diffusion_runtime.models.component_files import check_component_files, refuse_quantised_components
+from diffusion_runtime.models.component_files import (
+    check_component_files,
+    check_components,
+    refuse_quantised_components,
+)
 from diffusion_runtime.models.diffusers_import import check_diffusers_import
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
@@ -198,6 +202,7 @@ def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> 
 def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: bool = False) -> _Prepared:
     folder = resolve_model_folder(config.model_path, weights=False)
     family = family_for_folder(folder)
+    check_components(folder)
     refuse_quantised_components(folder)
     family.check_settings(folder)
     rules = _request_rules(folder, family, read_scheduler_config(folder))
@@ -227,7 +232,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     )
     # Every attention layer settles its backend when it is made, so a choice that cannot run ends here.
     transformer, self_checks = checker.settle(
-        lambda: family.build_transformer(folder, policy), lambda built: built.attention_layers()
+        lambda: _build_transformer(family, folder, policy), lambda built: built.attention_layers()
     )
     description = PipelineDescription(
         config=config,
@@ -250,11 +255,22 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     return _Prepared(description, family, transformer, device, dtype, loras, mesh)
 
 
+def _build_transformer(family: ModelFamily, folder: Path, policy: AttentionPolicy) -> DiffusionTransformer:
+    try:
+        return family.build_transformer(folder, policy)
+    except (RuntimeError, OverflowError) as error:
+        # Sizes that pass one by one and not together: their products are more than torch counts to.
+        raise ModelLoadError(
+            f"{folder / 'transformer' / 'config.json'}: no transformer can have these sizes: {first_line(error)}"
+        ) from error
+
+
 def _prepare_passthrough(config: RuntimeConfig, *, is_loading: bool = False) -> _PreparedPassthrough | None:
     """The same for a folder that diffusers' own pipeline runs; None for every other."""
     folder = resolve_model_folder(config.model_path, weights=False)
     if not is_passthrough(config.backend, folder):
         return None
+    check_components(folder)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     checker = SelfChecker(enabled=config.self_check, may_run=is_loading)

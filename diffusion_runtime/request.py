@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, get_args, get_type_hints
 
-from diffusion_runtime.errors import RequestError, nearest
+from diffusion_runtime.errors import RequestError, nearest, shown
 
 GUIDANCE_MODES = ("batched", "two_pass")
+# Far beyond what any model makes; a number above is a slip of the finger, and its square has no room in memory.
+MAX_COUNT = 1_000_000
+# What float32 holds without a loss, and half types do not overflow with at once.
+MAX_SCALE = 1e6
 SAMPLERS = ("flow_match_euler", "unipc")
 
 
@@ -55,29 +58,37 @@ class GenerationRequest:
         if not isinstance(self.prompt, str) or not self.prompt.strip():
             raise RequestError("prompt: expected at least one word, got an empty prompt")
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
-            raise RequestError(f"negative_prompt: expected a text, got {self.negative_prompt!r}")
+            raise RequestError(f"negative_prompt: expected a text, got {shown(self.negative_prompt)}")
+        for name in ("prompt", "negative_prompt"):
+            if not is_unicode(getattr(self, name) or ""):
+                raise RequestError(
+                    f"{name}: expected a text, got one with half of a character (a lone surrogate, or bytes that are "
+                    f"not UTF-8): {shown(getattr(self, name))}"
+                )
         for name in ("height", "width", "num_frames", "fps", "num_inference_steps"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise RequestError(f"{name}: expected a whole number of 1 or more, got {value!r}")
+                raise RequestError(f"{name}: expected a whole number of 1 or more, got {shown(value)}")
+            if value is not None and value > MAX_COUNT:
+                raise RequestError(f"{name}: expected a whole number of at most {MAX_COUNT}, got {shown(value)}")
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            raise RequestError(f"seed: expected a whole number from 0 to 2**63 - 1, got {self.seed!r}")
+            raise RequestError(f"seed: expected a whole number from 0 to 2**63 - 1, got {shown(self.seed)}")
         for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
             self._check_float(name, minimum=0.0)
         if self.image_path is not None and (not isinstance(self.image_path, str) or not self.image_path):
-            raise RequestError(f"image_path: expected the path of an image, got {self.image_path!r}")
+            raise RequestError(f"image_path: expected the path of an image, got {shown(self.image_path)}")
         self._check_float("flow_shift", minimum=1e-3)
         for name, allowed in (("sampler", SAMPLERS), ("guidance_mode", GUIDANCE_MODES)):
             value = getattr(self, name)
             if value is not None and value not in allowed:
-                raise RequestError(f"{name}: unknown value {value!r}.{nearest(str(value), allowed)}")
+                raise RequestError(f"{name}: unknown value {shown(value)}.{nearest(value, allowed)}")
 
     def _check_float(self, name: str, minimum: float) -> None:
         value = getattr(self, name)
         if value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < minimum:
-            raise RequestError(f"{name}: expected a number of {minimum:g} or more, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= MAX_SCALE:
+            raise RequestError(f"{name}: expected a number from {minimum:g} to {MAX_SCALE:g}, got {shown(value)}")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """This request with every None replaced by the value of the same name in `defaults`; as in `layered`, a
@@ -96,7 +107,7 @@ class GenerationRequest:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                raise RequestError(f"request: unknown key {key!r}.{nearest(key, known)}")
+                raise RequestError(f"request: unknown key {shown(key)}.{nearest(key, known)}")
         if "prompt" not in values:
             raise RequestError("request: 'prompt' is missing")
         return cls(**values)
@@ -114,6 +125,15 @@ def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
             values.pop("guidance_scale_2", None)
         values.update(level)
     return values
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: half of a character, from JSON or from bytes that are not UTF-8, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def request_field_types() -> dict[str, type]:

@@ -13,7 +13,7 @@ from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
-from diffusion_runtime.errors import RequestError, nearest
+from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.request import GenerationRequest
@@ -53,7 +53,7 @@ class RequestRules:
         """
         if preset is not None:
             if preset not in self.presets:
-                raise RequestError(f"preset: unknown name {preset!r}.{nearest(preset, self.presets)}")
+                raise RequestError(f"preset: unknown name {shown(preset)}.{nearest(preset, self.presets)}")
             request = request.with_defaults(self.presets[preset])
         request = request.with_defaults(self.defaults)
         if request.sampler is None:

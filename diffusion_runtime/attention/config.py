@@ -6,17 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
-
-import yaml
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
 from diffusion_runtime.attention.frozen_mapping import FrozenMapping
 from diffusion_runtime.attention.options import check_options, option_names, parse_pairs, unknown_option
 from diffusion_runtime.attention.roles import CATEGORIES, is_role, known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
-from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.untrusted.document import DocumentError, check_depth
+from diffusion_runtime.untrusted.files import shown_path
+from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
+from diffusion_runtime.untrusted.yaml_text import read_yaml_file
 
 AUTO = "auto"
 _SPEC_KEYS = ("backend", "name", "extra", "options")
@@ -43,11 +44,11 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
-            raise ConfigError(f"attention backend: expected a name, got {self.name!r}")
+            raise ConfigError(f"attention backend: expected a name, got {shown(self.name)}")
         candidates = [part for part in self.name.split(",") if part.strip()]
         if any(part.strip().lower() == AUTO for part in candidates):
             if len(candidates) > 1:
-                raise ConfigError(f"attention backend: auto stands alone, got {self.name!r}")
+                raise ConfigError(f"attention backend: auto stands alone, got {shown(self.name)}")
             names = [AUTO]
         else:
             names = [canonical_name(part) for part in candidates]
@@ -69,7 +70,7 @@ class AttentionSpec:
 
     def _checked_options(self) -> dict[str, Any]:
         if not isinstance(self.options, Mapping):
-            raise ConfigError(f"options of {self.name}: expected a mapping, got {self.options!r}")
+            raise ConfigError(f"options of {self.name}: expected a mapping, got {shown(self.options)}")
         present = [backend for backend in map(find_backend, self.candidates) if backend is not None]
         checked, left = dict(self.options), dict(self.options)
         for backend in present:
@@ -104,7 +105,7 @@ class AttentionSpec:
         if isinstance(value, str):
             return cls(value)
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected a backend name or a mapping, got {value!r}")
+            raise ConfigError(f"{where}: expected a backend name or a mapping, got {shown(value)}")
         _check_keys(value, _SPEC_KEYS, where)
         return cls(value.get("backend", value.get("name", AUTO)), value.get("extra", value.get("options")) or {})
 
@@ -125,7 +126,7 @@ class ScheduleRule:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected a mapping with steps, layers and backend, got {value!r}")
+            raise ConfigError(f"{where}: expected a mapping with steps, layers and backend, got {shown(value)}")
         _check_keys(value, _RULE_KEYS, where)
         role = value.get("role")
         if role is not None:
@@ -162,14 +163,15 @@ class AttentionConfig:
         if self.default is not None:
             object.__setattr__(self, "default", AttentionSpec.parse(self.default, "default"))
         if not isinstance(self.per_role, Mapping):
-            raise ConfigError(f"per_role: expected a mapping of roles, got {self.per_role!r}")
+            raise ConfigError(f"per_role: expected a mapping of roles, got {shown(self.per_role)}")
         specs = {}
         for role, value in self.per_role.items():
-            _check_role(role, f"per_role.{role}")
-            specs[role] = AttentionSpec.parse(value, f"per_role.{role}")
+            where = f"per_role.{role[:80] if isinstance(role, str) else shown(role)}"
+            _check_role(role, where)
+            specs[role] = AttentionSpec.parse(value, where)
         object.__setattr__(self, "per_role", FrozenMapping(specs))
         if isinstance(self.schedule, str | Mapping) or not hasattr(self.schedule, "__iter__"):
-            raise ConfigError(f"schedule: expected a list of rules, got {self.schedule!r}")
+            raise ConfigError(f"schedule: expected a list of rules, got {shown(self.schedule)}")
         rules = [ScheduleRule.parse(rule, f"schedule[{index}]") for index, rule in enumerate(self.schedule)]
         object.__setattr__(self, "schedule", tuple(rules))
 
@@ -201,7 +203,7 @@ class AttentionConfig:
         for key, role in said:
             if role not in known:
                 raise ConfigError(
-                    f"{key}: {model} models have no attention role {role!r}; theirs, and the categories: "
+                    f"{key}: {model} models have no attention role {shown(role)}; theirs, and the categories: "
                     f"{', '.join(known)}"
                 )
 
@@ -225,7 +227,11 @@ class AttentionConfig:
             if isinstance(value, str):
                 return cls(default=AttentionSpec(value))
         if not isinstance(value, Mapping):
-            raise ConfigError(f"attention config: expected a mapping or a backend name, got {value!r}")
+            raise ConfigError(f"attention config: expected a mapping or a backend name, got {shown(value)}")
+        try:
+            check_depth(value)
+        except DocumentError as error:
+            raise ConfigError(f"attention config: {error}") from error
         nested = _expand_dotted(value)
         if nested and not set(nested) & set(_CONFIG_KEYS):
             if set(nested) & set(_SPEC_KEYS):
@@ -255,23 +261,18 @@ def parse_text(text: str, where: str) -> Any:
     stripped = text.strip()
     if stripped.startswith("{"):
         try:
-            return json.loads(stripped)
-        except json.JSONDecodeError as error:
+            return parse_json(stripped)
+        except DocumentError as error:
             raise ConfigError(f"{where}: not valid JSON: {error}") from error
     if stripped.lower().endswith(_FILE_ENDINGS) and "=" not in stripped:
-        return _read_mapping(Path(stripped), where)
+        return _read_mapping(stripped, where)
     return parse_pairs(stripped) if "=" in stripped else text
 
 
-def _read_mapping(path: Path, where: str) -> Mapping[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot read {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: {path} is not valid JSON or YAML: {error}") from error
+def _read_mapping(path: str, where: str) -> Mapping[str, Any]:
+    content = read_json_file(path, where) if path.lower().endswith(".json") else read_yaml_file(path, where)
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{where}: {path} holds {type(content).__name__}, expected a mapping")
+        raise ConfigError(f"{where}: {shown_path(path)} holds {type(content).__name__}, expected a mapping")
     return content
 
 
@@ -280,13 +281,15 @@ def _expand_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(key, str):
-            raise ConfigError(f"attention config: expected text keys, got {key!r}")
+            raise ConfigError(f"attention config: expected text keys, got {shown(key)}")
         path = _split_path(key)
         place = nested
         for part in path[:-1]:
             inner = place.setdefault(part, {})
             if isinstance(inner, str):
                 inner = place[part] = {"backend": inner}
+            if not isinstance(inner, Mapping):
+                raise ConfigError(f"attention config: {part[:80]}: expected a mapping, got {shown(inner)}")
             if not isinstance(inner, dict):
                 inner = place[part] = dict(inner)
             place = inner
@@ -316,16 +319,18 @@ def _split_path(key: str) -> list[str]:
 def _check_keys(values: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in values:
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}.{nearest(str(key), known)}")
+            raise ConfigError(f"{where}: unknown key {shown(key)}.{nearest(key, known)}")
 
 
 def _check_not_misspelt(options: Mapping[str, Any]) -> None:
     """A mapping without any of our keys holds options; one that looks like a misspelt key is taken for that."""
     for key, value in options.items():
         if isinstance(value, Mapping):
-            raise ConfigError(f"attention config: unknown key {key!r}.{nearest(key, (*_CONFIG_KEYS, *_SPEC_KEYS))}")
+            raise ConfigError(
+                f"attention config: unknown key {shown(key)}.{nearest(key, (*_CONFIG_KEYS, *_SPEC_KEYS))}"
+            )
 
 
 def _check_role(role: Any, where: str) -> None:
     if not is_role(role):
-        raise ConfigError(f"{where}: unknown attention role {role!r}.{nearest(str(role), known_roles())}")
+        raise ConfigError(f"{where}: unknown attention role {shown(role)}.{nearest(role, known_roles())}")

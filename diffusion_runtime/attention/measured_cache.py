@@ -22,6 +22,7 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.untrusted.json_text import read_json_file
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_RUNTIME_CACHE"
 SCHEMA = "diffusion_runtime.measured_attention/1"
@@ -39,7 +40,9 @@ class Choice:
     @classmethod
     def from_file(cls, path: Path) -> Choice:
         """Raises OSError, and ValueError for a file that holds anything else."""
-        values = json.loads(path.read_bytes())
+        os.stat(path)
+        # Its errors are ConfigErrors, which are ValueErrors.
+        values = read_json_file(path)
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
             raise ValueError(f"expected an object of schema {SCHEMA}")
         backend, times = values.get("backend"), values.get("milliseconds")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.untrusted.document import DocumentError
+from diffusion_runtime.untrusted.json_text import parse_json
 
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
 
@@ -19,9 +21,8 @@ def parse_scalar(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        # Not JSON, a number with thousands of digits, or brackets in brackets without end.
+        return parse_json(text)
+    except DocumentError:
         return text
 
 
@@ -35,9 +36,9 @@ def parse_pairs(text: str) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise ConfigError(f"expected key=value,... got {part.strip()!r} in {text!r}")
+            raise ConfigError(f"expected key=value,... got {shown(part.strip())} in {shown(text)}")
         if key in pairs:
-            raise ConfigError(f"{key} is given twice in {text!r}")
+            raise ConfigError(f"{key[:80]} is given twice in {shown(text)}")
         pairs[key] = parse_scalar(value)
     return pairs
 
@@ -93,8 +94,8 @@ def build_options(options_type: type, options: Mapping[str, Any], where: str) ->
 
 def unknown_option(where: str, key: Any, known: tuple[str, ...]) -> ConfigError:
     """The error of a key that none of `known` is."""
-    hint = nearest(str(key), known) if known else " It has no options."
-    return ConfigError(f"{where}: unknown option {key!r}.{hint}")
+    hint = nearest(key, known) if known else " It has no options."
+    return ConfigError(f"{where}: unknown option {shown(key)}.{hint}")
 
 
 def _refusal(options_type: type, options: Mapping[str, Any]) -> ValueError | None:
@@ -116,7 +117,7 @@ def _coerce_options(options_type: type, options: Mapping[str, Any], where: str) 
             checked[key] = _coerce(value, hints[key])
         except (TypeError, ValueError, OverflowError) as error:
             expected = _type_name(hints[key])
-            raise ConfigError(f"{where}.{key}: expected {expected}, got {value!r}") from error
+            raise ConfigError(f"{where}.{key}: expected {expected}, got {shown(value)}") from error
     return checked
 
 
@@ -138,7 +139,9 @@ def _coerce(value: Any, expected: Any) -> Any:
     if isinstance(value, bool):
         raise TypeError(value)
     if expected is float:
-        return float(value)
+        if not math.isfinite(number := float(value)):
+            raise ValueError(value)
+        return number
     if expected is int:
         if isinstance(value, float) and value.is_integer():
             return int(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.errors import ConfigError, nearest, shown
 
 CATEGORIES = ("self", "cross")
 
@@ -21,9 +21,9 @@ def register_role(name: str, category: str) -> None:
     Raises ConfigError for an unknown category, or when the role exists with another one.
     """
     if category not in CATEGORIES:
-        raise ConfigError(f"role {name!r}: unknown category {category!r}.{nearest(category, CATEGORIES)}")
+        raise ConfigError(f"role {shown(name)}: unknown category {shown(category)}.{nearest(category, CATEGORIES)}")
     if _category_of.setdefault(name, category) != category:
-        raise ConfigError(f"role {name!r} is already registered with category {_category_of[name]!r}")
+        raise ConfigError(f"role {shown(name)} is already registered with category {shown(_category_of[name])}")
 
 
 def known_roles() -> tuple[str, ...]:
@@ -42,5 +42,5 @@ def is_role(name: object) -> bool:
 def role_category(role: str) -> str:
     """The category of a role. Raises ConfigError that names the nearest role for an unknown one."""
     if not is_role(role):
-        raise ConfigError(f"unknown attention role {role!r}.{nearest(role, _category_of)}")
+        raise ConfigError(f"unknown attention role {shown(role)}.{nearest(role, _category_of)}")
     return _category_of[role]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, shown
 
-_RANGE = re.compile(r"^(-?\d+)(?:-(-?\d+))?$")
+_RANGE = re.compile(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?")
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class IndexRanges:
         """`0-3`, `0-1,10,-2--1`, a number, a list of these, or None for all. Raises ConfigError that names `where`."""
         if value is None or isinstance(value, IndexRanges):
             return cls(() if value is None else value.ranges)
-        parts = value if isinstance(value, list | tuple) else str(value).split(",")
+        parts = value if isinstance(value, list | tuple) else value.split(",") if isinstance(value, str) else [value]
         ranges = []
         for part in parts:
-            match = _RANGE.match(str(part).strip())
+            match = _RANGE.fullmatch(part.strip() if isinstance(part, str) else shown(part))
             if isinstance(part, bool) or match is None:
-                raise ConfigError(f"{where}: expected ranges such as 0-3,10,-2--1, got {value!r}")
+                raise ConfigError(f"{where}: expected ranges such as 0-3,10,-2--1, got {shown(value)}")
             first = int(match[1])
             last = first if match[2] is None else int(match[2])
             if (first < 0) == (last < 0) and last < first:
-                raise ConfigError(f"{where}: the range {part} ends before it starts")
+                raise ConfigError(f"{where}: the range {str(part)[:80]} ends before it starts")
             ranges.append((first, last))
         return cls(tuple(ranges))
 

@@ -21,7 +21,7 @@ from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.options import check_options, option_names
 from diffusion_runtime.attention.platforms import platform_candidates
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.errors import BackendUnavailableError, ConfigError, nearest
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError, nearest, shown
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _try_choice(
     for name in choice.spec.candidates:
         backend = find_backend(name)
         if backend is not None and not choice.by_name and not _serves(backend, question):
-            rejected.append((name, f"{choice.key}: not made for role {question.role!r}, the next choice decides"))
+            rejected.append((name, f"{choice.key}: not made for role {shown(question.role)}, the next choice decides"))
             passed_over.append(backend)
             continue
         reasons = refusals(name, question)
@@ -234,7 +234,7 @@ def _unavailable(question: Question, source: str, key: str, refused: list[tuple[
     usable = [name for name in available_names() if not refusals(name, question)]
     message = "\n".join(
         [
-            f"no attention backend of the choice for role {question.role!r} can run here ({source}, {key}):",
+            f"no attention backend of the choice for role {shown(question.role)} can run here ({source}, {key}):",
             *lines,
             f"  usable here for this role: {', '.join(usable)}. Choose one of them, or none for the default.",
         ]
@@ -293,7 +293,7 @@ def select_backend(
     """
     for feature in needs:
         if feature not in FEATURES:
-            raise ConfigError(f"needs: unknown feature {feature!r}.{nearest(feature, FEATURES)}")
+            raise ConfigError(f"needs: unknown feature {shown(feature)}.{nearest(feature, FEATURES)}")
     question = Question(
         role=role,
         category=role_category(role),

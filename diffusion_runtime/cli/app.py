@@ -23,11 +23,14 @@ from diffusion_runtime.cli.generate import generate
 from diffusion_runtime.cli.interruptions import interruptions, remove_unfinished_files
 from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
+from diffusion_runtime.cli.repeated_flags import CheckedCommand
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
 
 # What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
+
+_MAX_PARSER_CHARACTERS = 400
 
 app = typer.Typer(
     name="diffusion-runtime",
@@ -77,7 +80,11 @@ def run(arguments: Sequence[str]) -> int:
 def _parser_message(error: Any) -> str:
     """The parser's message, with the command that explains the flags."""
     place = error.ctx.command_path if error.ctx is not None else "diffusion-runtime"
-    return f"{error.format_message()}\n  see: {place} --help"
+    # What the parser quotes is a whole argument.
+    said = error.format_message()
+    if len(said) > _MAX_PARSER_CHARACTERS:
+        said = f"{said[:_MAX_PARSER_CHARACTERS]}..."
+    return f"{said}\n  see: {place} --help"
 
 
 def _print_version(wanted: bool) -> None:
@@ -96,14 +103,18 @@ def verbs(
     """Video and image generation in which attention is chosen, never guessed."""
 
 
-app.command("generate", epilog=GENERATE_EPILOG)(generate)
-app.command("backends", epilog=BACKENDS_EPILOG)(backends)
-app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
-app.command("models", epilog=MODELS_EPILOG)(models)
+app.command("generate", cls=CheckedCommand, epilog=GENERATE_EPILOG)(generate)
+app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
+app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
+app.command("models", cls=CheckedCommand, epilog=MODELS_EPILOG)(models)
 app.add_typer(bench, name="bench")
 
 
-@app.command("info", epilog="[bold]Example[/]\n\ndiffusion-runtime info outputs/a-red-circle-moving-left-seed0.mp4")
+@app.command(
+    "info",
+    cls=CheckedCommand,
+    epilog="[bold]Example[/]\n\ndiffusion-runtime info outputs/a-red-circle-moving-left-seed0.mp4",
+)
 def info(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A file that generate wrote.", show_default=False)],
     as_json: options.Json = False,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from diffusion_runtime.attention.config import AttentionConfig
@@ -43,7 +43,7 @@ class AttentionFlags:
             if not isinstance(options, Mapping):
                 raise ConfigError(
                     f"--attention-backend-config: expected key=value,..., JSON, or a .json or .yaml file, "
-                    f"got {self.backend_config!r}"
+                    f"got {shown(self.backend_config)}"
                 )
             dotted["default.extra"] = options
         return overlay_attention(stated, dotted)
@@ -64,7 +64,7 @@ def split_entries(entries: Sequence[str]) -> dict[str, Any]:
     for entry in entries:
         key, equals, text = entry.partition("=")
         if not equals or not key:
-            raise ConfigError(f"attention: expected PATH=VALUE, got {entry!r}")
+            raise ConfigError(f"attention: expected PATH=VALUE, got {shown(entry)}")
         dotted[key] = text if key.rpartition(".")[2] in ("backend", "name") else parse_scalar(text)
     return dotted
 

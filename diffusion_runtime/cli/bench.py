@@ -189,9 +189,11 @@ def _measure(
 def _check_folder(path: Path | None) -> None:
     """Raises OutputError before minutes of measuring when the file could not be written after them."""
     from diffusion_runtime.errors import OutputError
+    from diffusion_runtime.untrusted.files import check_place
 
     if path is None:
         return
+    check_place(path, "--output-path or --plot")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

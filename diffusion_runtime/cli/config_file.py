@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +12,10 @@ from typing import Any
 from diffusion_runtime.cli.attention_flags import overlay_attention, split_entries
 from diffusion_runtime.cli.prompts import parse_seeds
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.errors import ConfigError, UsageError, nearest
+from diffusion_runtime.errors import ConfigError, UsageError, nearest, shown
 from diffusion_runtime.request import GenerationRequest, request_field_types
 
 SECTIONS = ("runtime", "request", "presets")
-MAX_CONFIG_BYTES = 1024 * 1024
 _BOOLEAN_KEYS = [item.name for item in dataclasses.fields(RuntimeConfig) if isinstance(item.default, bool)]
 
 
@@ -39,13 +39,13 @@ def read_config(path: str | None, settings: Sequence[str] = ()) -> FileConfig:
     where = "" if path is None else f"{path}: "
     for section, values in content.items():
         if section not in SECTIONS:
-            raise ConfigError(f"{where}unknown section {section!r}.{nearest(str(section), SECTIONS)}")
+            raise ConfigError(f"{where}unknown section {shown(section)}.{nearest(section, SECTIONS)}")
         if values is not None and not isinstance(values, Mapping):
-            raise ConfigError(f"{where}{section}: expected a mapping, got {values!r}")
+            raise ConfigError(f"{where}{section}: expected a mapping, got {shown(values)}")
     presets = {}
     for name, values in (content.get("presets") or {}).items():
         if not isinstance(name, str) or not isinstance(values, Mapping):
-            raise ConfigError(f"{where}presets.{name}: expected a mapping of request values, got {values!r}")
+            raise ConfigError(f"{where}presets.{name[:80]}: expected a mapping of request values, got {shown(values)}")
         presets[name] = _check_request(values, f"{where}presets.{name}", allow_prompt=False)
     runtime = _check_runtime(content.get("runtime") or {}, f"{where}runtime")
     request = _check_request(content.get("request") or {}, f"{where}request")
@@ -53,18 +53,13 @@ def read_config(path: str | None, settings: Sequence[str] = ()) -> FileConfig:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    import yaml
+    from diffusion_runtime.untrusted.files import check_file, check_path
+    from diffusion_runtime.untrusted.yaml_text import read_yaml_file
 
-    if not path.is_file():
+    if not os.path.lexists(check_path(path, "--config")):
         raise ConfigError(f"--config: {path} is not a file.{_nearest_file(path)}")
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: {path.stat().st_size} bytes; a config has at most {MAX_CONFIG_BYTES}")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    check_file(path, "--config")
+    content = read_yaml_file(path)
     if content is None:
         return {}
     if not isinstance(content, Mapping):
@@ -88,7 +83,7 @@ def _check_request(values: Mapping[str, Any], where: str, *, allow_prompt: bool 
     for key, value in values.items():
         if key not in known or (key in ("prompt", "seed") and not allow_prompt):
             allowed = known if allow_prompt else set(known) - {"prompt", "seed"}
-            raise ConfigError(f"{where}: unknown key {key!r}.{nearest(str(key), allowed)}")
+            raise ConfigError(f"{where}: unknown key {shown(key)}.{nearest(key, allowed)}")
         if value is None:
             continue
         if key in several and key != "seed" and not isinstance(value, list):
@@ -110,14 +105,14 @@ def _check_runtime(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}.{nearest(str(key), known)}")
+            raise ConfigError(f"{where}: unknown key {shown(key)}.{nearest(key, known)}")
         if value is None:
             continue
         try:
             if key == "attention":
                 value = overlay_attention(value, {})
             elif key == "parallel" and not isinstance(value, Mapping):
-                raise ConfigError(f"parallel: expected a mapping, got {value!r}")
+                raise ConfigError(f"parallel: expected a mapping, got {shown(value)}")
             else:
                 RuntimeConfig.from_dict({key: value})
         except UsageError as error:
@@ -136,12 +131,12 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
         path, equals, text = setting.partition("=")
         section, _, key = path.strip().partition(".")
         if not equals or not key:
-            raise ConfigError(f"--set: expected request.KEY=VALUE or runtime.KEY=VALUE, got {setting!r}")
+            raise ConfigError(f"--set: expected request.KEY=VALUE or runtime.KEY=VALUE, got {shown(setting)}")
         if section == "request":
             request[key] = _request_value(key, text)
         elif section != "runtime":
             raise ConfigError(
-                f"--set {setting}: unknown section {section!r}.{nearest(section, ('request', 'runtime'))}"
+                f"--set {setting}: unknown section {shown(section)}.{nearest(section, ('request', 'runtime'))}"
             )
         elif key.startswith("attention."):
             attention_entries.append(f"{key.removeprefix('attention.')}={text}")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from diffusion_runtime.config import RuntimeConfig
     from diffusion_runtime.description import PipelineDescription
 
+# Laying out a table of thousands of rows takes longer than anybody reads.
+_MAX_ROWS = 100
 SCHEMA = "diffusion_runtime.dry_run/1"
 # Request fields that all items of one command share, in the order in which a reader wants them.
 _SHARED = (
@@ -66,7 +68,9 @@ def show_plan(
     for library in description.libraries:
         terminal.say(f"{library.component}: attention of {library.library}, not chosen here")
     rows = [(path, request.seed, request.prompt) for path, request in zip(paths, makeable, strict=True)]
-    terminal.show(plain_table(("file", "seed", "prompt"), rows, "What would be written"))
+    terminal.show(plain_table(("file", "seed", "prompt"), rows[:_MAX_ROWS], "What would be written"))
+    if len(rows) > _MAX_ROWS:
+        terminal.say(f"and {len(rows) - _MAX_ROWS} more; --json lists all")
     for failure in failures:
         terminal.error(failure.message, failure.trace)
     return exit_code

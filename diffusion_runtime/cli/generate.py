@@ -110,7 +110,7 @@ def generate(
         "image_path": image_path,
     }
     flags = Flags(
-        prompts=collect_prompts(prompts or (), prompt or (), prompt_file),
+        prompts=collect_prompts(prompts or (), prompt or (), prompt_file, attention_entry or ()),
         negative_prompts=negative_prompt or (),
         seeds=seed or (),
         request=request,

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from diffusion_runtime.media import MediaFile
 
 SCHEMA = "diffusion_runtime.info/1"
+# A recipe of this program has some 60 values, and a prompt is the longest.
+_MAX_VALUES = 100
+_MAX_VALUE_CHARACTERS = 2000
+_MAX_REMARKS = 50
 
 
 def run_info(path: str, *, as_json: bool) -> int:
@@ -67,11 +71,14 @@ def _show(media: MediaFile) -> None:
     if media.attention_report is not None:
         # What was planned is said again by what ran.
         recipe.pop("attention", None)
-    console.print(facts_table(_flatten(recipe), "\nRecipe"))
+    values = list(_flatten(recipe))
+    console.print(facts_table(values[:_MAX_VALUES], "\nRecipe"))
+    if len(values) > _MAX_VALUES:
+        console.print(f"and {len(values) - _MAX_VALUES} more values; --json has all")
     if media.attention_report is not None:
         console.print(attention_table([media.attention_report]))
-        for remark in remarks_of([media.attention_report]):
-            console.print(Text(printable(remark)))
+        for remark in remarks_of([media.attention_report])[:_MAX_REMARKS]:
+            console.print(Text(printable(_cut(remark))))
     if media.timings:
         console.print(Text(f"Timings: {seconds_text(media.timings)}"))
 
@@ -86,8 +93,15 @@ def _describe_sound(audio: Mapping[str, Any], path: Path) -> str:
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
     """`{"request": {"seed": 1}}` as ("request.seed", "1"); lists and empty mappings as JSON."""
     for key, value in values.items():
-        name = f"{prefix}{key}"
+        name = f"{prefix}{key[:80]}"
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{name}.")
         elif value not in (None, [], {}):
-            yield name, value if isinstance(value, str) else json.dumps(value)
+            yield name, _cut(value if isinstance(value, str) else json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    """A value as far as a person reads it; `info --json` has all of it."""
+    if len(text) <= _MAX_VALUE_CHARACTERS:
+        return text
+    return f"{text[:_MAX_VALUE_CHARACTERS]}... ({len(text)} characters)"

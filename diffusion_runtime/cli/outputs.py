@@ -29,11 +29,12 @@ class Outputs:
     def parse(cls, output_path: str | None, file_format: str | None) -> Outputs:
         """Raises ConfigError for an unknown format or extension, or two that contradict each other."""
         from diffusion_runtime.media import check_format, format_of
+        from diffusion_runtime.untrusted.files import check_place
 
         chosen = None if file_format is None else check_format(file_format)
         if output_path is None:
             return cls(Path(DEFAULT_FOLDER), None, chosen)
-        path = Path(output_path)
+        path = check_place(output_path, "--output-path")
         if output_path.endswith(("/", os.sep)) or path.is_dir() or not path.suffix:
             return cls(path, None, chosen)
         try:

@@ -5,28 +5,38 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.errors import ConfigError, RequestError
+from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError, RequestError, shown
+from diffusion_runtime.untrusted.files import read_file
 
 MAX_PROMPT_FILE_BYTES = 16 * 1024 * 1024
 # More seeds than this in one range is a slip of the finger, not a wish.
 MAX_SEEDS = 10_000
+# Weeks of work for the fastest model; a list of more is a file of something else.
+MAX_ITEMS = 50_000
 
 _SEED = re.compile(r"[0-9]{1,19}")
 _SEED_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 
 
-def collect_prompts(positional: Sequence[str], flags: Sequence[str], file: str | None) -> list[str]:
-    """The prompts of the command line, in that order; empty when there are none.
+def collect_prompts(
+    positional: Sequence[str], flags: Sequence[str], file: str | None, dotted: Sequence[str] = ()
+) -> list[str]:
+    """The prompts of the command line, in that order; empty when there are none. dotted: PATH=VALUE of the flags with a
+    path in their name, whose value may have been taken for a prompt.
 
     Raises RequestError for an empty prompt and for an unquoted one, ConfigError for an unreadable or empty file.
     """
     if len(positional) > 1:
+        together = " ".join(positional)[:MAX_SHOWN_CHARACTERS]
+        taken = "".join(
+            f"; the value of {path} was read as {shown(value)}, after the first '='"
+            for path, _, value in (entry.partition("=") for entry in dotted)
+        )
         raise RequestError(
             f"expected one prompt in quotes, got {len(positional)} words: put them in quotes, "
-            f'as in generate "{" ".join(positional)}", or give --prompt for each of several prompts'
+            f'as in generate "{together}", or give --prompt for each of several prompts{taken}'
         )
     prompts = [*positional, *flags]
     for prompt in prompts:
@@ -57,13 +67,15 @@ def read_prompt_file(file: str) -> list[str]:
         if file == "-":
             content = sys.stdin.read(MAX_PROMPT_FILE_BYTES + 1)
         else:
-            with Path(file).open(encoding="utf-8-sig") as opened:
-                content = opened.read(MAX_PROMPT_FILE_BYTES + 1)
+            content = read_file(file, "--prompt-file", max_bytes=MAX_PROMPT_FILE_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason})"
         raise ConfigError(f"--prompt-file: cannot read {name}: {reason}") from error
     if len(content) > MAX_PROMPT_FILE_BYTES:
         raise ConfigError(f"--prompt-file: {name} is longer than {MAX_PROMPT_FILE_BYTES} characters")
+    # Counted first: a million lines of one character take a hundred times their file's memory.
+    if sum(content.count(end) for end in "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029") > MAX_ITEMS:
+        raise ConfigError(f"--prompt-file: {name} has more than {MAX_ITEMS} lines, one prompt each")
     lines = [line.strip() for line in content.splitlines()]
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
@@ -79,7 +91,7 @@ def parse_seeds(values: Iterable[Any]) -> list[int]:
             for seed in _parse_part(part.strip(), value):
                 seeds[seed] = None
                 if len(seeds) > MAX_SEEDS:
-                    raise RequestError(f"seed: {value!r} makes more than {MAX_SEEDS} seeds")
+                    raise RequestError(f"seed: {shown(value)} makes more than {MAX_SEEDS} seeds")
     return list(seeds)
 
 
@@ -91,5 +103,5 @@ def _parse_part(part: str, value: Any) -> Iterable[int]:
             raise RequestError(f"seed: the range {part} ends before it starts; write {last}-{first}")
         return range(first, last + 1)
     if _SEED.fullmatch(part) is None or int(part) >= 2**63:
-        raise RequestError(f"seed: expected numbers from 0 to 2**63 - 1 such as 7, 1,2 or 1-4, got {value!r}")
+        raise RequestError(f"seed: expected numbers from 0 to 2**63 - 1 such as 7, 1,2 or 1-4, got {shown(value)}")
     return [int(part)]

@@ -13,9 +13,9 @@ from typing import Any
 
 from diffusion_runtime.cli.attention_flags import AttentionFlags, overlay_attention
 from diffusion_runtime.cli.config_file import FileConfig, read_config
-from diffusion_runtime.cli.prompts import match_negative_prompts, parse_seeds
+from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
-from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, nearest
+from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, nearest, shown
 from diffusion_runtime.request import GenerationRequest, layered
 
 # What of a recipe's `runtime` is repeated. The device is not: the machine that repeats it may have another.
@@ -69,7 +69,7 @@ class Settings:
         if self.preset not in self.file_presets:
             known = [*model_presets, *self.file_presets]
             there = nearest(self.preset, known) or " Neither the model nor a config has any."
-            raise ConfigError(f"preset: unknown name {self.preset!r}.{there}")
+            raise ConfigError(f"preset: unknown name {shown(self.preset)}.{there}")
         return None
 
 
@@ -92,6 +92,11 @@ def settle(flags: Flags) -> Settings:
     negative_prompts = match_negative_prompts(
         len(prompts), flags.negative_prompts or _listed(values.pop("negative_prompt", None))
     )
+    if len(prompts) * len(seeds) > MAX_ITEMS:
+        raise RequestError(
+            f"{len(prompts)} prompts with {len(seeds)} seeds each are more than {MAX_ITEMS} generations; make them in "
+            "parts"
+        )
     requests = []
     for prompt, negative_prompt in zip(prompts, negative_prompts, strict=True):
         for seed in seeds:
@@ -150,7 +155,7 @@ def _read_recipe(path: str) -> Mapping[str, Any]:
     """A recipe whose sections are mappings; what stands in them is checked like any other input."""
     from diffusion_runtime.media import read_recipe
 
-    recipe = read_recipe(path)
+    recipe = read_recipe(path, "--from")
     for section in ("request", "runtime", "model"):
         if not isinstance(recipe.get(section, {}), Mapping):
             raise OutputError(f"{path}: its recipe's {section} is not a mapping; the file is damaged")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from rich import box
@@ -11,6 +12,9 @@ from rich.text import Text
 
 from diffusion_runtime.cli.terminal import printable
 
+# A report from a stranger's file may be of any length.
+_MAX_ROWS = 200
+_MAX_CELL_CHARACTERS = 500
 _ROW_FIELDS = ("role", "backend", "implementation", "layers", "steps", "source", "reason")
 
 
@@ -56,7 +60,7 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
     counts: dict[tuple[str, ...], int] = {}
     for report in reports:
         for row in _mappings(report.get("rows")):
-            key = tuple(str(row.get(name, "")) for name in _ROW_FIELDS)
+            key = tuple(str(row.get(name, ""))[:_MAX_CELL_CHARACTERS] for name in _ROW_FIELDS)
             counts[key] = counts.get(key, 0) + (count if isinstance(count := row.get("count"), int) else 0)
     table = _empty_table("Attention that ran")
     for column in ("role", "backend", "calls"):
@@ -64,10 +68,12 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
     # Lists of layers and steps, names of kernels and reasons may be long: these share the width that is left.
     for column in ("layers", "steps", "computed by, and why"):
         table.add_column(column, overflow="fold")
-    for (role, backend, implementation, layers, steps, source, reason), count in counts.items():
+    for (role, backend, implementation, layers, steps, source, reason), count in islice(counts.items(), _MAX_ROWS):
         table.add_row(
             *map(_cell, (role, backend, count, layers, steps)), _cell(f"{implementation}\n{source}: {reason}")
         )
+    if len(counts) > _MAX_ROWS:
+        table.add_row("...", "", "", "", "", _cell(f"{len(counts) - _MAX_ROWS} rows more"))
     return table
 
 

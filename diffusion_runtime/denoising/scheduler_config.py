@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, shown
+from diffusion_runtime.untrusted.json_text import read_json_file
 
 # Class name in the folder -> the sampler behind it, and what that class calls the flow shift.
 SAMPLER_OF_CLASS = {"FlowMatchEulerDiscreteScheduler": "flow_match_euler", "UniPCMultistepScheduler": "unipc"}
@@ -78,7 +78,7 @@ class SchedulerConfig:
     def unknown_class_error(self) -> ModelLoadError:
         known = " and ".join(f"{name} (sampler {sampler})" for name, sampler in SAMPLER_OF_CLASS.items())
         return ModelLoadError(
-            f"{self.path}: the scheduler class {self.class_name!r} is not supported; supported are {known}. "
+            f"{self.path}: the scheduler class {shown(self.class_name)} is not supported; supported are {known}. "
             "Choose one with the request's `sampler`"
         )
 
@@ -90,12 +90,7 @@ def read_scheduler_config(folder: Path) -> SchedulerConfig:
     than a flow-matching model (every sampler here integrates a velocity).
     """
     path = folder / "scheduler" / "scheduler_config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read ({error.strerror}); the model folder is incomplete") from error
-    except ValueError as error:
-        raise ModelLoadError(f"{path}: expected JSON ({error}); the file is damaged, copy it again") from error
+    values = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete", allow_constants=True)
     if not isinstance(values, dict) or not isinstance(values.get("_class_name"), str):
         raise ModelLoadError(f"{path}: expected a JSON mapping with `_class_name`")
     plain = {key: value for key, value in values.items() if not key.startswith("_")}

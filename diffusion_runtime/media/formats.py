@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.errors import ConfigError, nearest, shown
 
 FORMATS = ("mp4", "gif", "webp", "png", "npy")
 IMAGE_FORMATS = ("png",)
@@ -19,9 +19,9 @@ def format_of(path: str | Path) -> str:
     SOUND_FORMATS."""
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in (*FORMATS, *SOUND_FORMATS):
-        shown = f"the extension {'.' + suffix!r}" if suffix else "no extension"
+        ending = f"the extension {shown('.' + suffix)}" if suffix else "no extension"
         raise ConfigError(
-            f"{str(path)!r} has {shown}; a result ends in {', '.join('.' + name for name in FORMATS)}."
+            f"{shown(str(path))} has {ending}; a result ends in {', '.join('.' + name for name in FORMATS)}."
             f"{nearest(suffix, FORMATS) if suffix else ''}"
         )
     return suffix
@@ -32,7 +32,7 @@ def check_format(name: str, num_frames: int | None = None, *, has_sound: bool | 
     Else ConfigError."""
     plain = name.lower().removeprefix(".")
     if plain not in (*FORMATS, *SOUND_FORMATS):
-        raise ConfigError(f"format: unknown value {name!r}.{nearest(plain, FORMATS)}")
+        raise ConfigError(f"format: unknown value {shown(name)}.{nearest(plain, FORMATS)}")
     if plain in SOUND_FORMATS and has_sound is False:
         raise ConfigError(
             f"format: {plain} holds sound, and this model makes pictures alone; use one of {', '.join(FORMATS)}"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy
 import numpy.typing
 
-from diffusion_runtime.errors import RequestError
+from diffusion_runtime.errors import RequestError, first_line
+from diffusion_runtime.untrusted.files import check_file
 
+MAX_IMAGE_BYTES = 512 * 1024 * 1024
 FORMATS = ("PNG", "JPEG", "WEBP")
 # How far the sides' ratio may be from the clip's: below, nobody sees that the picture was stretched.
 MAX_STRETCH = 0.1
@@ -24,9 +25,7 @@ def open_picture(path: str) -> Any:
     """
     from PIL import Image, ImageOps
 
-    source = Path(path)
-    if not source.is_file():
-        raise RequestError(f"image_path: {source}: {'this is a folder' if source.is_dir() else 'no such file'}")
+    source = check_file(path, "image_path", max_bytes=MAX_IMAGE_BYTES, error=RequestError)
     try:
         with warnings.catch_warnings():
             # A picture of billions of pixels in a few bytes.
@@ -36,7 +35,9 @@ def open_picture(path: str) -> Any:
                 is_transparent = _is_transparent(upright)
                 converted = _eight_bits(upright).convert("RGB")
     except Exception as error:  # a stranger's bytes may upset a decoder in any way it knows
-        raise RequestError(f"image_path: {source} is not a readable {', '.join(FORMATS)} image: {error}") from error
+        raise RequestError(
+            f"image_path: {source} is not a readable {', '.join(FORMATS)} image: {first_line(error)}"
+        ) from error
     if is_transparent:
         raise RequestError(
             f"image_path: {source} has transparent parts; put it on a background, and save it without transparency"

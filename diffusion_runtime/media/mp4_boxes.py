@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from diffusion_runtime.errors import OutputError
+from diffusion_runtime.untrusted.files import open_file
+
 MAX_MOOV_BYTES = 64 * 1024 * 1024
 MAX_TOP_LEVEL_BOXES = 10_000
+# A box of a film holds a few dozen others.
+MAX_BOXES = 10_000
 
 
 class BrokenMp4Error(ValueError):
@@ -33,7 +38,7 @@ class Mp4Facts:
 
 def read_mp4(path: Path) -> Mp4Facts:
     """Raises BrokenMp4Error for anything that is not a readable MP4 with a video track, OSError when unreadable."""
-    with path.open("rb") as file:
+    with open_file(path, error=OutputError) as file:
         moov = _read_moov(file, path.stat().st_size)
     try:
         for track in _find(moov, b"trak"):
@@ -104,12 +109,15 @@ def _read_moov(file: BinaryIO, file_size: int) -> bytes:
 def _boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """(kind, payload) of every box in `data`."""
     position = 0
-    while position + 8 <= len(data):
+    for _ in range(MAX_BOXES):
+        if position + 8 > len(data):
+            return
         size, kind = struct.unpack_from(">I4s", data, position)
         if size < 8 or position + size > len(data):
             raise BrokenMp4Error(f"box {kind!r} says {size} bytes, {len(data) - position} are left")
         yield kind, data[position + 8 : position + size]
         position += size
+    raise BrokenMp4Error(f"more than {MAX_BOXES} boxes in one")
 
 
 def _find(data: bytes, kind: bytes) -> Iterator[bytes]:

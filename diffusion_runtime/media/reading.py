@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy
 
-from diffusion_runtime.errors import OutputError
+from diffusion_runtime.errors import OutputError, first_line
 from diffusion_runtime.media.encode import EXIF_DESCRIPTION
 from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS
 from diffusion_runtime.media.mp4_boxes import read_mp4
 from diffusion_runtime.media.sidecar import RECIPE_KEY, RECIPE_SCHEMA, parse_recipe, read_sidecar, sidecar_path
+from diffusion_runtime.untrusted.files import check_file, check_path
+
+# An hour of video in high quality; more would take a decoder more than that.
+MAX_MEDIA_BYTES = 64 * 1024**3
 
 _KNOWN_FORMATS = (*FORMATS, *SOUND_FORMATS)
 _SOUND_SUFFIXES = tuple(f".{name}" for name in SOUND_FORMATS)
@@ -43,20 +47,22 @@ class MediaFile:
     audio: Mapping[str, Any] | None = None
 
 
-def read_recipe(path: str | Path) -> dict[str, Any]:
+def read_recipe(path: str | Path, key: str = "") -> dict[str, Any]:
     """The recipe of a generated file: the one inside it, else the one in the sidecar; a sidecar may be given itself.
 
-    Raises OutputError when the file is missing, unreadable, or has none.
+    key: the flag that named it, for messages.
+
+    Raises OutputError when the file is missing, broken, or has none, and ConfigError for a path that is no file's or
+    may not be read.
     """
-    source = Path(path)
+    source = check_path(path, key)
     if source.suffix.lower() in (".json", *_SOUND_SUFFIXES):
-        if not source.is_file():
-            raise OutputError(f"{source}: no such file")
+        check_file(source, key, missing=OutputError)
         # A sound file has no room for a recipe.
         sidecar = read_sidecar(sidecar_path(source))
         recipe = None if sidecar is None else _recipe_of(sidecar)
     else:
-        recipe = None if (found := read_media_file(source).recipe) is None else dict(found)
+        recipe = None if (found := read_media_file(source, key).recipe) is None else dict(found)
     if recipe is None:
         raise OutputError(
             f"{source} carries no recipe of this program, and neither does {sidecar_path(source).name} beside it; "
@@ -65,12 +71,15 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     return recipe
 
 
-def read_media_file(path: str | Path) -> MediaFile:
-    """What a media file and its sidecar say. Raises OutputError when the file is missing, unreadable or broken."""
-    source = Path(path)
+def read_media_file(path: str | Path, key: str = "") -> MediaFile:
+    """What a media file and its sidecar say. key: the flag that named it, for messages.
+
+    Raises OutputError when the file is missing or broken, and ConfigError for a path that is no file's or may not be
+    read.
+    """
+    source = check_path(path, key)
     file_format = source.suffix.lower().removeprefix(".")
-    if not source.is_file():
-        raise OutputError(f"{source}: {'this is a folder' if source.is_dir() else 'no such file'}")
+    check_file(source, key, missing=OutputError, max_bytes=None if file_format == "npy" else MAX_MEDIA_BYTES)
     if file_format not in _KNOWN_FORMATS:
         raise OutputError(f"{source}: expected a file that ends in {', '.join('.' + name for name in _KNOWN_FORMATS)}")
     try:
@@ -78,7 +87,7 @@ def read_media_file(path: str | Path) -> MediaFile:
     except OSError as error:
         raise OutputError(f"cannot read {source}: {error.strerror or 'it is not a ' + file_format}") from error
     except Exception as error:  # a stranger's bytes may upset a decoder in any way it knows
-        raise OutputError(f"{source} is not a readable {file_format}: {error}") from error
+        raise OutputError(f"{source} is not a readable {file_format}: {first_line(error)}") from error
     sidecar = read_own_sidecar(source) or {}
     recipe = parse_recipe(facts.recipe) or _recipe_of(sidecar)
     return MediaFile(

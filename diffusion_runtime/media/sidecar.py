@@ -7,13 +7,19 @@ and as nothing else.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import OutputError
+from diffusion_runtime.untrusted.document import DocumentError
+from diffusion_runtime.untrusted.files import read_file
+from diffusion_runtime.untrusted.json_text import parse_json
 
 RECIPE_SCHEMA = "diffusion_runtime.recipe/1"
 SIDECAR_SCHEMA = "diffusion_runtime.sidecar/1"
@@ -25,8 +31,6 @@ RECIPE_KEY = "diffusion_runtime"
 # and a comment of that size is of no use to whoever looks at the file.
 MAX_EMBEDDED_CHARACTERS = 100_000
 MAX_SIDECAR_BYTES = 8 * 1024 * 1024
-# Far more than a recipe nests, far less than what a recursive reader can walk.
-MAX_DEPTH = 32
 
 
 def sidecar_path(path: Path) -> Path:
@@ -47,19 +51,10 @@ def to_json(value: Mapping[str, Any], *, indent: int | None = None) -> str:
 def parse_json_mapping(text: str | bytes) -> dict[str, Any] | None:
     """The JSON object in `text`; None when it is anything else, however it is broken."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except DocumentError:
         return None
-    return value if isinstance(value, dict) and _is_shallow(value, MAX_DEPTH) else None
-
-
-def _is_shallow(value: object, levels: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inner)
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+    return value if isinstance(value, dict) else None
 
 
 def parse_recipe(text: str | bytes | None) -> dict[str, Any] | None:
@@ -73,11 +68,15 @@ def parse_recipe(text: str | bytes | None) -> dict[str, Any] | None:
 def read_sidecar(path: Path) -> dict[str, Any] | None:
     """The sidecar at `path`; None when there is none or it is something else. Raises OutputError when unreadable."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_SIDECAR_BYTES:
-            return None
-        value = parse_json_mapping(path.read_bytes())
+        state = os.stat(path)
     except OSError as error:
+        # A media file's name may be so long that its sidecar's could not be.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return None
         raise OutputError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(state.st_mode) or state.st_size > MAX_SIDECAR_BYTES:
+        return None
+    value = parse_json_mapping(read_file(path, max_bytes=MAX_SIDECAR_BYTES, error=OutputError))
     return value if value is not None and value.get("schema") == SIDECAR_SCHEMA else None
 
 

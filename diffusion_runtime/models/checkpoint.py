@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
-from diffusion_runtime.errors import ModelLoadError, nearest
+from diffusion_runtime.errors import ModelLoadError, first_line, nearest
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.models.folder import INDEX_FILE
+from diffusion_runtime.models.folder import INDEX_FILE, check_model_files
 from diffusion_runtime.models.weight_files import (
     DAMAGED,
     check_whole,
@@ -30,6 +30,7 @@ from diffusion_runtime.models.weight_files import (
     refuse_quantised,
     refuse_single_file,
 )
+from diffusion_runtime.untrusted.files import check_file, check_path, check_place, expand_home
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -132,7 +133,7 @@ class Checkpoint:
                 self._file_of[name] = path, file
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
-                f"{path} is damaged or not a whole safetensors file ({error}); copy or download it again"
+                f"{path} is damaged or not a whole safetensors file ({first_line(error)}); copy or download it again"
             ) from error
         refuse_quantised(path, dtypes)
 
@@ -172,15 +173,15 @@ def load_weights(
     module.requires_grad_(False).eval()
 
 
-def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Every tensor of one safetensors file, on the CPU, and its metadata.
+def read_tensors(path: Path, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Every tensor of one safetensors file, on the CPU, and its metadata. key: what named it.
 
-    Raises ModelLoadError for a file that is missing, damaged, or of another kind.
+    Raises ConfigError for a path that is no file's, ModelLoadError for a file that is missing, damaged, or of another
+    kind.
     """
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
-        raise ModelLoadError(f"{path}: {'this is a folder, give the file in it' if path.is_dir() else 'no such file'}")
+    check_file(path, key, missing=ModelLoadError)
     if path.suffix != ".safetensors":
         raise ModelLoadError(f"{path}: expected a .safetensors file; a pickle can run code when it is opened")
     check_whole(path)
@@ -189,7 +190,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
             return tensors, dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{path} is damaged or not a whole safetensors file ({error})") from error
+        raise ModelLoadError(f"{path} is damaged or not a whole safetensors file ({first_line(error)})") from error
 
 
 def own_pieces(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
@@ -232,15 +233,17 @@ def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
         if (EMBEDDED_FOLDER / INDEX_FILE).is_file():
             return EMBEDDED_FOLDER
         raise ModelLoadError(f"the embedded model is not in {EMBEDDED_FOLDER}; install diffusion-runtime again")
-    path = Path(model_path).expanduser()
+    path = check_path(expand_home(model_path), "model_path")
     if path.is_dir():
         if not (path / INDEX_FILE).exists():
             for file in sorted(path.iterdir()):
                 refuse_single_file(file)
+        check_model_files(path)
         return path
     if path.is_file():
         refuse_single_file(path)
         raise ModelLoadError(f"{model_path} is a file; give the folder that holds {INDEX_FILE}, such as {path.parent}")
+    check_place(path, "model_path")
     if not _HUB_ID.fullmatch(model_path):
         raise ModelLoadError(
             f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` (the embedded model), a "
@@ -267,7 +270,7 @@ def _download(hub_id: str, weights: bool) -> Path:
     patterns = [pattern for pattern in _HUB_FILES if weights or "safetensors" not in pattern]
     instead = f"or give the path of a copy, or {EMBEDDED!r} for the embedded model, which needs no network"
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=list(_HUB_COPIES)))
+        folder = Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=list(_HUB_COPIES)))
     except GatedRepoError as error:
         raise ModelLoadError(
             f"{hub_id}: its terms must be accepted first, at https://huggingface.co/{hub_id}; then `hf auth login`"
@@ -285,8 +288,10 @@ def _download(hub_id: str, weights: bool) -> Path:
         ) from error
     except Exception as error:  # whatever the hub's transport raises: broken connections, a full disk, bad answers
         raise ModelLoadError(
-            f"{hub_id} cannot be downloaded ({error}); try again: it goes on where it stopped"
+            f"{hub_id} cannot be downloaded ({first_line(error)}); try again: it goes on where it stopped"
         ) from error
+    check_model_files(folder)
+    return folder
 
 
 def _beside(hub_id: str) -> str:

@@ -8,12 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models.folder import INDEX_FILE, read_json
 from diffusion_runtime.models.weight_files import UNQUANTISED, find_weight_files, refuse_quantised, stored_dtypes
+from diffusion_runtime.untrusted.component_sizes import check_sizes
+from diffusion_runtime.untrusted.files import check_path
 
 # How the files of a component's weights are called, by the library that its class is of.
 _STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+
+
+def check_components(folder: Path) -> None:
+    """Raises ModelLoadError for a component that could not be a folder's inside the model folder, or has sizes that a
+    library would build without end. Reads json alone."""
+    path = folder / INDEX_FILE
+    for component, _ in _components(folder):
+        check_path(component, f"{path}: component", ModelLoadError)
+        if Path(component).name != component:
+            raise ModelLoadError(
+                f"{path}: component {shown(component)}: expected the name of a folder beside this file"
+            )
+    for component, _ in _with_weights(folder):
+        config = folder / component / "config.json"
+        check_sizes(read_json(config), config)
 
 
 def refuse_quantised_components(folder: Path) -> None:

@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
+from diffusion_runtime.untrusted.component_sizes import MAX_LAYERS, check_sizes
+from diffusion_runtime.untrusted.files import check_file
+from diffusion_runtime.untrusted.json_text import read_json_file
 
 INDEX_FILE = "model_index.json"
-LFS_PREFIX = b"version https://git-lfs"
+
+# What libraries read of a folder, beside weights. The largest published tokenizer.json has 33 MB.
+_READ_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".safetensors")
+MAX_TEXT_BYTES = 256 * 1024 * 1024
+
+# Of the published models the widest has 12,288 channels.
+MAX_SIZE = 2**20
 
 T = TypeVar("T")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The mapping a json file holds. Raises ModelLoadError when it is missing, unreadable or not a mapping."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
+    if not os.path.exists(path):
         raise ModelLoadError(
             f"{path} is missing; a diffusers model folder has it, so copy or download the whole folder"
-        ) from error
-    except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    if content.startswith(LFS_PREFIX):
-        raise ModelLoadError(f"{path} is a Git-LFS pointer, not the file itself; run `git lfs pull` in that folder")
-    try:
-        values = json.loads(content)
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not valid json ({error}); copy or download it again") from error
+        )
+    # diffusers writes schedulers whose bounds are infinite.
+    values = read_json_file(path, error=ModelLoadError, allow_constants=True)
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: expected a json object with keys, got {_kind(values)}")
     return values
+
+
+def check_model_files(folder: Path) -> None:
+    """Whether what a model folder and its components hold can be opened: by this runtime and by libraries, which open
+    files by name.
+
+    Raises ModelLoadError for a FIFO, device or socket under the name of a file, Git-LFS pointers, and texts too large
+    to be read whole.
+    """
+    try:
+        folders = [folder, *(path for path in sorted(folder.iterdir()) if path.is_dir() and path.name[0] != ".")]
+        files = [path for place in folders for path in sorted(place.iterdir()) if path.suffix in _READ_SUFFIXES]
+    except OSError as error:
+        raise ModelLoadError(f"{folder} cannot be read: {error.strerror}") from error
+    for path in files:
+        # A link to nothing is a file that is missing, which is for whoever needs it to say.
+        if path.exists() and not path.is_dir():
+            is_text = path.suffix != ".safetensors"
+            check_file(path, max_bytes=MAX_TEXT_BYTES if is_text else None, error=ModelLoadError)
 
 
 def component_class(folder: Path, component: str) -> tuple[str, str]:
@@ -41,10 +62,10 @@ def component_class(folder: Path, component: str) -> tuple[str, str]:
     path = folder / INDEX_FILE
     entry = read_json(path).get(component)
     if entry is None:
-        raise ModelLoadError(f"{path}: key {component!r} is missing; expected [library, class name]")
+        raise ModelLoadError(f"{path}: key {shown(component)} is missing; expected [library, class name]")
     pair = entry if isinstance(entry, list) else []
     if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-        raise ModelLoadError(f"{path}: key {component!r}: expected [library, class name], got {entry!r}")
+        raise ModelLoadError(f"{path}: key {shown(component)}: expected [library, class name], got {shown(entry)}")
     return pair[0], pair[1]
 
 
@@ -55,7 +76,8 @@ def refuse_other_pipelines(folder: Path, known: Collection[str]) -> None:
     name = read_json(path).get("_class_name")
     if name is not None and name not in known:
         raise ModelLoadError(
-            f"{path}: key '_class_name': expected {' or '.join(known)}, got {name!r}: this runtime has no native model "
+            f"{path}: key '_class_name': expected {' or '.join(known)}, got {shown(name)}: this runtime has no "
+            "native model "
             "for what that pipeline does; `--backend diffusers` runs it"
         )
 
@@ -89,20 +111,25 @@ class ConfigFile:
         self.values = values
 
     def settings(self) -> dict[str, Any]:
-        """Every key and value that is not a note."""
+        """Every key and value that is not a note. Raises ModelLoadError for numbers that no component has."""
+        check_sizes(self.values, self.path)
         return {key: value for key, value in self.values.items() if not key.startswith("_")}
 
-    def whole_number(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """An integer of `minimum` or more. Raises ModelLoadError when it is missing or something else."""
+    def whole_number(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
+        """An integer from `minimum` to `maximum`. Raises ModelLoadError when it is missing or something else."""
         value = self._value(key, default)
-        if type(value) is not int or value < minimum:
-            raise self.error(key, f"a whole number of {minimum} or more", value)
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise self.error(key, f"a whole number from {minimum} to {maximum}", value)
         return value
 
+    def layer_count(self, key: str, default: int | None = None) -> int:
+        """A number of layers. Raises ModelLoadError when it is missing or something else."""
+        return self.whole_number(key, default, maximum=MAX_LAYERS)
+
     def number(self, key: str, default: float | None = None) -> float:
-        """A float or an integer. Raises ModelLoadError when it is missing or something else."""
+        """A finite float or an integer. Raises ModelLoadError when it is missing or something else."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not _is_number(value):
             raise self.error(key, "a number", value)
         return float(value)
 
@@ -114,17 +141,17 @@ class ConfigFile:
         return value
 
     def whole_numbers(self, key: str, length: int) -> tuple[int, ...]:
-        """`length` integers of 1 or more. Raises ModelLoadError when they are missing or something else."""
+        """`length` integers from 1 to MAX_SIZE. Raises ModelLoadError when they are missing or something else."""
         value = self._value(key, None)
-        if not isinstance(value, list) or len(value) != length or any(type(v) is not int or v < 1 for v in value):
-            raise self.error(key, f"a list of {length} whole numbers of 1 or more", value)
+        fits = isinstance(value, list) and all(type(v) is int and 1 <= v <= MAX_SIZE for v in value)
+        if not fits or len(value) != length:
+            raise self.error(key, f"a list of {length} whole numbers from 1 to {MAX_SIZE}", value)
         return tuple(value)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """`length` floats. Raises ModelLoadError when they are missing or something else."""
+        """`length` finite floats. Raises ModelLoadError when they are missing or something else."""
         value = self._value(key, None)
-        plain = isinstance(value, list) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in value)
-        if not plain or len(value) != length:
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_number, value)):
             raise self.error(key, f"a list of {length} numbers", value)
         return tuple(float(v) for v in value)
 
@@ -133,21 +160,25 @@ class ConfigFile:
         for key in self.settings():
             if key not in known:
                 raise ModelLoadError(
-                    f"{self.path}: key {key!r} is unknown to this runtime.{nearest(key, known)} The model was made for "
-                    "something newer, or is of another kind than its class says"
+                    f"{self.path}: key {shown(key)} is unknown to this runtime.{nearest(key, known)} The model was "
+                    "made for something newer, or is of another kind than its class says"
                 )
 
     def error(self, key: str, expected: str, value: object) -> ModelLoadError:
         """An error to raise for a key whose value is not what was expected."""
-        return ModelLoadError(f"{self.path}: key {key!r}: expected {expected}, got {shown(value)}")
+        return ModelLoadError(f"{self.path}: key {shown(key)}: expected {expected}, got {shown(value)}")
 
     def _value(self, key: str, default: T | None) -> Any:
         value = self.values.get(key)
         if value is not None:
             return value
         if default is None:
-            raise ModelLoadError(f"{self.path}: key {key!r} is missing")
+            raise ModelLoadError(f"{self.path}: key {shown(key)} is missing")
         return default
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _kind(value: object) -> str:

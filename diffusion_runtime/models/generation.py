@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.errors import ModelLoadError, RequestError, nearest
+from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
 from diffusion_runtime.models.folder import ConfigFile, read_json
 from diffusion_runtime.request import GenerationRequest, request_field_types
 
@@ -38,7 +38,7 @@ def generation_settings(folder: Path) -> GenerationSettings:
     values = read_json(path)
     for key in values:
         if key not in _KEYS:
-            raise ModelLoadError(f"{path}: unknown key {key!r}.{nearest(key, _KEYS)}")
+            raise ModelLoadError(f"{path}: unknown key {shown(key)}.{nearest(key, _KEYS)}")
     max_text_tokens = values.get("max_text_tokens")
     if max_text_tokens is not None:
         max_text_tokens = ConfigFile(path, values).whole_number("max_text_tokens")
@@ -55,7 +55,7 @@ def _request_values(values: object, where: str) -> dict[str, Any]:
     known = [name for name in request_field_types() if name != "prompt"]
     for key in mapping:
         if key not in known:
-            raise ModelLoadError(f"{where}: unknown request value {key!r}.{nearest(key, known)}")
+            raise ModelLoadError(f"{where}: unknown request value {shown(key)}.{nearest(key, known)}")
     try:
         GenerationRequest(prompt="any", **mapping)
     except RequestError as error:
@@ -65,5 +65,5 @@ def _request_values(values: object, where: str) -> dict[str, Any]:
 
 def _mapping(values: object, where: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
-        raise ModelLoadError(f"{where}: expected an object with keys, got {values!r}")
+        raise ModelLoadError(f"{where}: expected an object with keys, got {shown(values)}")
     return values

@@ -5,7 +5,6 @@ W + scale * (alpha / rank) * B @ A, with A [rank, in], B [out, rank]. Where a fi
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,15 +15,23 @@ from typing import Any
 import torch
 
 from diffusion_runtime.config import LoraConfig
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.checkpoint import WeightChange, read_tensors
 from diffusion_runtime.models.weight_files import DAMAGED, listed
+from diffusion_runtime.untrusted.document import DocumentError
+from diffusion_runtime.untrusted.files import expand_home
+from diffusion_runtime.untrusted.json_text import parse_json
 
 COMPONENTS = ("transformer", "transformer_2")
 _DOWN, _UP, _UP_BIAS, _ALPHA = ".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".alpha"
 # diffusers' names of text encoders, and what other trainers call theirs.
 _TEXT_ENCODER_PREFIXES = ("text_encoder", "lora_te")
+# A pattern of a stranger's with many repetitions, or repetitions inside each other, may take years to match.
+_REPETITION = re.compile(r"[*+?{]")
+_MAX_REPETITIONS = 2
+_MAX_PATTERN_CHARACTERS = 200
+_MAX_KEY_CHARACTERS = 300
 _METADATA_KEY = "lora_adapter_metadata"
 _CONVERSION = (
     "diffusers converts many formats: pipe.load_lora_weights(file, adapter_name='default'), then "
@@ -96,15 +103,19 @@ class Lora(WeightChange):
 
 
 def read_lora(config: LoraConfig) -> Lora:
-    """The file of a LoraConfig. Raises ModelLoadError for one that is missing, damaged or not in diffusers' format."""
-    path = Path(config.path).expanduser()
-    tensors, metadata = read_tensors(path)
+    """The file of a LoraConfig.
+
+    Raises ConfigError for a path that is no file's, ModelLoadError for a file that is missing, damaged or not in
+    diffusers' format.
+    """
+    path = Path(expand_home(config.path))
+    tensors, metadata = read_tensors(path, "lora.path")
     groups: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
     strange = []
     for key, tensor in tensors.items():
         component, rest = _split_component(key, config.component)
         suffix = next((suffix for suffix in (_DOWN, _UP, _UP_BIAS, _ALPHA) if rest.endswith(suffix)), None)
-        if component is None or suffix is None:
+        if component is None or suffix is None or len(key) > _MAX_KEY_CHARACTERS:
             strange.append(key)
         else:
             groups.setdefault(component, {}).setdefault(rest.removesuffix(suffix), {})[suffix] = tensor
@@ -189,11 +200,11 @@ def _read_settings(path: Path, metadata: Mapping[str, str], wanted: str) -> dict
     if text is None:
         return {}
     try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ModelLoadError(f"{path}: its {_METADATA_KEY} is not valid json: {error}") from error
+        values = parse_json(text)
+    except DocumentError as error:
+        raise ModelLoadError(f"{path}: its {_METADATA_KEY} is not valid json: {first_line(error)}") from error
     if not isinstance(values, dict):
-        raise ModelLoadError(f"{path}: its {_METADATA_KEY}: expected a json object, got {values!r}")
+        raise ModelLoadError(f"{path}: its {_METADATA_KEY}: expected a json object, got {shown(values)}")
     settings: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         component, name = _split_component(key, wanted)
@@ -204,13 +215,22 @@ def _read_settings(path: Path, metadata: Mapping[str, str], wanted: str) -> dict
             raise ModelLoadError(f"{path}: {component}: use_dora: expected False, got True; DoRA is not supported")
         patterns = known.get("alpha_pattern") or {}
         if not isinstance(patterns, dict):
-            raise ModelLoadError(f"{path}: {component}: alpha_pattern: expected names with numbers, got {patterns!r}")
+            raise ModelLoadError(
+                f"{path}: {component}: alpha_pattern: expected names with numbers, got {shown(patterns)}"
+            )
         numbers = [known.get("lora_alpha", 1), *patterns.values()]
         if not all(isinstance(number, int | float) for number in numbers):
             raise ModelLoadError(f"{path}: {component}: lora_alpha and alpha_pattern: expected numbers, got {numbers}")
         for pattern in patterns:
+            if len(pattern) > _MAX_PATTERN_CHARACTERS or len(_REPETITION.findall(pattern)) > _MAX_REPETITIONS:
+                raise ModelLoadError(
+                    f"{path}: {component}: alpha_pattern: expected at most {_MAX_PATTERN_CHARACTERS} characters and "
+                    f"{_MAX_REPETITIONS} repetitions, got {shown(pattern)}"
+                )
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ModelLoadError(f"{path}: {component}: alpha_pattern: {pattern!r}: {error}") from error
+                raise ModelLoadError(
+                    f"{path}: {component}: alpha_pattern: {shown(pattern)}: {first_line(error)}"
+                ) from error
     return settings

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.folder import LFS_PREFIX, read_json
+from diffusion_runtime.errors import ModelLoadError, first_line, shown
+from diffusion_runtime.models.folder import read_json
+from diffusion_runtime.untrusted.document import DocumentError
+from diffusion_runtime.untrusted.files import open_file
+from diffusion_runtime.untrusted.json_text import parse_json
 
 # Names listed in a message before it says how many more there are.
 _NUM_LISTED = 10
@@ -67,14 +69,10 @@ def check_whole(path: Path) -> None:
     """Raises ModelLoadError for a Git-LFS pointer, and for a file too short for what its own header says."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(max(8, len(LFS_PREFIX)))
+        with open_file(path, error=ModelLoadError) as file:
+            start = file.read(8)
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    if start.startswith(LFS_PREFIX):
-        raise ModelLoadError(
-            f"{path} is a Git-LFS pointer of {size} bytes, not the weights; run `git lfs pull` in the model folder"
-        )
     if size < 8 or 8 + int.from_bytes(start[:8], "little") > size:
         raise ModelLoadError(f"{path} is cut off after {size} bytes; copy or download it again")
 
@@ -86,12 +84,12 @@ def stored_dtypes(path: Path) -> dict[str, str]:
     """
     check_whole(path)
     try:
-        with path.open("rb") as file:
-            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return {name: entry["dtype"] for name, entry in head.items() if name != "__metadata__"}
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        with open_file(path, error=ModelLoadError) as file:
+            head = parse_json(file.read(int.from_bytes(file.read(8), "little")))
+        return {name: str(entry["dtype"]) for name, entry in head.items() if name != "__metadata__"}
+    except (OSError, DocumentError, AttributeError, TypeError, KeyError) as error:
         raise ModelLoadError(
-            f"{path} is damaged or not a safetensors file ({error}); copy or download it again"
+            f"{path} is damaged or not a safetensors file ({first_line(error)}); copy or download it again"
         ) from error
 
 
@@ -174,8 +172,13 @@ def _shards(index: Path) -> list[Path]:
     """The shards that an index names, all of them present."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelLoadError(f"{index}: key 'weight_map': expected tensor names with their files, got {weight_map!r}")
-    names = sorted({str(name) for name in weight_map.values()})
+        raise ModelLoadError(
+            f"{index}: key 'weight_map': expected tensor names with their files, got {shown(weight_map)}"
+        )
+    strange = next((name for name in weight_map.values() if not isinstance(name, str)), None)
+    if strange is not None:
+        raise ModelLoadError(f"{index}: key 'weight_map': expected the name of a file each, got {shown(strange)}")
+    names = sorted(set(weight_map.values()))
     outside = [name for name in names if Path(name).name != name]
     if outside:
         raise ModelLoadError(f"{index}: key 'weight_map': expected files of this folder, got {listed(outside)}")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, first_line
 from diffusion_runtime.text_encoders.interface import EncoderCut, TextStream
-from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, first_line, load_encoder
+from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
 
 if TYPE_CHECKING:

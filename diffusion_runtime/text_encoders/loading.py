@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
+from diffusion_runtime.untrusted.component_sizes import check_sizes
+from diffusion_runtime.untrusted.json_text import read_json_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -23,17 +24,20 @@ _VARIANT_FILE = re.compile(r"model\.([^.-]+)\.safetensors|model\.safetensors\.in
 def check_model_type(folder: Path, expected: Sequence[str]) -> str:
     """Which of these model types config.json of an encoder's folder says. Raises ModelLoadError when it is none."""
     config_file = folder / "config.json"
-    try:
-        config: Any = json.loads(config_file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelLoadError(f"{config_file}: cannot be read ({error.strerror}); the folder is incomplete") from error
-    except ValueError as error:
-        raise ModelLoadError(f"{config_file}: expected JSON ({error}); the file is damaged, copy it again") from error
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = _read_config(folder).get("model_type")
     if kind not in expected:
         wanted = " or ".join(repr(name) for name in expected)
-        raise ModelLoadError(f"{config_file}: model_type: expected {wanted}, got {kind!r}; this is not supported")
+        raise ModelLoadError(f"{config_file}: model_type: expected {wanted}, got {shown(kind)}; this is not supported")
     return str(kind)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """config.json of an encoder's folder. Raises ModelLoadError."""
+    path = folder / "config.json"
+    values = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete", allow_constants=True)
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path}: expected a json object with keys, got {shown(values)}")
+    return values
 
 
 def load_encoder(
@@ -51,6 +55,7 @@ def load_encoder(
     """
     # With output_loading_info it returns a pair, which its annotation does not say.
     load: Any = model_class.from_pretrained
+    check_sizes(_read_config(folder), folder / "config.json")
     try:
         with quiet_transformers():
             config = None if num_layers is None else _with_first_layers(folder, model_class, num_layers)
@@ -85,7 +90,7 @@ def load_encoder(
 def _file_of(folder: Path, name: str) -> Path:
     """The file that holds a tensor; the folder where several may, because the model calls it by another name."""
     for index in folder.glob("model.safetensors.index*.json"):
-        for tensor, file in json.loads(index.read_bytes()).get("weight_map", {}).items():
+        for tensor, file in read_json_file(index, error=ModelLoadError).get("weight_map", {}).items():
             if tensor.endswith(name) or name.endswith(tensor):
                 return folder / str(file)
     files = list(folder.glob("model*.safetensors"))
@@ -154,8 +159,3 @@ def check_vocabulary(folder: Path, num_tokens: int, num_embeddings: int) -> None
             f"{folder}: has {num_tokens} tokens, the text encoder beside it knows {num_embeddings}; the two are not of "
             "the same model"
         )
-
-
-def first_line(error: Exception) -> str:
-    """What an error of another library says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -5,7 +5,6 @@ The model is transformers'. The picture is prepared here: transformers' own way 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.text_encoders.loading import check_model_type, load_encoder
+from diffusion_runtime.untrusted.json_text import read_json_file
 
 if TYPE_CHECKING:
     from transformers import SiglipVisionModel
@@ -79,24 +79,21 @@ def load_siglip(folder: Path, device: torch.device, dtype: torch.dtype) -> Sigli
 
 def read_preparation(path: Path) -> PicturePreparation:
     """What a preprocessor_config.json says. Raises ModelLoadError that names the file and the key."""
-    try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read ({error.strerror}); the folder is incomplete") from error
-    except ValueError as error:
-        raise ModelLoadError(f"{path}: expected JSON ({error}); the file is damaged, copy it again") from error
+    values: Any = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete")
     if not isinstance(values, dict):
-        raise ModelLoadError(f"{path}: expected a json object with keys, got {values!r}")
+        raise ModelLoadError(f"{path}: expected a json object with keys, got {shown(values)}")
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if values.get(key, True) is not True:
-            raise ModelLoadError(f"{path}: key {key!r}: expected true, got {values[key]!r}; this is not supported")
+            raise ModelLoadError(
+                f"{path}: key {shown(key)}: expected true, got {shown(values[key])}; this is not supported"
+            )
     size = values.get("size")
     height, width = (size.get("height"), size.get("width")) if isinstance(size, dict) else (None, None)
     if not isinstance(height, int) or not isinstance(width, int) or min(height, width) < 1:
-        raise ModelLoadError(f"{path}: key 'size': expected height and width in pixels, got {size!r}")
+        raise ModelLoadError(f"{path}: key 'size': expected height and width in pixels, got {shown(size)}")
     resample = values.get("resample", 3)
     if type(resample) is not int or not 0 <= resample <= 5:
-        raise ModelLoadError(f"{path}: key 'resample': expected the number of a filter, 0 to 5, got {resample!r}")
+        raise ModelLoadError(f"{path}: key 'resample': expected the number of a filter, 0 to 5, got {shown(resample)}")
     mean, std = (_three_numbers(path, key, values.get(key)) for key in ("image_mean", "image_std"))
     return PicturePreparation(height, width, resample, mean, std)
 
@@ -105,5 +102,5 @@ def _three_numbers(path: Path, key: str, value: object) -> tuple[float, ...]:
     given: Sequence[object] = value if isinstance(value, list) else ()
     numbers = [float(v) for v in given if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(given) != 3 or len(numbers) != 3:
-        raise ModelLoadError(f"{path}: key {key!r}: expected three numbers, got {value!r}")
+        raise ModelLoadError(f"{path}: key {shown(key)}: expected three numbers, got {shown(value)}")
     return tuple(numbers)

@@ -133,7 +133,7 @@ def test_a_role_may_contain_dots(blocky: str) -> None:
         ({"schedule": [{"step": "1", "backend": "torch_sdpa"}]}, "'steps'"),
         ({"schedule": {"steps": "1"}}, "schedule: expected a list"),
         ("{not json", "not valid JSON"),
-        ("missing.yaml", "cannot read"),
+        ("missing.yaml", "attention config: missing.yaml: no such file"),
         ("a=1,a=2", "given twice"),
         ("auto,torch_sdpa", "auto stands alone"),
         (7, "expected a mapping"),

@@ -96,7 +96,7 @@ def test_the_shorthand_excludes_a_second_default(flags: AttentionFlags) -> None:
         (AttentionFlags("torch_sdpa", "speed=3"), "speed"),
         (AttentionFlags("torch_sdpa", "fast"), "expected key=value"),
         (AttentionFlags(config='{"defualt": {"backend": "torch_sdpa"}}'), "default"),
-        (AttentionFlags(config="missing.yaml"), "cannot read missing.yaml"),
+        (AttentionFlags(config="missing.yaml"), "missing.yaml: no such file"),
         (AttentionFlags(config="{broken"), "not valid JSON"),
     ],
 )

@@ -49,7 +49,7 @@ USAGE = [
     (["--output-path", "x.png"], "png holds one image"),
     (["--config", "missing.yaml"], "missing.yaml is not a file"),
     (["--set", "request.heigth=3"], "'height'"),
-    (["--prompt-file", "missing.txt"], "No such file"),
+    (["--prompt-file", "missing.txt"], "no such file"),
 ]
 
 

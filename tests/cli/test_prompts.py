@@ -65,7 +65,7 @@ def test_an_empty_prompt_is_an_error(prompts: tuple[list[str], list[str]]) -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "No such file"), (b"# only\n\n", "holds no prompt"), (b"\xff\xfe\x00", "not UTF-8")]
+    ("content", "said"), [(None, "no such file"), (b"# only\n\n", "holds no prompt"), (b"\xff\xfe\x00", "not UTF-8")]
 )
 def test_a_prompt_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, said: str) -> None:
     file = tmp_path / "prompts.txt"

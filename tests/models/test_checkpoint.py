@@ -251,7 +251,7 @@ def test_a_git_lfs_pointer(tmp_path: Path, sharded: bool) -> None:
 
 def test_a_folder_where_the_file_should_be(tmp_path: Path) -> None:
     (tmp_path / f"{STEM}.safetensors").mkdir()
-    assert "cannot be read" in failure(tmp_path)
+    assert "this is a folder" in failure(tmp_path)
 
 
 # --- tensors that do not fit ------------------------------------------------------------------------------------------

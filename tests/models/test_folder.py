@@ -14,8 +14,8 @@ from diffusion_runtime.models.folder import ConfigFile, component_class, read_co
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "not valid json"),
-        ('{"transformer": ', "not valid json"),
+        ("", "not valid JSON"),
+        ('{"transformer": ', "not valid JSON"),
         ("[1, 2]", "expected a json object with keys, got a list"),
         ('"text"', "expected a json object with keys, got a text"),
         ("null", "expected a json object with keys, got null"),
@@ -33,7 +33,7 @@ def test_a_broken_json_file_is_named(tmp_path: Path, content: str, said: str) ->
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model_index.json"
     path.write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ModelLoadError, match="not valid json"):
+    with pytest.raises(ModelLoadError, match="not valid JSON"):
         read_json(path)
 
 
@@ -41,7 +41,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"vae/config.json is missing"):
         read_config(tmp_path, "vae")
     (tmp_path / "vae" / "config.json").mkdir(parents=True)
-    with pytest.raises(ModelLoadError, match="cannot be read"):
+    with pytest.raises(ModelLoadError, match="this is a folder"):
         read_config(tmp_path, "vae")
 
 

@@ -56,10 +56,10 @@ def test_settings_that_cannot_be_honoured_are_named(tmp_path: Path, key: str, va
 
 
 def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"x.json: cannot be read"):
+    with pytest.raises(ModelLoadError, match=r"x.json: no such file"):
         read_preparation(tmp_path / "x.json")
     (tmp_path / "x.json").write_text("{")
-    with pytest.raises(ModelLoadError, match=r"x.json: expected JSON"):
+    with pytest.raises(ModelLoadError, match=r"x.json is not valid JSON"):
         read_preparation(tmp_path / "x.json")
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(ModelLoadError, match=r"x.json: expected a json object"):

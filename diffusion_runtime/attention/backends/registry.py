@@ -18,7 +18,7 @@ from diffusion_runtime.attention.backends.names import (
     plain,
 )
 from diffusion_runtime.attention.backends.packages import raised_line
-from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.errors import ConfigError, nearest, shown
 
 ENTRY_POINT_GROUP = "diffusion_runtime.attention_backends"
 
@@ -70,7 +70,7 @@ def register_backend(backend_class: BackendClass) -> BackendClass:
     for name in map(plain, (backend_class.name, *backend_class.aliases)):
         holder = _backends.get(_aliases.get(name, name))
         if holder is not None and type(holder).__qualname__ != backend_class.__qualname__:
-            raise ConfigError(f"backend name {name!r} is taken by {type(holder).__name__}")
+            raise ConfigError(f"backend name {shown(name)} is taken by {type(holder).__name__}")
     name = plain(backend_class.name)
     _backends[name] = backend_class()
     _aliases.update({plain(alias): name for alias in backend_class.aliases})
@@ -122,7 +122,7 @@ def canonical_name(name: str) -> str:
         reason, near = REFUSED_SPELLINGS[spelled]
         raise ConfigError(f"attention backend {name!r} has no counterpart here: {reason}; the nearest is {near!r}")
     known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends, *_aliases}
-    raise ConfigError(f"unknown attention backend {name!r}.{nearest(spelled, known)}")
+    raise ConfigError(f"unknown attention backend {shown(name)}.{nearest(spelled, known)}")
 
 
 @functools.cache

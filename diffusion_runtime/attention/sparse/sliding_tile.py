@@ -39,7 +39,7 @@ from diffusion_runtime.attention.sparse.sliding_tile_windows import (
 )
 from diffusion_runtime.attention.sparse.tiles import Extent, tile_counts, tile_geometry
 from diffusion_runtime.attention.state import AttentionState
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
@@ -221,7 +221,7 @@ def _tuned_strategy(options: SlidingTileOptions, layout: TokenLayout, role: str,
     assert options.search_log_folder is not None, "check_mode asks for it"
     logs = [log for log in read_search_logs(options.search_log_folder) if log.setup.role == role]
     if not logs:
-        raise ConfigError(f"search_log_folder: {options.search_log_folder} holds no log of role {role!r}")
+        raise ConfigError(f"search_log_folder: {options.search_log_folder} holds no log of role {shown(role)}")
     setup = check_same_setup(logs)
     if (setup.grid, setup.tile_size) != (layout.grid, options.tile_size):
         raise ConfigError(

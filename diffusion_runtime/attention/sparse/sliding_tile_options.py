@@ -8,7 +8,8 @@ from pathlib import Path
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import load_strategy
 from diffusion_runtime.attention.sparse.sliding_tile_windows import checked_extent
 from diffusion_runtime.attention.sparse.tiles import Extent
-from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.untrusted.files import check_place
 
 INFERENCE, SEARCHING, TUNING, TUNING_CFG, NONE = MODES = (
     "STA_inference",
@@ -60,7 +61,7 @@ class SlidingTileOptions:
         # What several options say together is for check_mode: they are also checked one by one, as they are parsed.
         mode = {known.lower(): known for known in MODES}.get(str(self.sta_mode).lower())
         if mode is None:
-            raise ValueError(f"sta_mode: unknown value {self.sta_mode!r}.{nearest(str(self.sta_mode), MODES)}")
+            raise ValueError(f"sta_mode: unknown value {shown(self.sta_mode)}.{nearest(self.sta_mode, MODES)}")
         object.__setattr__(self, "sta_mode", mode)
         object.__setattr__(self, "tile_size", checked_extent(self.tile_size, "tile_size"))
         if self.window is not None:
@@ -73,6 +74,9 @@ class SlidingTileOptions:
         for name, count in (("skip_time_steps", self.skip_time_steps), ("min_tokens", self.min_tokens)):
             if count is not None and count < 0:
                 raise ValueError(f"{name}: expected 0 or more, got {count}")
+        for name in ("search_log_folder", "tuned_file_path"):
+            if getattr(self, name) is not None:
+                check_place(getattr(self, name), name)
         if self.search_log_folder is not None and Path(self.search_log_folder).is_file():
             raise ValueError(f"search_log_folder: {self.search_log_folder} is a file, expected a folder")
         if self.tuned_file_path is not None and Path(self.tuned_file_path).is_dir():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import secrets
 from collections.abc import Mapping
@@ -17,11 +16,14 @@ from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import write_json
 from diffusion_runtime.attention.sparse.sliding_tile_windows import checked_extent
 from diffusion_runtime.attention.sparse.tiles import Extent
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, OutputError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, OutputError, shown
 from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.untrusted.json_text import read_json_file
 
 FORMAT = "sliding_tile_attn.search/1"
 _FILE_PATTERN = "sta_search-*.json"
+
+_MAX_VALUES = 10_000_000
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
@@ -117,13 +119,14 @@ def read_search_logs(folder: str | Path) -> list[SearchLog]:
 
 
 def _read_log(path: Path) -> SearchLog:
+    # Steps x layers x heads x candidates numbers, twice.
+    content = read_json_file(path, "search_log_folder", max_values=_MAX_VALUES)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
+            raise ValueError(f"its format is {shown(content['format'])}, expected {FORMAT!r}")
         return _parse_log(content, str(path))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"search_log_folder: {path} is not a search log that can be read: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+        raise ConfigError(f"search_log_folder: {path} is not a search log that can be read: {shown(error)}") from error
 
 
 def _parse_log(content: Any, source: str) -> SearchLog:

@@ -21,9 +21,12 @@ from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.report import index_ranges
 from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles, checked_extent
 from diffusion_runtime.attention.sparse.tiles import Extent
-from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.errors import ConfigError, OutputError, shown
 from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.untrusted.files import check_file, shown_path
+from diffusion_runtime.untrusted.json_text import read_json_file
 
+_KEY_NAME = "mask_strategy_file_path"
 _KEY = re.compile(r"(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})_(0|[1-9]\d{0,5})")
 
 
@@ -122,9 +125,9 @@ def load_strategy(path: str) -> MaskStrategy:
     Raises ConfigError for a file that cannot be read, is not JSON, or holds keys or values of another kind.
     """
     try:
-        state = os.stat(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"mask_strategy_file_path: cannot read {path}: {error}") from error
+        state = os.stat(check_file(path, _KEY_NAME))
+    except OSError as error:
+        raise ConfigError(f"{_KEY_NAME}: {shown_path(path)}: cannot be read: {error.strerror}") from error
     return _load(path, state.st_mtime_ns, state.st_size, state.st_ino)
 
 
@@ -132,13 +135,7 @@ def load_strategy(path: str) -> MaskStrategy:
 def _load(path: str, mtime_ns: int, num_bytes: int, inode: int) -> MaskStrategy:
     """mtime_ns, num_bytes, inode: what tells one state of the file from the next."""
     del mtime_ns, num_bytes, inode
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"mask_strategy_file_path: cannot read {path}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"mask_strategy_file_path: {path} is not valid JSON: {error}") from error
-    return parse_strategy(content, path)
+    return parse_strategy(read_json_file(path, _KEY_NAME), path)
 
 
 def parse_strategy(content: Any, source: str) -> MaskStrategy:
@@ -151,9 +148,11 @@ def parse_strategy(content: Any, source: str) -> MaskStrategy:
     for key, value in content.items():
         match = _KEY.fullmatch(key)
         if match is None:
-            raise ConfigError(f"{where}: key {key!r}: expected STEP_LAYER_HEAD, three numbers from 0, such as 15_0_3")
+            raise ConfigError(
+                f"{where}: key {shown(key)}: expected STEP_LAYER_HEAD, three numbers from 0, such as 15_0_3"
+            )
         try:
-            windows[int(match[1]), int(match[2]), int(match[3])] = checked_extent(value, f"key {key!r}")
+            windows[int(match[1]), int(match[2]), int(match[3])] = checked_extent(value, f"key {shown(key)}")
         except ValueError as error:
             raise ConfigError(f"{where}: {error}, a window in tiles") from error
     num_steps, num_layers, num_heads = (1 + max(key[axis] for key in windows) for axis in range(3))

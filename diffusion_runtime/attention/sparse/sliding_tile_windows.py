@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.sparse.tiles import Extent
+from diffusion_runtime.errors import shown
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ def checked_extent(value: Any, what: str) -> Extent:
     items = tuple(value) if isinstance(value, list | tuple) else ()
     whole = all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in items)
     if len(items) != 3 or not whole:
-        raise ValueError(f"{what}: expected three whole numbers of 1 or more (frames, height, width), got {value!r}")
+        raise ValueError(
+            f"{what}: expected three whole numbers of 1 or more (frames, height, width), got {shown(value)}"
+        )
     return items[0], items[1], items[2]
 
 

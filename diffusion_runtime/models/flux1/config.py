@@ -88,8 +88,8 @@ def read_transformer_config(folder: Path) -> Flux1TransformerConfig:
     if sum(axes) != head_dim or any(size % 2 for size in axes):
         raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
     return Flux1TransformerConfig(
-        num_double_layers=file.whole_number("num_layers"),
-        num_single_layers=file.whole_number("num_single_layers"),
+        num_double_layers=file.layer_count("num_layers"),
+        num_single_layers=file.layer_count("num_single_layers"),
         num_heads=file.whole_number("num_attention_heads"),
         head_dim=head_dim,
         num_channels=in_channels // _LATENTS_A_TOKEN,

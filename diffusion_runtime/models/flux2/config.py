@@ -104,8 +104,8 @@ def read_transformer_config(folder: Path) -> Flux2TransformerConfig:
     if num_waves % 2:
         raise file.error("timestep_guidance_channels", "an even number", num_waves)
     return Flux2TransformerConfig(
-        num_double_layers=file.whole_number("num_layers"),
-        num_single_layers=file.whole_number("num_single_layers"),
+        num_double_layers=file.layer_count("num_layers"),
+        num_single_layers=file.layer_count("num_single_layers"),
         num_heads=num_heads,
         head_dim=head_dim,
         num_channels=in_channels,

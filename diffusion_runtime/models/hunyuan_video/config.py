@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.geometry import LatentGeometry
 
@@ -74,7 +74,8 @@ def read_transformer_config(folder: Path) -> HunyuanVideoConfig:
     out_channels = file.whole_number("out_channels", num_channels)
     if kind is not None or out_channels != num_channels:
         raise ModelLoadError(
-            f"{file.path}: keys 'image_condition_type' ({kind!r}), 'in_channels' ({num_channels}) and 'out_channels' "
+            f"{file.path}: keys 'image_condition_type' ({shown(kind)}), 'in_channels' ({num_channels}) and "
+            "'out_channels' "
             f"({out_channels}): expected null and equal numbers; this is an image-conditioned checkpoint, and this "
             "family runs text-to-video ones natively; `--backend diffusers` runs the others"
         )
@@ -84,9 +85,9 @@ def read_transformer_config(folder: Path) -> HunyuanVideoConfig:
         raise file.error("rope_axes_dim", f"even numbers that sum to attention_head_dim, {head_dim}", axis_channels)
     side = file.whole_number("patch_size")
     return HunyuanVideoConfig(
-        num_layers=file.whole_number("num_layers"),
-        num_single_layers=file.whole_number("num_single_layers"),
-        num_refiner_layers=file.whole_number("num_refiner_layers", 2),
+        num_layers=file.layer_count("num_layers"),
+        num_single_layers=file.layer_count("num_single_layers"),
+        num_refiner_layers=file.layer_count("num_refiner_layers", 2),
         num_heads=num_heads,
         head_dim=head_dim,
         ffn_dim=int(num_heads * head_dim * file.number("mlp_ratio", 4.0)),

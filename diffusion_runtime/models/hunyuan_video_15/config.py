@@ -97,8 +97,8 @@ def read_transformer_config(folder: Path) -> HunyuanVideo15Config:
     head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
     side = file.whole_number("patch_size")
     return HunyuanVideo15Config(
-        num_layers=file.whole_number("num_layers"),
-        num_refiner_layers=file.whole_number("num_refiner_layers", 2),
+        num_layers=file.layer_count("num_layers"),
+        num_refiner_layers=file.layer_count("num_refiner_layers", 2),
         num_heads=num_heads,
         head_dim=head_dim,
         ffn_dim=int(num_heads * head_dim * file.number("mlp_ratio", 4.0)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models.folder import ConfigFile, read_config
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import PositionRules
@@ -114,7 +114,7 @@ def read_transformer_config(folder: Path) -> LTX2Config:
     for key, fixed in _FIXED.items():
         value = file.values.get(key, fixed)
         if value != fixed or type(value) is not type(fixed):
-            raise file.error(key, f"{fixed!r}, as in LTX-2.0, the version that this family runs natively", value)
+            raise file.error(key, f"{shown(fixed)}, as in LTX-2.0, the version that this family runs natively", value)
     video, audio = _read_stream(file, ""), _read_stream(file, "audio_")
     kind = file.values.get("rope_type", "interleaved")
     if kind not in ("interleaved", "split"):
@@ -127,7 +127,7 @@ def read_transformer_config(folder: Path) -> LTX2Config:
     return LTX2Config(
         video=video,
         audio=audio,
-        num_layers=file.whole_number("num_layers"),
+        num_layers=file.layer_count("num_layers"),
         text_dim=file.whole_number("caption_channels"),
         eps=file.number("norm_eps", 1e-6),
         gate_factor=between / own,

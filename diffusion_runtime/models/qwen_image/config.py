@@ -83,7 +83,7 @@ def read_transformer_config(folder: Path) -> QwenImageTransformerConfig:
     if sum(axes) != head_dim or any(size % 2 for size in axes):
         raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
     return QwenImageTransformerConfig(
-        num_layers=file.whole_number("num_layers"),
+        num_layers=file.layer_count("num_layers"),
         num_heads=file.whole_number("num_attention_heads"),
         head_dim=head_dim,
         num_channels=out_channels,

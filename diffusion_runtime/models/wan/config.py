@@ -84,7 +84,7 @@ def read_pipeline_config(folder: Path) -> WanPipelineConfig:
     if has_second != (ratio is not None):
         raise ModelLoadError(
             f"{path}: keys 'transformer_2' and 'boundary_ratio' belong together: two experts and the noise level "
-            f"between them; got {file.values.get('transformer_2')!r} and {ratio!r}"
+            f"between them; got {shown(file.values.get('transformer_2'))} and {shown(ratio)}"
         )
     takes_image = file.flag("expand_timesteps", False)
     if ratio is None:
@@ -118,7 +118,7 @@ def read_transformer_config(folder: Path, component: str = "transformer") -> Wan
         if value % 2:
             raise file.error(key, "an even number", value)
     return WanTransformerConfig(
-        num_layers=file.whole_number("num_layers"),
+        num_layers=file.layer_count("num_layers"),
         num_heads=file.whole_number("num_attention_heads"),
         head_dim=head_dim,
         ffn_dim=file.whole_number("ffn_dim"),
@@ -154,6 +154,6 @@ def _refuse_image_conditioned(file: ConfigFile) -> None:
     for key in _IMAGE_KEYS:
         if file.values.get(key) is not None:
             raise ModelLoadError(
-                f"{file.path}: key {key!r} is {shown(file.values[key])}: this is an image-conditioned checkpoint, and "
-                "this family runs text-to-video ones; `--backend diffusers` runs it"
+                f"{file.path}: key {shown(key)} is {shown(file.values[key])}: this is an image-conditioned checkpoint, "
+                "and this family runs text-to-video ones; `--backend diffusers` runs it"
             )

@@ -95,8 +95,8 @@ def read_transformer_config(folder: Path) -> ZImageTransformerConfig:
     if sum(axes) != dim // num_heads or any(size % 2 for size in axes):
         raise file.error("axes_dims", f"even numbers whose sum is the head size, {dim // num_heads}", list(axes))
     return ZImageTransformerConfig(
-        num_layers=file.whole_number("n_layers"),
-        num_refiner_layers=file.whole_number("n_refiner_layers"),
+        num_layers=file.layer_count("n_layers"),
+        num_refiner_layers=file.layer_count("n_refiner_layers"),
         num_heads=num_heads,
         dim=dim,
         num_channels=file.whole_number("in_channels"),

@@ -1,0 +1,98 @@
+"""The one reader of JSON: bounded depth, numbers and size, no key twice; never raises anything but DocumentError."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, shown
+from diffusion_runtime.untrusted.document import MAX_NUMBER_CHARACTERS, DocumentError, check_depth
+from diffusion_runtime.untrusted.files import named, read_file
+
+# A value costs up to a hundred bytes of memory, and as few as two of the text.
+MAX_VALUES = 1_000_000
+# The index of the largest published checkpoints has a few million.
+MAX_JSON_BYTES = 32 * 1024 * 1024
+
+
+def parse_json(text: str | bytes, *, allow_constants: bool = False, max_values: int = MAX_VALUES) -> Any:
+    """What a JSON text holds.
+
+    allow_constants: whether NaN and Infinity, which JSON does not have, are numbers; diffusers writes them into
+    configs. max_values: how many commas and brackets the text may hold. Raises DocumentError.
+    """
+    if isinstance(text, bytes):
+        try:
+            # As json.loads does: UTF-8 with or without a mark, UTF-16 and UTF-32 by their zero bytes.
+            text = text.decode(json.detect_encoding(text))
+        except UnicodeDecodeError as error:
+            raise DocumentError(f"it is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if text.count(",") + text.count("[") + text.count("{") > max_values:
+        raise DocumentError(f"it holds more than {max_values} values")
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_mapping,
+            parse_int=_whole_number,
+            parse_float=_number,
+            parse_constant=float if allow_constants else _refuse_constant,
+        )
+    except json.JSONDecodeError as error:
+        raise DocumentError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+    except RecursionError as error:
+        raise DocumentError("it nests too deep") from error
+    check_depth(value)
+    return value
+
+
+def read_json_file(
+    path: str | Path,
+    key: str = "",
+    *,
+    error: type[DiffusionRuntimeError] = ConfigError,
+    missing: type[DiffusionRuntimeError] | None = None,
+    advice: str = "",
+    allow_constants: bool = False,
+    max_values: int = MAX_VALUES,
+) -> Any:
+    """What the JSON file at `path` holds. key: the flag or key that named it.
+
+    Raises what read_file raises, and `error` for a text that parse_json refuses.
+    """
+    content = read_file(path, key, max_bytes=MAX_JSON_BYTES, error=error, missing=missing, advice=advice)
+    try:
+        return parse_json(content, allow_constants=allow_constants, max_values=max_values)
+    except DocumentError as reason:
+        raise error(f"{named(key, path)} is not valid JSON: {reason}; copy it again, or correct it") from reason
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for place, key in enumerate(keys) if key in keys[:place])
+        raise DocumentError(f"key {shown(twice)} is given twice")
+    return values
+
+
+def _whole_number(text: str) -> int:
+    _check_length(text)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    _check_length(text)
+    if math.isinf(value := float(text)):
+        raise DocumentError(f"{text} is larger than a float64 can be")
+    return value
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_NUMBER_CHARACTERS:
+        raise DocumentError(f"a number of {len(text)} characters: {text[:20]}...")
+
+
+def _refuse_constant(name: str) -> float:
+    raise DocumentError(f"{name} is not JSON")
