@@ -113,7 +113,7 @@ def dense_times(total: int) -> dict[str, float]:
     q, k, v = inputs(total, HEADS)
     q_bhsd, k_bhsd, v_bhsd = (x.transpose(1, 2) for x in (q, k, v))
     times = {"torch_sdpa": milliseconds(lambda: F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd))}
-    if flash4._is_installed():
+    if flash4.package_refusal() is None:
         from flash_attn.cute import flash_attn_func
 
         times["fa4"] = milliseconds(lambda: flash_attn_func(q, k, v))

@@ -15,6 +15,7 @@ def call_needs(call: AttentionCall) -> frozenset[str]:
         "lse": call.return_lse,
         "gate": call.gate is not None,
         "key_padding": call.layout is not None and call.layout.has_padding,
+        "block_mask": call.block_mask is not None,
     }
     needs = {name for name, is_used in used.items() if is_used}
     return frozenset(needs if call.mask is None else {*needs, mask_feature(call.mask)})

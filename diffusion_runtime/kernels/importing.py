@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 
 
 @functools.cache
@@ -17,7 +18,9 @@ def import_failure(module: str, *functions: str) -> str | None:
 
     try:
         # Choices settle where transformers are built, on the meta device; what a package makes is no part of it.
-        with torch.device("cpu"):
+        # A deprecation inside a package is no failure of it, wherever warnings are errors.
+        with torch.device("cpu"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             found = importlib.import_module(module)
     except Exception as error:  # whatever a stranger's package raises when it is imported
         return raised_line(error)

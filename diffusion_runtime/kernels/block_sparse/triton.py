@@ -140,9 +140,12 @@ def prepare(
     lse = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=q.device)
     if text is not None:
         lse.fill_(float("-inf"))
+    broken = plan.group_of if plan.row_mask is None else _has_broken_values(packed.v)
     pooled, gate = (out, out) if branch is None else (branch.pooled.contiguous(), rows_contiguous(branch.gate))
 
-    def attend(rows: int, num_tiles: int, num_text_tiles: int, per_block: int, left: int, rest_of: int) -> None:
+    def attend(
+        rows: int, num_tiles: int, num_text_tiles: int, per_block: int, left: int, rest_of: int, look: bool
+    ) -> None:
         kernels.attend[(num_tiles + num_text_tiles, batch * num_heads)](
             _rows(q_packed, rows, shape),
             k_rows,
@@ -162,6 +165,7 @@ def prepare(
             plan.group_of,
             plan.group_of if text is None else text,
             plan.group_of if plan.row_mask is None else plan.row_mask,
+            broken,
             pooled,
             gate,
             scale * math.log2(math.e),
@@ -193,6 +197,7 @@ def prepare(
             HAS_TEXT=plan.num_text_tokens > 0,
             HAS_LENGTHS=text is not None,
             HAS_ROW_MASK=plan.row_mask is not None,
+            LOOK_FOR_BROKEN=look,
             HAS_BRANCH=branch is not None,
             BULK=shape.bulk,
             EXACT=q.dtype == torch.float32,
@@ -202,9 +207,11 @@ def prepare(
         )
 
     def launch() -> None:
-        attend(shape.rows, tiles.count, -(-plan.num_text_tokens // shape.rows), tiles.per_block, tiles.rest_rows, 0)
-        if tiles.rest_rows:
-            attend(tiles.rest_rows, plan.q.num_blocks, 0, 1, 0, shape.rows)
+        num_text_tiles = -(-plan.num_text_tokens // shape.rows)
+        for look in (False,) if plan.row_mask is None else (False, True):
+            attend(shape.rows, tiles.count, num_text_tiles, tiles.per_block, tiles.rest_rows, 0, look)
+            if tiles.rest_rows:
+                attend(tiles.rest_rows, plan.q.num_blocks, 0, 1, 0, shape.rows, look)
 
     return Prepared(out, lse, launch)
 
@@ -219,6 +226,12 @@ def tile_shape(q: torch.Tensor, plan: SparsePlan) -> TileShape:
     if plan.q.max_block_size <= 64:
         return TileShape(64, 64, 4, 2, bulk)
     return TileShape(128, 64, 4, 2, bulk, rest_rows=64)
+
+
+def _has_broken_values(v: torch.Tensor) -> torch.Tensor:
+    """int32 [1], on the device: 1 when a value is NaN or inf. The extremes of a tensor with a NaN are NaN."""
+    low, high = v.aminmax()
+    return (~(low.isfinite() & high.isfinite())).to(torch.int32)[None]
 
 
 def _rows(packed: torch.Tensor, count: int, shape: TileShape) -> Any:
