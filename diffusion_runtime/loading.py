@@ -38,8 +38,8 @@ from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecod
 from diffusion_runtime.models.lora import Lora, read_lora
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.models.shared_decoder import SharedDecoder
+from diffusion_runtime.parallel.dry_run_mesh import planned_mesh
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.parallel.planned import planned_mesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request import layered
@@ -146,7 +146,7 @@ def load_pipeline(
         decoder = _load_decoder(prepared, folder, world)
     if world is not None:
         world.wait_for_all()
-        world.judge_hangs(config.parallel.timeout)
+        world.enable_hang_detection(config.parallel.timeout)
     return Pipeline(
         text_encoder=text_encoder,
         transformer=transformer,

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_runtime.attention.backends.interface import Availability, Backend, Capability, HeadSizes, Question
+from diffusion_runtime.attention.backends.interface import (
+    AttentionRequirements,
+    Availability,
+    Backend,
+    Capability,
+    HeadSizes,
+)
 from diffusion_runtime.attention.backends.names import KNOWN_NAMES, PEER_SPELLINGS
 from diffusion_runtime.attention.backends.narrowing import capability_on as capability_on
 from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
@@ -89,7 +95,7 @@ def platform_default(hardware: Hardware) -> Decision:
     Raises BackendUnavailableError when nothing runs there.
     """
     dtype = "float32" if hardware.platform == "cpu" else "bfloat16"
-    return select(Question("self", "self", 128, dtype, hardware, num_heads=24, num_kv_heads=24), Levels())
+    return select(AttentionRequirements("self", "self", 128, dtype, hardware, num_heads=24, num_kv_heads=24), Levels())
 
 
 def usual_head_sizes(sizes: HeadSizes) -> list[int]:
@@ -125,13 +131,13 @@ def _unusable(name: str, reason: str) -> BackendInfo:
 
 def _availability(backend: Backend, hardware: Hardware, importing: bool) -> Availability:
     """What the chip says, the packages and, with `importing`, their import; the chip first: no command changes it."""
-    question = _usual_question(backend, hardware)
-    refused = backend.capability.refusals(question)
+    requirements = _usual_question(backend, hardware)
+    refused = backend.capability.refusals(requirements)
     if refused:
         return Availability(None, "; ".join(refused))
     found = backend.probe(hardware)
     if found.version is not None and importing and isinstance(backend, ImportingBackend):
-        return backend.imported(question)
+        return backend.imported(requirements)
     return found
 
 
@@ -141,9 +147,9 @@ def _spellings(name: str, aliases: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*aliases, *peers]))
 
 
-def _usual_question(backend: Backend, hardware: Hardware) -> Question:
+def _usual_question(backend: Backend, hardware: Hardware) -> AttentionRequirements:
     """A call that the backend takes on its own machines: what it refuses of it, this device cannot run at all."""
     can = capability_on(backend, hardware)
     category, head_dim = min(can.categories), usual_head_sizes(can.head_sizes)[0]
     dtype = "bfloat16" if "bfloat16" in can.dtypes else min(can.dtypes)
-    return Question(category, category, head_dim, dtype, hardware, 8, 8)
+    return AttentionRequirements(category, category, head_dim, dtype, hardware, 8, 8)

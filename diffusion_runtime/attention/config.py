@@ -138,7 +138,7 @@ class ScheduleRule:
         )
         return cls(spec, window, role)
 
-    def speaks_for(self, role: str) -> bool:
+    def applies_to(self, role: str) -> bool:
         return self.role in (None, role, role_category(role))
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class AttentionConfig:
         said = []
         for index in rules:
             rule = self.schedule[index]
-            if rule.speaks_for(role):
+            if rule.applies_to(role):
                 said.append((rule.spec, rule.role is not None, f"schedule[{index}] ({rule.window})"))
         for key in dict.fromkeys((role, role_category(role))):
             if key in self.per_role:

@@ -28,7 +28,7 @@ class ForcedChoice:
     spec: AttentionSpec
     role: str | None = None
 
-    def speaks_for(self, role: str) -> bool:
+    def applies_to(self, role: str) -> bool:
         return self.role in (None, role, role_category(role))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionCall, Question
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.backends.registry import num_changes, when_backends_change
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
@@ -177,7 +177,7 @@ def _resolve(
     del registered
     *flags, masked = uses
     needs = {name for name, used in zip(("causal", "scale", "lse", "gate", "key_padding"), flags, strict=True) if used}
-    question = Question(
+    requirements = AttentionRequirements(
         role=role,
         category=role_category(role),
         head_dim=head_dim,
@@ -189,7 +189,7 @@ def _resolve(
     )
     said = spec.candidates or spec.options
     config = AttentionConfig(per_role={role: spec}) if said else AttentionConfig()
-    return resolve_decision(select(question, Levels(forced, config=config, environment=environment)))
+    return resolve_decision(select(requirements, Levels(forced, config=config, environment=environment)))
 
 
 when_backends_change(_spec.cache_clear)

@@ -15,7 +15,12 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, Question
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionRequirements,
+    AttentionResult,
+    Backend,
+)
 from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.context import AttentionContext
@@ -35,7 +40,7 @@ from diffusion_runtime.parallel.usp import USPExchange
 
 
 @dataclasses.dataclass(frozen=True)
-class _Served:
+class _ResolvedCall:
     """What serves one call: a decision, and the exchange that suits its backend. shared: how, empty for one process."""
 
     resolved: Resolved
@@ -43,7 +48,7 @@ class _Served:
     shared: str
 
 
-class _Moment(NamedTuple):
+class _DecisionKey(NamedTuple):
     """All that a decision depends on at a call; equal moments share one decision.
 
     with_padding, with_gate, mask: what this call needs beside what every call of the layer does, mask as a feature.
@@ -66,7 +71,7 @@ class AttentionLayer(nn.Module, ABC):
     environment's and the platform's. scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
     exchange: how processes share the sequence; None takes what the class makes of the policy's mesh.
 
-    question: what is known of the layer before it is called. decisions: (when, decision), what may serve it.
+    requirements: what is known of the layer before it is called. decisions: (when, decision), what may serve it.
 
     Raises BackendUnavailableError and ConfigError at construction when a choice for the role cannot run, with its
     options and with any schedule rule that can hold, and when the heads cannot be shared by so many processes.
@@ -99,15 +104,17 @@ class AttentionLayer(nn.Module, ABC):
         exchange.check(num_heads, self.num_kv_heads, causal=causal)
         self._exchange = exchange
         self._exchange_with_every_key = exchange.with_every_key(num_heads)
-        self._known: dict[_Moment, _Served] = {}
+        self._known: dict[_DecisionKey, _ResolvedCall] = {}
         self._known_at = num_changes()
-        self.question = dataclasses.replace(
-            self.policy.question(self.layer, head_dim=head_dim, num_heads=num_heads, num_kv_heads=self.num_kv_heads),
+        self.requirements = dataclasses.replace(
+            self.policy.requirements(
+                self.layer, head_dim=head_dim, num_heads=num_heads, num_kv_heads=self.num_kv_heads
+            ),
             needs=self._constant_needs(),
             keys_in_parts=self._exchange.needs_lse,
             every_key_on_demand=self._exchange_with_every_key is not None,
         )
-        possible = self.policy.possible_decisions(self.question, self.layer)
+        possible = self.policy.possible_decisions(self.requirements, self.layer)
         self.decisions: tuple[tuple[str, Decision], ...] = tuple(
             (when, self._with_exchange(decision)) for when, decision in possible
         )
@@ -179,7 +186,9 @@ class AttentionLayer(nn.Module, ABC):
         served = self._served(x, context, with_gate=False, mask=None)
         return "gate" in served.resolved.backend.capability.features
 
-    def _run(self, inputs: AttentionInputs[TokenLayout], context: AttentionContext, served: _Served) -> AttentionResult:
+    def _run(
+        self, inputs: AttentionInputs[TokenLayout], context: AttentionContext, served: _ResolvedCall
+    ) -> AttentionResult:
         """What this process computes of one call, or a part of that."""
         check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, self.causal)
         if inputs.mask is not None:
@@ -204,7 +213,7 @@ class AttentionLayer(nn.Module, ABC):
         )
         return run_backend(served.resolved.backend, call)
 
-    def _count(self, context: AttentionContext, served: _Served, implementation: str) -> None:
+    def _count(self, context: AttentionContext, served: _ResolvedCall, implementation: str) -> None:
         """Record one call, however many parts it was computed in."""
         decision = served.resolved.decision
         context.recorder.record(
@@ -222,10 +231,10 @@ class AttentionLayer(nn.Module, ABC):
 
     def _served(
         self, x: torch.Tensor, context: AttentionContext, *, with_gate: bool, mask: torch.Tensor | None
-    ) -> _Served:
+    ) -> _ResolvedCall:
         """What serves one call, whose q is like x; the decision is kept for every later call like it."""
         layout = context.layout
-        moment = _Moment(
+        moment = _DecisionKey(
             current_force(),
             self.policy.rules_now(self.layer, context.step),
             x.dtype,
@@ -247,14 +256,14 @@ class AttentionLayer(nn.Module, ABC):
     ) -> None:
         device = resolve_device(self.policy.device)
         for rules in held:
-            resolved = self._served_at(_Moment(forced, rules, self.policy.dtype, device)).resolved
+            resolved = self._served_at(_DecisionKey(forced, rules, self.policy.dtype, device)).resolved
             resolved.backend.check(resolved.options, self.layer, self.num_heads, num_steps)
             if self._exchange_for(resolved.backend).splits_heads:
                 resolved.backend.check_split_heads(resolved.options)
             if resolved.dense is not None:
                 resolved.dense.backend.check(resolved.dense.options, self.layer, self.num_heads, num_steps)
 
-    def _served_at(self, moment: _Moment) -> _Served:
+    def _served_at(self, moment: _DecisionKey) -> _ResolvedCall:
         if self._known_at != num_changes():
             self._known, self._known_at = {}, num_changes()
         known = self._known
@@ -262,18 +271,18 @@ class AttentionLayer(nn.Module, ABC):
         if served is None:
             resolved = self._resolve(moment)
             exchange = self._exchange_for(resolved.backend)
-            served = known[moment] = _Served(resolved, exchange, exchange.describe())
+            served = known[moment] = _ResolvedCall(resolved, exchange, exchange.describe())
         return served
 
-    def _resolve(self, moment: _Moment) -> Resolved:
+    def _resolve(self, moment: _DecisionKey) -> Resolved:
         extra = {
             "key_padding": moment.with_padding,
             "gate": moment.with_gate,
             **({} if moment.mask is None else {moment.mask: True}),
         }
-        question = Question(
+        requirements = AttentionRequirements(
             role=self.layer.role,
-            category=self.policy.question(
+            category=self.policy.requirements(
                 self.layer, head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads
             ).category,
             head_dim=self.head_dim,
@@ -287,7 +296,7 @@ class AttentionLayer(nn.Module, ABC):
             no_grid=self.policy.no_grid,
             unchecked=not self.policy.self_check,
         )
-        decision = select(question, self.policy.levels(moment.rules, moment.forced))
+        decision = select(requirements, self.policy.levels(moment.rules, moment.forced))
         self.policy.announce(decision, self.layer.role)
         return resolve_decision(self._with_exchange(decision))
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import Question
+from diffusion_runtime.attention.backends.interface import AttentionRequirements
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
@@ -37,7 +37,7 @@ class AttentionPolicy:
     self_check: whether a backend whose numbers a self-check found wrong is refused.
     num_head_groups: groups of heads in which Ulysses computes a call, sending one while it computes the one before;
     1 sends all heads before it computes.
-    no_grid: as in Question, for a model of which it is not known where its tokens sit.
+    no_grid: as in AttentionRequirements, for a model of which it is not known where its tokens sit.
     """
 
     cli: AttentionConfig = field(default_factory=AttentionConfig)
@@ -59,9 +59,11 @@ class AttentionPolicy:
     def _held(self) -> dict[tuple[HeldRules, int | None], tuple[HeldRules, ...]]:
         return {}
 
-    def question(self, layer: LayerInfo, *, head_dim: int, num_heads: int, num_kv_heads: int) -> Question:
+    def requirements(
+        self, layer: LayerInfo, *, head_dim: int, num_heads: int, num_kv_heads: int
+    ) -> AttentionRequirements:
         """What is known of a layer before it is called."""
-        return Question(
+        return AttentionRequirements(
             role=layer.role,
             category=role_category(layer.role),
             head_dim=head_dim,
@@ -100,7 +102,7 @@ class AttentionPolicy:
         if key not in self._held:
             levels = zip((self.cli, self.config), in_layer, strict=True)
             windows = [level.schedule[index].window.steps for level, held in levels for index in held]
-            steps = telling_steps(windows, num_steps)
+            steps = representative_steps(windows, num_steps)
             self._held[key] = tuple(dict.fromkeys(self.rules_now(layer, step) for step in steps))
         return self._held[key]
 
@@ -113,18 +115,20 @@ class AttentionPolicy:
         forced = (*self.forced, *forced_now)
         return Levels(forced, self.cli, self.config, self.environment, cli_rules=rules[0], config_rules=rules[1])
 
-    def possible_decisions(self, question: Question, layer: LayerInfo) -> Iterator[tuple[str, Decision]]:
+    def possible_decisions(
+        self, requirements: AttentionRequirements, layer: LayerInfo
+    ) -> Iterator[tuple[str, Decision]]:
         """(when, decision) without a schedule rule and with each rule that can hold in this layer.
 
         Raises BackendUnavailableError or ConfigError for any that could not run, so that a choice for step 40 fails
         before the weights load and not at step 40.
         """
-        yield "always", select(question, self.levels())
+        yield "always", select(requirements, self.levels())
         for position, level in enumerate((self.cli, self.config)):
             for index, rule in enumerate(level.schedule):
-                if rule.window.holds_in_layer(layer) and rule.speaks_for(layer.role):
+                if rule.window.holds_in_layer(layer) and rule.applies_to(layer.role):
                     rules = ((index,), ()) if position == 0 else ((), (index,))
-                    yield str(rule.window), select(question, self.levels(rules))
+                    yield str(rule.window), select(requirements, self.levels(rules))
 
     def announce(self, decision: Decision, role: str) -> None:
         """Log a decision, once for every policy."""
@@ -134,14 +138,14 @@ class AttentionPolicy:
             _logger.info(line)
 
 
-def telling_steps(windows: Sequence[IndexRanges], num_steps: int | None) -> Iterator[StepInfo]:
+def representative_steps(windows: Sequence[IndexRanges], num_steps: int | None) -> Iterator[StepInfo]:
     """Steps at which every combination of `windows` that can hold together does hold.
 
     num_steps: of the request; None: of any, for which a few step counts stand: which ranges overlap changes only where
     the count passes a number that is counted from the start, one that is counted from the end, or a sum of the two.
     """
     bounds = {bound for window in windows for pair in window.ranges for bound in pair}
-    counts = [num_steps] if num_steps is not None else _telling_counts(bounds)
+    counts = [num_steps] if num_steps is not None else _representative_counts(bounds)
     for count in counts:
         edges = {bound + count if bound < 0 else bound for bound in bounds}
         # Between two edges nothing changes, so the edges and their neighbours say it all.
@@ -149,7 +153,7 @@ def telling_steps(windows: Sequence[IndexRanges], num_steps: int | None) -> Iter
         yield from (StepInfo(index=step, num_steps=count) for step in sorted(steps) if 0 <= step < count)
 
 
-def _telling_counts(bounds: Collection[int]) -> list[int]:
+def _representative_counts(bounds: Collection[int]) -> list[int]:
     from_start = {0} | {bound for bound in bounds if bound >= 0}
     from_end = {0} | {-bound for bound in bounds if bound < 0}
     sums = {first + last for first in from_start for last in from_end}

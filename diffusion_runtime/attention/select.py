@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffusion_runtime.attention.backends.found_wrong import found_wrong
-from diffusion_runtime.attention.backends.interface import FEATURES, Availability, Backend, Question
+from diffusion_runtime.attention.backends.interface import FEATURES, AttentionRequirements, Availability, Backend
 from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
 from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
@@ -81,7 +81,7 @@ class Levels:
 
     def choices(self, role: str) -> list[Choice]:
         """Every choice that could speak for `role`, in order."""
-        forced = [choice for choice in reversed(self.forced) if choice.speaks_for(role)]
+        forced = [choice for choice in reversed(self.forced) if choice.applies_to(role)]
         said = [Choice("force", choice.spec, choice.role is not None, "force_attention_backend") for choice in forced]
         said += [Choice("cli", *choice) for choice in self.cli.choices(role, self.cli_rules)]
         said += [Choice("config", *choice) for choice in self.config.choices(role, self.config_rules)]
@@ -98,7 +98,7 @@ def _environment_spec(text: str) -> AttentionSpec:
         raise ConfigError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error
 
 
-def select(question: Question, levels: Levels) -> Decision:
+def select(requirements: AttentionRequirements, levels: Levels) -> Decision:
     """The backend for a layer. Pure: equal arguments give equal decisions.
 
     The first choice that names a backend for the role decides. A general choice whose backend is not made for the role
@@ -108,38 +108,40 @@ def select(question: Question, levels: Levels) -> Decision:
     rejected: list[tuple[str, str]] = []
     overlays: list[Choice] = []
     passed_over: list[Backend] = []
-    choices = levels.choices(question.role)
+    choices = levels.choices(requirements.role)
     for place, choice in enumerate(choices):
         if not choice.spec.candidates:
             overlays.append(choice)
             continue
-        decision, skipped = _try_choice(question, choice, rejected)
+        decision, skipped = _try_choice(requirements, choice, rejected)
         if decision is not None:
             decision = _with_overlays(decision, overlays, passed_over)
-            return _with_dense(decision, question, choices[place:])
+            return _with_dense(decision, requirements, choices[place:])
         passed_over += skipped
-    return _with_overlays(_platform_default(question, rejected), overlays, passed_over)
+    return _with_overlays(_platform_default(requirements, rejected), overlays, passed_over)
 
 
 def _try_choice(
-    question: Question, choice: Choice, rejected: list[tuple[str, str]]
+    requirements: AttentionRequirements, choice: Choice, rejected: list[tuple[str, str]]
 ) -> tuple[Decision | None, list[Backend]]:
     """The decision of one explicit choice; None with the passed-over backends when it does not apply to the role."""
     refused: list[tuple[str, str]] = []
     passed_over: list[Backend] = []
     for name in choice.spec.candidates:
         backend = find_backend(name)
-        if backend is not None and not choice.by_name and not _serves(backend, question):
-            rejected.append((name, f"{choice.key}: not made for role {shown(question.role)}, the next choice decides"))
+        if backend is not None and not choice.by_name and not _serves(backend, requirements):
+            rejected.append(
+                (name, f"{choice.key}: not made for role {shown(requirements.role)}, the next choice decides")
+            )
             passed_over.append(backend)
             continue
-        reasons = refusals(name, question)
+        reasons = refusals(name, requirements)
         if reasons:
             refused += [(name, reason) for reason in reasons]
             continue
         return _taken(name, choice, [*rejected, *refused]), []
     if refused:
-        raise _unavailable(question, choice.source, choice.key, refused)
+        raise _unavailable(requirements, choice.source, choice.key, refused)
     return None, passed_over
 
 
@@ -148,7 +150,7 @@ def _taken(name: str, choice: Choice, rejected: list[tuple[str, str]]) -> Decisi
     return Decision(name, choice.spec.options_for(name), choice.source, place, rejected)
 
 
-def _with_dense(decision: Decision, question: Question, choices: list[Choice]) -> Decision:
+def _with_dense(decision: Decision, requirements: AttentionRequirements, choices: list[Choice]) -> Decision:
     """The decision with what serves its dense calls. choices: from the one that decided on."""
     backend = find_backend(decision.backend)
     if backend is None or not backend.capability.needs_every_key:
@@ -156,10 +158,10 @@ def _with_dense(decision: Decision, question: Question, choices: list[Choice]) -
     first, *lower = choices
     later = first.spec.candidates[first.spec.candidates.index(decision.backend) + 1 :]
     named = [(name, first) for name in later] + [(name, choice) for choice in lower for name in choice.spec.candidates]
-    return dataclasses.replace(decision, dense=select_dense(question, named))
+    return dataclasses.replace(decision, dense=select_dense(requirements, named))
 
 
-def select_dense(question: Question, named: Iterable[tuple[str, Choice]] = ()) -> Decision:
+def select_dense(requirements: AttentionRequirements, named: Iterable[tuple[str, Choice]] = ()) -> Decision:
     """What serves the calls of a layer that attend to every key, though the layer's backend chooses among keys.
 
     named: backends and the choices that name them, in order, below the choice of the layer's backend: what the user
@@ -167,28 +169,28 @@ def select_dense(question: Question, named: Iterable[tuple[str, Choice]] = ()) -
     for the role, so one that cannot run is passed over, which `rejected` and `reason` say. A gate stays with the
     layer's backend. Raises BackendUnavailableError when not even the platform's default can run.
     """
-    question = dataclasses.replace(
-        question, needs=question.needs - {"gate"}, keys_in_parts=False, every_key_on_demand=False
+    requirements = dataclasses.replace(
+        requirements, needs=requirements.needs - {"gate"}, keys_in_parts=False, every_key_on_demand=False
     )
     rejected: list[tuple[str, str]] = []
     for name, choice in named:
         backend = find_backend(name)
-        if backend is not None and (backend.capability.needs_every_key or not _serves(backend, question)):
+        if backend is not None and (backend.capability.needs_every_key or not _serves(backend, requirements)):
             continue
-        reasons = refusals(name, question)
+        reasons = refusals(name, requirements)
         if not reasons:
             return _taken(name, choice, rejected)
         rejected.append((name, f"{choice.key}: {'; '.join(reasons)}"))
-    default = _platform_default(question, [])
+    default = _platform_default(requirements, [])
     reason = "; ".join([default.reason, *(f"not {name}, {why}" for name, why in rejected)])
     return dataclasses.replace(default, reason=reason, rejected=rejected)
 
 
-def refusals(name: str, question: Question) -> list[str]:
-    """Every reason why the backend `name` cannot serve `question`; empty when it can.
+def refusals(name: str, requirements: AttentionRequirements) -> list[str]:
+    """Every reason why the backend `name` cannot serve `requirements`; empty when it can.
 
-    Where nothing else speaks against it and the question is about the machine of this process, its package is imported
-    and kernels that came compiled are tried, once per process: one that is installed and broken is refused like any
+    Where nothing else speaks against it and the requirements are those of this process's machine, its package is
+    imported, and kernels that came compiled are tried, once per process: one that is installed and broken is refused like any
     other, and so is one that raises when asked, and one whose numbers a self-check of this process found wrong.
     """
     backend = find_backend(name)
@@ -196,23 +198,23 @@ def refusals(name: str, question: Question) -> list[str]:
         broken = broken_backends().get(name)
         return [broken or f"this version does not have it; it has {', '.join(available_names())}"]
     try:
-        return _refusals(backend, question)
+        return _refusals(backend, requirements)
     except Exception as error:  # whatever a stranger's probe or capability raises
         return [unaskable(backend, error)]
 
 
-def _refusals(backend: Backend, question: Question) -> list[str]:
-    availability = backend.probe(question.hardware)
+def _refusals(backend: Backend, requirements: AttentionRequirements) -> list[str]:
+    availability = backend.probe(requirements.hardware)
     reasons = []
     if availability.version is None:
         reasons.append(_with_fix(availability))
-    reasons += backend.capability.refusals(question)
-    if not reasons and question.hardware.is_here and isinstance(backend, ImportingBackend):
-        availability = backend.imported(question)
+    reasons += backend.capability.refusals(requirements)
+    if not reasons and requirements.hardware.is_here and isinstance(backend, ImportingBackend):
+        availability = backend.imported(requirements)
         if availability.version is None:
             reasons.append(_with_fix(availability))
-    if not reasons and question.hardware.is_here and not question.unchecked:
-        wrong = found_wrong(backend.name, question.head_dim, question.dtype)
+    if not reasons and requirements.hardware.is_here and not requirements.unchecked:
+        wrong = found_wrong(backend.name, requirements.head_dim, requirements.dtype)
         reasons += [] if wrong is None else [wrong]
     return reasons
 
@@ -221,20 +223,22 @@ def _with_fix(availability: Availability) -> str:
     return availability.reason + (f"; fix: {availability.fix}" if availability.fix else "")
 
 
-def _serves(backend: Backend, question: Question) -> bool:
+def _serves(backend: Backend, requirements: AttentionRequirements) -> bool:
     """Whether it is made for the role; one that raises when asked counts as made for it, and is then refused."""
     try:
-        return backend.capability.serves(question)
+        return backend.capability.serves(requirements)
     except Exception:  # whatever a stranger's capability raises
         return True
 
 
-def _unavailable(question: Question, source: str, key: str, refused: list[tuple[str, str]]) -> BackendUnavailableError:
+def _unavailable(
+    requirements: AttentionRequirements, source: str, key: str, refused: list[tuple[str, str]]
+) -> BackendUnavailableError:
     lines = [f"  {name}: {reason}" for name, reason in refused]
-    usable = [name for name in available_names() if not refusals(name, question)]
+    usable = [name for name in available_names() if not refusals(name, requirements)]
     message = "\n".join(
         [
-            f"no attention backend of the choice for role {shown(question.role)} can run here ({source}, {key}):",
+            f"no attention backend of the choice for role {shown(requirements.role)} can run here ({source}, {key}):",
             *lines,
             f"  usable here for this role: {', '.join(usable)}. Choose one of them, or none for the default.",
         ]
@@ -242,15 +246,15 @@ def _unavailable(question: Question, source: str, key: str, refused: list[tuple[
     return BackendUnavailableError(message, refused)
 
 
-def _platform_default(question: Question, rejected: list[tuple[str, str]]) -> Decision:
+def _platform_default(requirements: AttentionRequirements, rejected: list[tuple[str, str]]) -> Decision:
     refused: list[tuple[str, str]] = []
-    for name in platform_candidates(question.hardware):
-        reasons = refusals(name, question)
+    for name in platform_candidates(requirements.hardware):
+        reasons = refusals(name, requirements)
         if not reasons:
-            reason = f"default of {question.hardware.describe()}"
+            reason = f"default of {requirements.hardware.describe()}"
             return Decision(name, {}, "platform", reason, [*rejected, *refused])
         refused += [(name, reason) for reason in reasons]
-    raise _unavailable(question, "platform", "default", refused)
+    raise _unavailable(requirements, "platform", "default", refused)
 
 
 def _with_overlays(decision: Decision, overlays: list[Choice], passed_over: list[Backend]) -> Decision:
@@ -294,7 +298,7 @@ def select_backend(
     for feature in needs:
         if feature not in FEATURES:
             raise ConfigError(f"needs: unknown feature {shown(feature)}.{nearest(feature, FEATURES)}")
-    question = Question(
+    requirements = AttentionRequirements(
         role=role,
         category=role_category(role),
         head_dim=head_dim,
@@ -308,4 +312,4 @@ def select_backend(
     levels = Levels(
         force, AttentionConfig.parse(cli), AttentionConfig.parse(config), os.environ.get(ENVIRONMENT_VARIABLE)
     )
-    return select(question, levels)
+    return select(requirements, levels)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diffusion_runtime.attention.backends.found_wrong import remember_wrong
-from diffusion_runtime.attention.backends.interface import Backend, Question
+from diffusion_runtime.attention.backends.interface import AttentionRequirements, Backend
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.errors import BackendUnavailableError
 
@@ -129,11 +129,11 @@ class SelfChecker:
             return [SelfCheck(use, "off") for use in uses]
         if not uses:
             return []
-        question = layers[0].question
+        requirements = layers[0].requirements
         device = layers[0].policy.device
 
         def check_all() -> str:
-            return json.dumps([self._check_use(use, question.hardware, device).to_dict() for use in uses])
+            return json.dumps([self._check_use(use, requirements.hardware, device).to_dict() for use in uses])
 
         told = check_all() if self.from_first is None else self.from_first(check_all)
         return [SelfCheck.from_dict(values) for values in json.loads(told)]
@@ -171,12 +171,15 @@ def uses_of(layers: Iterable[AttentionLayer]) -> tuple[CheckedUse, ...]:
     uses: dict[tuple[str, int, str], CheckedUse] = {}
     for layer in layers:
         for _, decision in layer.decisions:
-            for backend in _serving(decision, layer.question):
-                question, key = layer.question, (backend.name, layer.question.head_dim, layer.question.dtype)
-                version = str(backend.probe(question.hardware).version)
+            for backend in _serving(decision, layer.requirements):
+                requirements, key = (
+                    layer.requirements,
+                    (backend.name, layer.requirements.head_dim, layer.requirements.dtype),
+                )
+                version = str(backend.probe(requirements.hardware).version)
                 known = uses.get(key, CheckedUse(backend.name, version, key[1], key[2], (), ()))
-                categories = {*known.categories, question.category}
-                needs = {*known.needs, *_needs(question)} & backend.capability.features
+                categories = {*known.categories, requirements.category}
+                needs = {*known.needs, *_needs(requirements)} & backend.capability.features
                 uses[key] = replace(known, categories=tuple(sorted(categories)), needs=tuple(sorted(needs)))
     return tuple(uses.values())
 
@@ -186,19 +189,19 @@ def remarks_on(checks: Iterable[SelfCheck]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(check) for check in checks if check.status != "failed"))
 
 
-def _serving(decision: Decision, question: Question) -> list[Backend]:
+def _serving(decision: Decision, requirements: AttentionRequirements) -> list[Backend]:
     """Who may compute calls of a decision, its dense calls included, among those that are checked on their machine."""
     chosen = [decision] if decision.dense is None else [decision, decision.dense]
     backends = [find_backend(each.backend) for each in chosen]
-    backends += [find_backend(name) for each in backends if each is not None for name in each.delegates(question)]
-    platform = question.hardware.platform
+    backends += [find_backend(name) for each in backends if each is not None for name in each.delegates(requirements)]
+    platform = requirements.hardware.platform
     return [each for each in backends if each is not None and platform in each.self_check_platforms]
 
 
-def _needs(question: Question) -> Collection[str]:
-    grouped = {"gqa"} if question.num_kv_heads != question.num_heads else set()
-    in_parts = {"lse"} if question.keys_in_parts else set()
-    return question.needs | grouped | in_parts | _FEATURES_OF_CALLS
+def _needs(requirements: AttentionRequirements) -> Collection[str]:
+    grouped = {"gqa"} if requirements.num_kv_heads != requirements.num_heads else set()
+    in_parts = {"lse"} if requirements.keys_in_parts else set()
+    return requirements.needs | grouped | in_parts | _FEATURES_OF_CALLS
 
 
 def _run(use: CheckedUse, tests: Sequence[SelfTest], device: str) -> SelfCheck:

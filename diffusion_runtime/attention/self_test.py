@@ -14,7 +14,12 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend, Question
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionRequirements,
+    AttentionResult,
+    Backend,
+)
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import capability_on, raised_line, usual_head_sizes
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
@@ -92,7 +97,7 @@ def planned_tests(name: str, hardware: Hardware) -> tuple[SelfTest, ...]:
     wanted = [SelfTest(name, case, dtypes[0], sizes[0]) for case in CASES if dtypes]
     wanted += [SelfTest(name, CASES[0], dtypes[0], size) for size in sizes[1:] if dtypes]
     wanted += [SelfTest(name, CASES[0], dtype, sizes[0]) for dtype in dict.fromkeys(dtypes) if dtype != dtypes[0]]
-    return tuple(test for test in wanted if not backend.capability.refusals(_question(test, hardware)))
+    return tuple(test for test in wanted if not backend.capability.refusals(_requirements(test, hardware)))
 
 
 def tests_of_use(
@@ -115,7 +120,7 @@ def tests_of_use(
     cases = [*CASES, *(case_with_keys(number) for number in num_keys)]
     used = [case for case in cases if role_category(case.role) in categories and case.needs <= set(needs)]
     wanted = [SelfTest(name, case, dtype, head_dim) for case in used]
-    return tuple(test for test in wanted if not backend.capability.refusals(_question(test, hardware)))
+    return tuple(test for test in wanted if not backend.capability.refusals(_requirements(test, hardware)))
 
 
 def run_self_test(test: SelfTest, device: str | torch.device) -> SelfTestResult:
@@ -310,8 +315,8 @@ def _bound(test: SelfTest, by_design: float | None) -> float:
     return max(_ROUNDING_BOUNDS[test.dtype], by_design or 0.0)
 
 
-def _question(test: SelfTest, hardware: Hardware) -> Question:
-    return Question(
+def _requirements(test: SelfTest, hardware: Hardware) -> AttentionRequirements:
+    return AttentionRequirements(
         role=test.case.role,
         category=role_category(test.case.role),
         head_dim=test.head_dim,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionCall, Backend, Question
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements, Backend
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import list_backends, raised_line
 from diffusion_runtime.attention.functional import attention
@@ -19,7 +19,7 @@ from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.attention.self_test import quiet_log
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.attention.state import AttentionState
-from diffusion_runtime.attention.stopwatch import time_alternately
+from diffusion_runtime.attention.timing import time_alternately
 from diffusion_runtime.benchmark.accuracy import ExactRows, error_bound
 from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
 from diffusion_runtime.benchmark.shapes import AttentionShape
@@ -45,8 +45,8 @@ class Effort:
 
 
 def default_backends(hardware: Hardware) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Every dense backend that runs and competes here, lossless or not; and (name, reason) of the other dense ones, and
-    of those that cannot run."""
+    """All usable dense backends that are timed by default, lossless or not; and (name, reason) of the other
+    dense ones, and of those that cannot run."""
     names, left_out = [], []
     for info in list_backends(hardware):
         backend = _find(info.name) if info.usable else None
@@ -54,7 +54,7 @@ def default_backends(hardware: Hardware) -> tuple[tuple[str, ...], tuple[tuple[s
             left_out.append((info.name, info.reason))
         elif backend is None or isinstance(backend, SparseBackend):
             continue
-        elif backend.competes(hardware):
+        elif backend.timed_by_default(hardware):
             names.append(info.name)
         else:
             left_out.append((info.name, f"no rival on this device; --backends {info.name} times it all the same"))
@@ -133,12 +133,12 @@ class _Case:
     def layer(self) -> LayerInfo:
         return LayerInfo(*_LAYER, role=self.shape.role)
 
-    def question(self, hardware: Hardware) -> Question:
+    def requirements(self, hardware: Hardware) -> AttentionRequirements:
         shape = self.shape
         needs = frozenset({"key_padding"} if shape.layout.has_padding else ())
         dtype = str(self.q.dtype).removeprefix("torch.")
         heads = shape.num_heads
-        return Question(shape.role, shape.role, shape.head_dim, dtype, hardware, heads, heads, needs)
+        return AttentionRequirements(shape.role, shape.role, shape.head_dim, dtype, hardware, heads, heads, needs)
 
     def call(self, backend: Backend, state: AttentionState) -> AttentionCall:
         options = backend.options_type()
@@ -185,7 +185,7 @@ def _measure_shape(
 def _check(case: _Case, name: str, state: AttentionState, hardware: Hardware, exact: ExactRows) -> Measurement:
     """The first call of a backend, which compiles what it compiles: refused, failed, wrong, or ready to be timed."""
     shape = case.shape
-    reasons = refusals(name, case.question(hardware))
+    reasons = refusals(name, case.requirements(hardware))
     backend = _find(name)
     if reasons or backend is None:
         return Measurement(shape, name, "refused", "; ".join(reasons))

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.cli.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.cli.failures import INTERRUPTED, Failure
 from diffusion_runtime.cli.outputs import Outputs
 from diffusion_runtime.cli.progress import ProgressLike, show_progress
 from diffusion_runtime.cli.tables import seconds_text
 from diffusion_runtime.cli.terminal import Terminal
-from diffusion_runtime.cli.together import Alone, Together
 from diffusion_runtime.errors import BatchFailedError
 from diffusion_runtime.request import GenerationRequest
 
@@ -121,11 +121,11 @@ def run_batch(
     outputs: Outputs,
     terminal: Terminal,
     on_file: Callable[[Path], None] | None,
-    together: Together | None = None,
+    together: Coordinator | None = None,
 ) -> BatchResult:
     """Make every item. on_file: if any, told each file's path once the file is complete. together: the processes that
     make them; None for one alone."""
-    together = Alone() if together is None else together
+    together = SingleProcessCoordinator() if together is None else together
     outcomes: list[Outcome] = []
     num_told = 0
 
@@ -156,7 +156,7 @@ def _run_item(
     generate: Generate,
     outputs: Outputs,
     terminal: Terminal,
-    together: Together,
+    together: Coordinator,
     outcomes: list[Outcome],
 ) -> None:
     """outcomes: where this one's is added, for a file as soon as it has its name."""

@@ -90,10 +90,10 @@ def generate(
     from diffusion_runtime.cli.launching import CommandLine, piped_prompts
     from diffusion_runtime.cli.lora_flags import pair_loras
     from diffusion_runtime.cli.prompts import collect_prompts
-    from diffusion_runtime.cli.ranks import Rank
+    from diffusion_runtime.cli.rank_runner import RankRunner
     from diffusion_runtime.cli.settings import Flags
     from diffusion_runtime.cli.terminal import Terminal
-    from diffusion_runtime.parallel.place import read_place
+    from diffusion_runtime.parallel.process_info import read_process_info
 
     request: dict[str, Any] = {
         "height": height,
@@ -140,14 +140,14 @@ def generate(
     output_flags = OutputFlags(output_path, file_format, as_json, dry_run, resume)
     num_typed = len(prompts or ()) + len(prompt or ())
     command_line = CommandLine(context.obj, piped_prompts(prompt_file, flags.prompts, num_typed))
-    place = read_place()
+    place = read_process_info()
     if place is not None and dry_run:
         # Nothing is run, so nobody needs the others; one of them says what would be.
         flags = replace(flags, parallel={**flags.parallel, "num_gpus": num_gpus or place.world_size})
         if not place.is_first:
             raise typer.Exit
     elif place is not None:
-        Rank(place, terminal, SCHEMA if as_json else None).run(
+        RankRunner(place, terminal, SCHEMA if as_json else None).run(
             lambda together, voice: run_generate(flags, output_flags, voice, command_line, together)
         )
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.batch import BatchResult, Done, Item, run_batch
+from diffusion_runtime.cli.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.failures import INTERRUPTED, Failure
 from diffusion_runtime.cli.interruptions import interruptions
@@ -21,7 +22,6 @@ from diffusion_runtime.cli.resume import find_finished
 from diffusion_runtime.cli.settings import Flags, Settings, settle
 from diffusion_runtime.cli.tables import attention_table, remarks_of, seconds_text
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
-from diffusion_runtime.cli.together import Alone, Together
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import DiffusionRuntimeError
 
@@ -49,7 +49,7 @@ def run_generate(
     output_flags: OutputFlags,
     terminal: Terminal,
     command_line: CommandLine,
-    together: Together | None = None,
+    together: Coordinator | None = None,
 ) -> int:
     """The verb: returns its exit code. Raises DiffusionRuntimeError for whatever stops it before the first item.
 
@@ -57,7 +57,7 @@ def run_generate(
     already, each of which calls this.
     """
     started = time.perf_counter()
-    together = Alone() if together is None else together
+    together = SingleProcessCoordinator() if together is None else together
     settings = settle(flags)
     if together.world is not None:
         settings = settings.on_processes(together.world.size)
@@ -119,7 +119,7 @@ def _generate(
     outputs: Outputs,
     output_flags: OutputFlags,
     terminal: Terminal,
-    together: Together,
+    together: Coordinator,
     started: float,
 ) -> int:
     from diffusion_runtime.memory.allocator import tune_cpu_allocator
@@ -162,7 +162,7 @@ def _generate(
 
 
 def _end(
-    result: BatchResult, timings: dict[str, float], output_flags: OutputFlags, terminal: Terminal, together: Together
+    result: BatchResult, timings: dict[str, float], output_flags: OutputFlags, terminal: Terminal, together: Coordinator
 ) -> int:
     _say_end(result, timings, terminal)
     if not result.interrupted:
@@ -186,7 +186,7 @@ def _end(
 
 
 def _skip_finished(
-    items: list[Item], outputs: Outputs, description: PipelineDescription, together: Together
+    items: list[Item], outputs: Outputs, description: PipelineDescription, together: Coordinator
 ) -> tuple[list[Item], tuple[Done, ...]]:
     """The items that are still to be made, and those that an earlier run made. The first process looks."""
     requests = [item.request for item in items if item.failure is None]

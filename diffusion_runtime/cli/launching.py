@@ -41,7 +41,7 @@ def launch_processes(
     command_line: CommandLine, num_processes: int, device: str, outputs: Outputs, terminal: Terminal, schema: str | None
 ) -> int:
     """Run the command in `num_processes` processes; returns the exit code, which is what one process would have."""
-    from diffusion_runtime.cli.ranks import say_failure
+    from diffusion_runtime.cli.rank_runner import report_failure
     from diffusion_runtime.media.publish import remove_abandoned_files
     from diffusion_runtime.parallel.failure import RankFailure
     from diffusion_runtime.parallel.launch import Interrupted as RunInterrupted
@@ -49,9 +49,9 @@ def launch_processes(
 
     with tempfile.TemporaryDirectory(prefix="diffusion-runtime-") as folder, _cleared(outputs.folder):
 
-        def end_at_once(is_said: bool) -> None:
+        def end_at_once(is_reported: bool) -> None:
             remove_abandoned_files(outputs.folder)
-            if is_said:
+            if is_reported:
                 interruptions.leave_saying_to_others()
             interruptions.end_at_once()
 
@@ -66,14 +66,14 @@ def launch_processes(
             )
         except RunInterrupted as interrupted:
             with interruptions.saying():
-                if not interrupted.is_said:
+                if not interrupted.is_reported:
                     said = f"interrupted: files that were finished are in {outputs.folder}"
-                    say_failure(terminal, RankFailure.of_interruption(said), schema)
+                    report_failure(terminal, RankFailure.of_interruption(said), schema)
             return INTERRUPTED
     if failure is None:
         return 0
-    if not failure.is_said:
-        say_failure(terminal, failure, schema)
+    if not failure.is_reported:
+        report_failure(terminal, failure, schema)
     return failure.exit_code
 
 

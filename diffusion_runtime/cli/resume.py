@@ -33,7 +33,7 @@ def find_finished(
     taken: set[Path] = set()
     finished: list[Path | None] = []
     numbers = _numbers_in(outputs.folder)
-    all_wanted = [essence({**description, "request": request.to_dict()}) for request in requests]
+    all_wanted = [output_identity({**description, "request": request.to_dict()}) for request in requests]
     for request, wanted in zip(requests, all_wanted, strict=True):
         target = outputs.target(request)
         found, strangers, is_free = None, [], False
@@ -44,7 +44,7 @@ def find_finished(
                 _remove_orphans(path, wanted)
                 is_free = True
                 continue
-            there = _recipe_essence(path)
+            there = _recipe_identity(path)
             if there == wanted:
                 found = path
                 break
@@ -61,7 +61,7 @@ def find_finished(
     return finished
 
 
-def essence(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """What two recipes of the same result have in common, in JSON's types."""
     import json
 
@@ -87,7 +87,7 @@ def _numbers_in(folder: Path) -> dict[str, set[int]]:
     return numbers
 
 
-def _recipe_essence(path: Path) -> dict[str, Any] | None:
+def _recipe_identity(path: Path) -> dict[str, Any] | None:
     """Of a file whose sidecar is there, whether or not the file is; None for any other."""
     from diffusion_runtime.media import read_own_sidecar
 
@@ -96,14 +96,14 @@ def _recipe_essence(path: Path) -> dict[str, Any] | None:
     except OutputError:
         return None
     recipe = None if sidecar is None else sidecar.get("recipe")
-    return essence(recipe) if isinstance(recipe, Mapping) else None
+    return output_identity(recipe) if isinstance(recipe, Mapping) else None
 
 
 def _remove_orphans(path: Path, wanted: Mapping[str, Any]) -> None:
     """What stands beside a file that is missing, when it was written with it."""
     from diffusion_runtime.media import has_sound_beside, read_own_sidecar
 
-    if _recipe_essence(path) != wanted:
+    if _recipe_identity(path) != wanted:
         return
     if has_sound_beside(read_own_sidecar(path) or {}):
         if path.suffix.lower() == ".wav":

@@ -22,7 +22,7 @@ class FlowSchedule:
 
 
 @dataclass(frozen=True)
-class EvenlyFalling(FlowSchedule):
+class LinearSigmas(FlowSchedule):
     """Sigmas that fall evenly from 1 to 1 / num_steps; as it is, before a shift that is a fixed number."""
 
     def sigmas(self, num_steps: int) -> tuple[float, ...]:
@@ -30,7 +30,7 @@ class EvenlyFalling(FlowSchedule):
 
 
 @dataclass(frozen=True)
-class ShiftByTokens(EvenlyFalling):
+class ShiftByTokens(LinearSigmas):
     """A shift whose logarithm is linear in the number of tokens (Esser et al., arXiv:2403.03206, section 5.3.2).
 
     The line goes through (base_tokens, base_log_shift) and (max_tokens, max_log_shift). is_exponential: False takes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from diffusion_runtime.denoising.flow_schedule import EvenlyFalling, FlowSchedule, ShiftByTokens
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError, shown
 
@@ -17,7 +17,7 @@ def token_shift(scheduler: SchedulerConfig) -> FlowSchedule:
     Raises ModelLoadError for values that make no line.
     """
     if not scheduler.shifts_by_size:
-        return EvenlyFalling()
+        return LinearSigmas()
     kind = scheduler.values.get("time_shift_type", "exponential")
     if kind not in _SHIFT_TYPES:
         raise ModelLoadError(f"{scheduler.path}: time_shift_type: expected one of {_SHIFT_TYPES}, got {kind!r}")

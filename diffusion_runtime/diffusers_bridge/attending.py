@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from diffusion_runtime.attention.backends.interface import AttentionCall, Question
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import current_force
@@ -155,7 +155,7 @@ class ModuleAttention:
     ) -> torch.Tensor:
         """A mask that is no padding: the first of the choices that takes masks, or the reasons why none does."""
         feature = "boolean_mask" if mask.dtype == torch.bool else "additive_mask"
-        decision = select(self._question(q, k, {feature}, layer.scale), self._levels(context.step))
+        decision = select(self._requirements(q, k, {feature}, layer.scale), self._levels(context.step))
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
         out = attention(
             q,
@@ -198,7 +198,7 @@ class ModuleAttention:
             recorder.record(info, step, backend="diffusers", implementation=call.own, source="platform", reason=reason)
             return out
         try:
-            decision = select(self._question(q, k, {"block_mask"}, call.scale), levels)
+            decision = select(self._requirements(q, k, {"block_mask"}, call.scale), levels)
         except BackendUnavailableError as error:
             raise BackendUnavailableError(
                 f"{self.found.path}: its mask is a BlockMask; {error}", error.reasons
@@ -220,8 +220,10 @@ class ModuleAttention:
     def _levels(self, step: StepInfo) -> Levels:
         return self._policy.levels(self._policy.rules_now(self.found.layer, step), current_force())
 
-    def _question(self, q: torch.Tensor, k: torch.Tensor, needs: set[str], scale: float | None) -> Question:
-        known = self._policy.question(
+    def _requirements(
+        self, q: torch.Tensor, k: torch.Tensor, needs: set[str], scale: float | None
+    ) -> AttentionRequirements:
+        known = self._policy.requirements(
             self.found.layer, head_dim=q.shape[3], num_heads=q.shape[2], num_kv_heads=k.shape[2]
         )
         return dataclasses.replace(

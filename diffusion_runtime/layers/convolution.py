@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 
-class QuickConvolutions(TorchFunctionMode):
+class OneDnnConvolutions(TorchFunctionMode):
     """While this is entered, calls of conv3d and of normalize over channels take the quicker way where there is one.
 
     For float32 on a CPU, without gradients; every other call is left as it is.

@@ -95,7 +95,7 @@ class LatentDecoder(ABC):
     """Latents to frames, by a library's autoencoder.
 
     library, implementation: who decodes, for the report of attention that a library runs itself. splits_rows: whether
-    it can decode a band of rows, given what lies beyond (layers/row_bands.py), as it decodes them within the whole.
+    it can decode a band of rows, given what lies beyond (layers/spatial_parallel.py), as within the whole.
     """
 
     splits_rows: ClassVar[bool] = False

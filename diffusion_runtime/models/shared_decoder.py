@@ -7,7 +7,7 @@ import json
 import numpy
 import torch
 
-from diffusion_runtime.layers.row_bands import RowBands
+from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.parallel.halo import band_of, gather_bands
@@ -33,7 +33,7 @@ class SharedDecoder(LatentDecoder):
     def _decode_band(self, latents: torch.Tensor) -> torch.Tensor:
         assert self._decoder is not None
         group = self._world.group
-        with RowBands(group):
+        with SpatialParallel(group):
             frames = self._decoder.decode(latents[..., band_of(latents.shape[-2], group), :])
         return gather_bands(frames, 2, group)
 

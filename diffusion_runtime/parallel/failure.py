@@ -20,7 +20,7 @@ class RankFailure:
     """The process that failed, and how.
 
     rank: whose fault it is, which need not be the process that noticed. kind: the error's class name; message: for
-    people; trace: where it happened. is_said: somebody has told the user already.
+    people; trace: where it happened. is_reported: somebody has told the user already.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class RankFailure:
     message: str
     exit_code: int = 1
     trace: str = ""
-    is_said: bool = False
+    is_reported: bool = False
 
     @classmethod
     def of_interruption(cls, message: str) -> Self:

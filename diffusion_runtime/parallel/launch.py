@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from diffusion_runtime.parallel.failure import RankFailure
-from diffusion_runtime.parallel.place import LAUNCHED_VARIABLE
+from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE
 from diffusion_runtime.parallel.process_state import children_of, is_alive
 
 # torch's own words about processes that fail; this program has better ones.
@@ -37,11 +37,11 @@ _KILLED = (
 
 
 class Interrupted(Exception):
-    """A signal ended the run. is_said: the first process has told the user what was finished."""
+    """A signal ended the run. is_reported: the first process has told the user what was finished."""
 
-    def __init__(self, *, is_said: bool) -> None:
+    def __init__(self, *, is_reported: bool) -> None:
         super().__init__("interrupted")
-        self.is_said = is_said
+        self.is_reported = is_reported
 
 
 def this_program() -> tuple[str, ...]:
@@ -87,9 +87,9 @@ def launch(
 
         def kill() -> None:
             _kill_children()
-            is_said = any(record.is_said for record in _records(folder))
+            is_reported = any(record.is_reported for record in _records(folder))
             shutil.rmtree(folder, ignore_errors=True)
-            end_at_once(is_said)
+            end_at_once(is_reported)
 
         try:
             with (
@@ -101,7 +101,7 @@ def launch(
         except ChildFailedError as error:
             return _cause(error.failures, _records(folder), folder)
         except (SignalException, KeyboardInterrupt) as error:
-            raise Interrupted(is_said=any(record.is_said for record in _records(folder))) from error
+            raise Interrupted(is_reported=any(record.is_reported for record in _records(folder))) from error
     return None
 
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-from diffusion_runtime.parallel.place import LAUNCHED_VARIABLE, Place
+from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE, ProcessInfo
 
 # What the main thread gets to end by itself, temporary files included, once the run is over.
 GRACE_SECONDS = 3.0
@@ -15,7 +15,7 @@ _LOOK_SECONDS = 0.5
 _is_watching = threading.Lock()
 
 
-def end_with_launcher(place: Place) -> None:
+def end_with_launcher(place: ProcessInfo) -> None:
     """From now on this process ends soon after its launcher. Needs nothing but the standard library, so that it holds
     while libraries are still imported; a second call changes nothing."""
     if not place.has_agent or not _is_watching.acquire(blocking=False):

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
-from diffusion_runtime.parallel.board import Board, connect
 from diffusion_runtime.parallel.failure import FirstProcessError, RankFailure, RunEnded
 from diffusion_runtime.parallel.orphans import end_with_launcher
-from diffusion_runtime.parallel.place import Place
+from diffusion_runtime.parallel.process_info import ProcessInfo
 from diffusion_runtime.parallel.rank_group import RankGroup
+from diffusion_runtime.parallel.run_store import RunStore, connect
 from diffusion_runtime.parallel.signs_of_life import SILENT_SECONDS
-from diffusion_runtime.parallel.watch import Watch
+from diffusion_runtime.parallel.watchdog import Watchdog
 
 MEETING_SECONDS = 60.0
 # How long a process that failed waits for the others to fail alike, which shows that all of them are still in step.
@@ -48,7 +48,7 @@ class World:
     All processes must call `from_first`, `broadcast` and `agree` in the same order.
     """
 
-    def __init__(self, place: Place, board: Board, watch: Watch, describe: Describe) -> None:
+    def __init__(self, place: ProcessInfo, board: RunStore, watch: Watchdog, describe: Describe) -> None:
         self.place = place
         self.device = torch.device("cpu")
         self._board = board
@@ -61,7 +61,7 @@ class World:
     @classmethod
     def join(
         cls,
-        place: Place,
+        place: ProcessInfo,
         *,
         announce: Callable[[RankFailure], None],
         describe: Describe | None = None,
@@ -74,7 +74,7 @@ class World:
         """
         end_with_launcher(place)
         board = connect(place, timedelta(seconds=MEETING_SECONDS))
-        watch = Watch(board, place, announce)
+        watch = Watchdog(board, place, announce)
         watch.start()
         return cls(place, board, watch, describe if describe is not None else describe_error)
 
@@ -134,9 +134,9 @@ class World:
         """Until every process is here, however long that takes: a model may have to be downloaded first."""
         self.agree(None)
 
-    def judge_hangs(self, timeout: float) -> None:
+    def enable_hang_detection(self, timeout: float) -> None:
         """From here on a process that does not move for `timeout` seconds while others wait for it ends the run."""
-        self._watch.judge_hangs(timeout)
+        self._watch.enable_hang_detection(timeout)
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What `make` returns on the first process, on all of them; it is called there alone.
@@ -196,7 +196,9 @@ class World:
         A broken connection is mostly another process's death, which the watch finds out about: wait for it to.
         """
         if _is_of_transport(error):
-            if "timed out" in str(error).lower() and (blamed := self._watch.blame(self._collective_seconds)):
+            if "timed out" in str(error).lower() and (
+                blamed := self._watch.find_stalled_rank(self._collective_seconds)
+            ):
                 return blamed
             # The watch ends this wait with RunEnded, in the main thread, as soon as it knows.
             self._wait_for_ending(SILENT_SECONDS + IN_STEP_SECONDS)
@@ -220,7 +222,7 @@ class World:
                     raise RunEnded(ending)
                 time.sleep(0.1)
         except dist.DistError:
-            self._watch.mourn_board()
+            self._watch.report_store_lost()
             raise
 
     def end(self, failure: RankFailure) -> RankFailure:

@@ -40,9 +40,9 @@ DENSE = [name for name in available_names() if (backend := find_backend(name)) a
 SLOW = {"flex_attn"}
 
 
-def refused(name: str, hardware: Hardware, **question: object) -> list[str]:
+def refused(name: str, hardware: Hardware, **requirements: object) -> list[str]:
     """What selection says against an explicit choice; empty when it is taken."""
-    arguments = {"head_dim": 64, "dtype": "bfloat16", "num_heads": 4, **question}
+    arguments = {"head_dim": 64, "dtype": "bfloat16", "num_heads": 4, **requirements}
     try:
         decision = select_backend(device=hardware, config=name, **arguments)  # type: ignore[arg-type]
     except BackendUnavailableError as error:
@@ -201,7 +201,7 @@ def test_a_machine_that_lacks_something_is_told_what(name: str, hardware: Hardwa
 
 
 @pytest.mark.parametrize(
-    ("name", "hardware", "question"),
+    ("name", "hardware", "requirements"),
     [
         ("xformers", cuda((9, 0), "xformers", "flash-attn-4", "flash-attn"), {}),
         ("flashinfer_attn", cuda((9, 0), "flashinfer-python", programs=(), flashinfer_jit_cache="0.6.1"), {}),
@@ -221,12 +221,12 @@ def test_a_machine_that_lacks_something_is_told_what(name: str, hardware: Hardwa
         ("cudnn_attn", cuda((10, 0)), {"needs": ("boolean_mask",), "num_kv_heads": 2}),
     ],
 )
-def test_what_versions_and_chips_add(name: str, hardware: Hardware, question: dict[str, object]) -> None:
-    assert not refused(name, hardware, **question)
+def test_what_versions_and_chips_add(name: str, hardware: Hardware, requirements: dict[str, object]) -> None:
+    assert not refused(name, hardware, **requirements)
 
 
 @pytest.mark.parametrize(
-    ("name", "hardware", "question"),
+    ("name", "hardware", "requirements"),
     [
         ("sage_attn", cuda((9, 0), "triton", sageattention="1.0.6"), {"head_dim": 72}),
         ("sage_attn", cuda((9, 0), "triton", sageattention="1.0.6"), {"needs": ("lse",)}),
@@ -243,8 +243,8 @@ def test_what_versions_and_chips_add(name: str, hardware: Hardware, question: di
         ("sage_attn", cuda((9, 0), *EVERYTHING), {"needs": ("boolean_mask",)}),
     ],
 )
-def test_what_versions_and_chips_take_away(name: str, hardware: Hardware, question: dict[str, object]) -> None:
-    assert len(refused(name, hardware, **question)) == 1
+def test_what_versions_and_chips_take_away(name: str, hardware: Hardware, requirements: dict[str, object]) -> None:
+    assert len(refused(name, hardware, **requirements)) == 1
 
 
 def test_a_listing_agrees_with_the_homes() -> None:

@@ -24,7 +24,7 @@ from diffusion_runtime.attention import (
     list_backends,
 )
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import NoOptions, Question
+from diffusion_runtime.attention.backends.interface import AttentionRequirements, NoOptions
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.select import refusals
@@ -233,7 +233,7 @@ def error_of(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **fie
 def usable_or_skip(name: str, head_dim: int = 64) -> None:
     """Skip, with the reason, what selection refuses here."""
     hardware = detect_hardware("cuda")
-    reasons = refusals(name, Question("self", "self", head_dim, "bfloat16", hardware, 4, 4))
+    reasons = refusals(name, AttentionRequirements("self", "self", head_dim, "bfloat16", hardware, 4, 4))
     if reasons:
         pytest.skip("; ".join(reasons))
 
@@ -293,7 +293,7 @@ def test_xformers_0_0_35_is_refused_with_torch_2_11() -> None:
     hardware = detect_hardware("cuda")
     if hardware.packages.get("xformers") != "0.0.35" or not hardware.torch_version.startswith("2.11"):
         pytest.skip("for xformers 0.0.35 beside torch 2.11")
-    (reason,) = refusals("xformers", Question("self", "self", 64, "bfloat16", hardware, 4, 4))
+    (reason,) = refusals("xformers", AttentionRequirements("self", "self", 64, "bfloat16", hardware, 4, 4))
     assert "flash-attn-4" in reason or "cannot compute on" in reason
     assert not {info.name: info for info in list_backends(hardware)}["xformers"].usable
 

@@ -285,13 +285,13 @@ def test_an_explicit_choice_is_never_overridden(qkv: Inputs) -> None:
 
 @pytest.mark.parametrize("spelling", ["measured", "MEASURED", "Measured"])
 def test_the_name_parses_wherever_a_name_does(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    question = {"head_dim": 64, "dtype": "float32", "device": "cpu", "num_heads": 2}
+    requirements = {"head_dim": 64, "dtype": "float32", "device": "cpu", "num_heads": 2}
     assert AttentionSpec(f"{spelling},torch_sdpa").candidates == ("measured", "torch_sdpa")
-    assert select_backend(cli=spelling, **question).backend == "measured"  # type: ignore[arg-type]
+    assert select_backend(cli=spelling, **requirements).backend == "measured"  # type: ignore[arg-type]
     rule = {"schedule": [{"steps": "0-1", "backend": spelling}]}
     assert AttentionConfig.parse(rule).schedule[0].spec.name == "measured"
     monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", spelling)
-    assert select_backend(**question).backend == "measured"  # type: ignore[arg-type]
+    assert select_backend(**requirements).backend == "measured"  # type: ignore[arg-type]
 
 
 def test_unknown_options_are_refused() -> None:

@@ -17,19 +17,19 @@ from diffusion_runtime.attention import list_backends, select_backend
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, installed_packages
 hopper = Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.13.0", installed_packages(), is_here=True)
-question = dict(head_dim=64, dtype="bfloat16", num_heads=4)
+requirements = dict(head_dim=64, dtype="bfloat16", num_heads=4)
 elsewhere = dataclasses.replace(hopper, is_here=False)
-said = {"elsewhere": select_backend(device=elsewhere, **question).backend}
+said = {"elsewhere": select_backend(device=elsewhere, **requirements).backend}
 said["imported before it is chosen"] = "flash_attn" in sys.modules
 for name in ("fa4", "fa"):
     try:
-        select_backend(device=hopper, config=name, **question)
+        select_backend(device=hopper, config=name, **requirements)
     except BackendUnavailableError as error:
         said[name] = [error.exit_code, *(reason for _, reason in error.reasons)]
         said["suggested"] = str(error).splitlines()[-1]
-default = select_backend(device=hopper, **question)
+default = select_backend(device=hopper, **requirements)
 said["default"] = [default.backend, *(reason for _, reason in default.rejected)]
-said["preferred"] = select_backend(device=hopper, config="fa4,cudnn_attn", **question).backend
+said["preferred"] = select_backend(device=hopper, config="fa4,cudnn_attn", **requirements).backend
 said["listed"] = [info.name for info in list_backends(hopper)]
 print(json.dumps(said))
 """
@@ -164,8 +164,8 @@ from diffusion_runtime.attention import select_backend
 from diffusion_runtime.hardware import Hardware, installed_packages
 packages = {**installed_packages(), "triton": "3.6.0"}
 hopper = Hardware("cuda", "NVIDIA H200", (9, 0), (9, 15), "2.13.0", packages, is_here=True)
-question = dict(head_dim=64, dtype="bfloat16", num_heads=4, device=hopper)
-chosen = [select_backend(config=name, **question).backend for name in ("video_sparse_attn", "sliding_tile_attn")]
+requirements = dict(head_dim=64, dtype="bfloat16", num_heads=4, device=hopper)
+chosen = [select_backend(config=name, **requirements).backend for name in ("video_sparse_attn", "sliding_tile_attn")]
 
 # The kernel's own choice, on a tensor that says it is on that chip.
 import torch

@@ -9,7 +9,7 @@ import torch
 from machines import EVERYTHING, cuda, other
 
 from diffusion_runtime.attention import AttentionPolicy, Decision, select_backend
-from diffusion_runtime.attention.backends.interface import Question
+from diffusion_runtime.attention.backends.interface import AttentionRequirements
 from diffusion_runtime.attention.platforms import platform_candidates
 from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.errors import BackendUnavailableError
@@ -82,9 +82,9 @@ def test_no_default_refuses_every_call_of_its_chip() -> None:
     always_refused = []
     for capability in [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]:
         hardware = cuda(capability, *EVERYTHING)
-        question = Question("self", "self", 64, "bfloat16", hardware, num_heads=8, num_kv_heads=8)
+        requirements = AttentionRequirements("self", "self", 64, "bfloat16", hardware, num_heads=8, num_kv_heads=8)
         for name in platform_candidates(hardware):
-            always_refused += [(capability, name, reason) for reason in refusals(name, question)]
+            always_refused += [(capability, name, reason) for reason in refusals(name, requirements)]
     assert always_refused == []
 
 

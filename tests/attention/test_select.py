@@ -19,7 +19,7 @@ from diffusion_runtime.attention import (
     select_backend,
 )
 from diffusion_runtime.attention.backends import registry
-from diffusion_runtime.attention.backends.interface import Question
+from diffusion_runtime.attention.backends.interface import AttentionRequirements
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
 
@@ -155,10 +155,10 @@ def test_a_missing_package_says_what_to_type(absent: str) -> None:
 class Raises(Capability):
     """A capability whose author did not think of every machine."""
 
-    def refusals(self, question: Question) -> list[str]:
-        raise KeyError(question.hardware.platform)
+    def refusals(self, requirements: AttentionRequirements) -> list[str]:
+        raise KeyError(requirements.hardware.platform)
 
-    def serves(self, question: Question) -> bool:
+    def serves(self, requirements: AttentionRequirements) -> bool:
         raise KeyError("roles")
 
 

@@ -258,12 +258,12 @@ def test_dense_steps_and_measured_candidates_are_checked(monkeypatch: pytest.Mon
     monkeypatch.setattr(select, "platform_candidates", lambda hardware: ("foreign", "torch_sdpa"))
     pipeline: Any = load_pipeline("shapes", device="cpu", attention={"per_role": {"self": {"backend": "vmoba_attn"}}})
     layer = next(iter(pipeline.transformer.attention_layers()))
-    question, dense = layer.question, layer.decisions[0][1].dense
+    requirements, dense = layer.requirements, layer.decisions[0][1].dense
     assert dense is not None
     assert dense.backend == "torch_sdpa"
     forget_wrong()
     load_pipeline("shapes", device="cpu", attention="measured")
-    assert "foreign" not in find_backend("measured").delegates(question)  # type: ignore[union-attr]
+    assert "foreign" not in find_backend("measured").delegates(requirements)  # type: ignore[union-attr]
 
 
 def test_processes_agree_on_what_the_first_one_found(foreign: type[Foreign]) -> None:

@@ -13,7 +13,7 @@ from machines import cuda, other
 
 from diffusion_runtime.attention import list_backends, select_backend
 from diffusion_runtime.attention.backends import sage_attn, trial, xformers
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Question
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements, AttentionResult
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.errors import BackendUnavailableError
@@ -83,7 +83,7 @@ def test_xformers_whose_import_was_swallowed_is_refused(monkeypatch: pytest.Monk
     del module.memory_efficient_attention_forward
     put(monkeypatch, "xformers.ops", module)
     hopper = here(cuda((9, 0), "xformers"))
-    (reason,) = refusals("xformers", Question("self", "self", 64, "bfloat16", hopper, 4, 4))
+    (reason,) = refusals("xformers", AttentionRequirements("self", "self", 64, "bfloat16", hopper, 4, 4))
     assert "cannot be imported: module 'xformers.ops' has no 'memory_efficient_attention_forward'" in reason
 
 
@@ -101,7 +101,7 @@ def test_sage_2_without_kernels_of_this_chip_is_refused(
     put(monkeypatch, "sageattention", raising(kernel_packages.sageattention_2(), "sageattn", error))
     monkeypatch.setattr(sage_attn.importlib.metadata, "version", lambda name: "2.2.0")
     hardware = here(cuda(chip, "sageattention", "triton"))
-    (reason,) = refusals("sage_attn", Question("self", "self", 128, "bfloat16", hardware, 4, 4))
+    (reason,) = refusals("sage_attn", AttentionRequirements("self", "self", 128, "bfloat16", hardware, 4, 4))
     assert f"cannot compute on cuda sm_{chip[0]}{chip[1]}, torch 2.13.0: {type(error).__name__}: {error}" in reason
 
 
@@ -121,7 +121,7 @@ def test_kernels_that_compute_are_taken_and_tried_once(monkeypatch: pytest.Monke
     # Transformers are built on the meta device, where nothing would be computed.
     with torch.device("meta"):
         for head_dim, dtype in [(64, "bfloat16"), (64, "bfloat16"), (128, "float16"), (64, "bfloat16")]:
-            assert refusals("xformers", Question("self", "self", head_dim, dtype, hopper, 4, 4)) == []
+            assert refusals("xformers", AttentionRequirements("self", "self", head_dim, dtype, hopper, 4, 4)) == []
     assert [(call.q.shape[3], str(call.q.dtype)) for call in calls] == [(64, "torch.bfloat16"), (128, "torch.float16")]
     assert {call.q.device.type for call in calls} == {"cpu"}
 
@@ -147,10 +147,10 @@ def test_what_compiles_at_its_first_call_is_imported_and_not_called(
     backend = find_backend(name)
     assert backend is not None
     monkeypatch.setattr(type(backend), "run", lambda *_: pytest.fail("it was called"))
-    assert refusals(name, Question("self", "self", 64, "bfloat16", here(hardware), 4, 4)) == []
+    assert refusals(name, AttentionRequirements("self", "self", 64, "bfloat16", here(hardware), 4, 4)) == []
 
 
 def test_nothing_is_imported_or_called_for_a_machine_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, "xformers.ops", types.ModuleType("xformers.ops"))
     elsewhere = cuda((9, 0), "xformers")
-    assert refusals("xformers", Question("self", "self", 64, "bfloat16", elsewhere, 4, 4)) == []
+    assert refusals("xformers", AttentionRequirements("self", "self", 64, "bfloat16", elsewhere, 4, 4)) == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diffusion_runtime.attention.info import StepInfo
-from diffusion_runtime.denoising.flow_schedule import EvenlyFalling, FlowSchedule
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SHIFT_KEY, read_scheduler_config
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
@@ -161,7 +161,7 @@ def _runs_there(values: dict[str, Any], sigmas: tuple[float, ...] | None) -> str
     [
         (UNIPC, UNIPC_VALUES, FlowSchedule()),
         (EULER, EULER_VALUES, FlowSchedule()),
-        (EULER, EULER_VALUES, EvenlyFalling()),
+        (EULER, EULER_VALUES, LinearSigmas()),
     ],
     ids=["unipc", "euler", "euler-evenly-falling"],
 )

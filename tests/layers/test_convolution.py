@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
 
-from diffusion_runtime.layers.convolution import QuickConvolutions
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
 
 
 def kernels(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> set[str]:
-    with torch.inference_mode(), profile() as profiled, QuickConvolutions():
+    with torch.inference_mode(), profile() as profiled, OneDnnConvolutions():
         function(x)
     return {event.key for event in profiled.key_averages()}
 
@@ -27,7 +27,7 @@ def test_convolutions_are_equal(kernel: tuple[int, int, int], stride: int, paddi
     layer = nn.Conv3d(4, 6, kernel, stride, padding, bias=bias).requires_grad_(False)
     x = torch.randn(1, 4, 5, 9, 10)
     expected = layer(x)
-    with torch.inference_mode(), QuickConvolutions():
+    with torch.inference_mode(), OneDnnConvolutions():
         out = layer(x)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -37,7 +37,7 @@ def test_normalize_is_equal(dim: int) -> None:
     x = torch.randn(2, 6, 3, 4, 5)
     x[0, :, 0] = 0.0
     expected = F.normalize(x, dim=dim)
-    with torch.inference_mode(), QuickConvolutions():
+    with torch.inference_mode(), OneDnnConvolutions():
         out = F.normalize(x, dim=dim)
     torch.testing.assert_close(out, expected)
     assert not out[0, :, 0].any()
@@ -59,7 +59,7 @@ def test_the_norm_over_channels_is_a_product_and_a_sum() -> None:
 
 def test_gradients_and_other_dtypes_are_left_alone() -> None:
     layer = nn.Conv3d(4, 6, 3)
-    with QuickConvolutions():
+    with OneDnnConvolutions():
         layer(torch.randn(1, 4, 5, 9, 10)).sum().backward()
         with torch.no_grad():
             assert layer.double()(torch.randn(1, 4, 5, 9, 10).double()).dtype == torch.float64

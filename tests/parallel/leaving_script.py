@@ -10,12 +10,12 @@ import time
 
 import torch
 
-from diffusion_runtime.parallel.place import read_place
+from diffusion_runtime.parallel.process_info import read_process_info
 from diffusion_runtime.parallel.world import World
 
 
 def main(what: str) -> None:
-    place = read_place()
+    place = read_process_info()
     assert place is not None
     world = World.join(place, announce=lambda failure: print(failure.message, flush=True))
     world.open_groups(torch.device("cpu"), 600.0)

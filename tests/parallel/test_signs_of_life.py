@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from diffusion_runtime.parallel.board import Board
 from diffusion_runtime.parallel.failure import RankFailure
-from diffusion_runtime.parallel.place import Place
+from diffusion_runtime.parallel.process_info import ProcessInfo
 from diffusion_runtime.parallel.process_state import children_of, is_alive, read_state, variable_of
+from diffusion_runtime.parallel.run_store import RunStore
 from diffusion_runtime.parallel.signs_of_life import MEETING_SECONDS, SILENT_SECONDS, STOPPED_SECONDS, SignsOfLife
-from diffusion_runtime.parallel.watch import Watch
+from diffusion_runtime.parallel.watchdog import Watchdog
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks for processes in /proc")
 SLEEP = "import time; time.sleep(1000)"
@@ -99,10 +99,10 @@ def test_who_says_that_a_process_died() -> None:
     with process(IDLE) as dead:
         pass
     for is_launched in (True, False):
-        board = Board(dist.HashStore(), "run/")
+        board = RunStore(dist.HashStore(), "run/")
         said: list[RankFailure] = []
-        place = Place(0, 2, 0, 2, "localhost", 1, is_launched=is_launched, has_agent=is_launched)
-        watch = Watch(board, place, said.append)
+        place = ProcessInfo(0, 2, 0, 2, "localhost", 1, is_launched=is_launched, has_agent=is_launched)
+        watch = Watchdog(board, place, said.append)
         watch._beat(has_left=False)
         beat = json.loads(board.get(["beat/0"])[0])
         board.set("beat/1", json.dumps({**beat, "process": dead.pid}))
@@ -113,4 +113,4 @@ def test_who_says_that_a_process_died() -> None:
         assert board.ending() == (None if is_launched else dataclasses.replace(failure))
         # Unless it has left in order meanwhile.
         board.set("beat/1", json.dumps({**beat, "process": dead.pid, "has_left": True}))
-        assert Watch(board, place, said.append)._judge() is None
+        assert Watchdog(board, place, said.append)._judge() is None

@@ -10,7 +10,7 @@ import torch
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.parallel.place import read_place
+from diffusion_runtime.parallel.process_info import read_process_info
 from diffusion_runtime.parallel.world import World
 
 SIZES = {"height": 64, "width": 64, "num_frames": 1, "num_inference_steps": 2}
@@ -18,7 +18,7 @@ SIZES = {"height": 64, "width": 64, "num_frames": 1, "num_inference_steps": 2}
 
 def main() -> None:
     torch.set_num_threads(1)
-    place = read_place()
+    place = read_process_info()
     assert place is not None
     world = World.join(place, announce=lambda failure: print(failure.message, flush=True))
     frames = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from diffusion_runtime.parallel.place import Place
+from diffusion_runtime.parallel.process_info import ProcessInfo
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
@@ -41,7 +41,7 @@ def test_conditions_arrive_as_they_were_made(monkeypatch: pytest.MonkeyPatch) ->
         port = free.getsockname()[1]
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    world = World.join(Place(0, 1, 0, 1, "localhost", port), announce=lambda failure: None)
+    world = World.join(ProcessInfo(0, 1, 0, 1, "localhost", port), announce=lambda failure: None)
     try:
         world.open_groups(torch.device("cpu"), timeout=600)
         made = Lengths().encode(["a", "bcd"])

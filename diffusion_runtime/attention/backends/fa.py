@@ -14,11 +14,11 @@ from diffusion_runtime.attention.backends.fa4 import FlashAttention4
 from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, FLASH_FEATURES, FlashAttention
 from diffusion_runtime.attention.backends.interface import (
     AttentionCall,
+    AttentionRequirements,
     AttentionResult,
     Availability,
     Capability,
     HeadSizes,
-    Question,
 )
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import register_backend
@@ -32,8 +32,8 @@ _GENERATIONS: tuple[FlashAttention, ...] = (FlashAttention4(), FlashAttention3()
 
 def _refusals(generation: FlashAttention, hardware: Hardware, head_dim: int) -> list[str]:
     """Why a generation cannot serve a plain call of this head size here; the chip first."""
-    question = Question("self", "self", head_dim, "bfloat16", hardware, num_heads=1, num_kv_heads=1)
-    return generation.capability.refusals(question)
+    requirements = AttentionRequirements("self", "self", head_dim, "bfloat16", hardware, num_heads=1, num_kv_heads=1)
+    return generation.capability.refusals(requirements)
 
 
 def _installed(hardware: Hardware) -> list[FlashAttention]:
@@ -42,18 +42,20 @@ def _installed(hardware: Hardware) -> list[FlashAttention]:
     return [generation for generation in there if not _refusals(generation, hardware, head_dim=64)]
 
 
-def serving_generation(question: Question) -> tuple[FlashAttention | None, list[tuple[FlashAttention, Availability]]]:
+def serving_generation(
+    requirements: AttentionRequirements,
+) -> tuple[FlashAttention | None, list[tuple[FlashAttention, Availability]]]:
     """The generation that `fa` stands for, None when none can serve; and those before it that cannot be imported.
 
     Which ones import is known of this process's own machine alone; of any other, the first that fits is taken.
     """
     broken: list[tuple[FlashAttention, Availability]] = []
-    for generation in _installed(question.hardware):
-        if generation.capability.refusals(question):
+    for generation in _installed(requirements.hardware):
+        if generation.capability.refusals(requirements):
             continue
-        if not question.hardware.is_here:
+        if not requirements.hardware.is_here:
             return generation, []
-        found = generation.imported(question)
+        found = generation.imported(requirements)
         if found.version is not None:
             return generation, broken
         broken.append((generation, found))
@@ -62,7 +64,9 @@ def serving_generation(question: Question) -> tuple[FlashAttention | None, list[
 
 def fastest_generation(hardware: Hardware, head_dim: int, dtype: str = "bfloat16") -> FlashAttention | None:
     """The generation that `fa` stands for; None when no installed one serves this head size on this chip."""
-    return serving_generation(Question("self", "self", head_dim, dtype, hardware, num_heads=1, num_kv_heads=1))[0]
+    return serving_generation(
+        AttentionRequirements("self", "self", head_dim, dtype, hardware, num_heads=1, num_kv_heads=1)
+    )[0]
 
 
 @functools.lru_cache(maxsize=64)
@@ -82,12 +86,12 @@ def _say_passed_over(generation: FlashAttention, reason: str, taken: str) -> Non
 class _AnyGeneration(Capability):
     """What the generations can do between them; on a machine, what those that are installed there can."""
 
-    def refusals(self, question: Question) -> list[str]:
-        reasons = super().refusals(question)
-        installed = _installed(question.hardware)
+    def refusals(self, requirements: AttentionRequirements) -> list[str]:
+        reasons = super().refusals(requirements)
+        installed = _installed(requirements.hardware)
         if reasons or not installed:
             return reasons
-        refused = [(generation.name, generation.capability.refusals(question)) for generation in installed]
+        refused = [(generation.name, generation.capability.refusals(requirements)) for generation in installed]
         if not all(found for _, found in refused):
             return []
         return [f"{name} {reason}" for name, found in refused for reason in found]
@@ -126,12 +130,12 @@ class AnyFlashAttention(ImportingBackend):
         generation = fastest_generation(hardware, head_dim=64) or _installed(hardware)[0]
         return generation.versions(hardware)
 
-    def imported(self, question: Question) -> Availability:
-        generation, broken = serving_generation(question)
+    def imported(self, requirements: AttentionRequirements) -> Availability:
+        generation, broken = serving_generation(requirements)
         if generation is not None:
             for other, found in broken:
                 _say_passed_over(other, found.reason, generation.name)
-            return Availability(f"{generation.name} {generation.probe(question.hardware).version}")
+            return Availability(f"{generation.name} {generation.probe(requirements.hardware).version}")
         reasons, fixes = [found.reason for _, found in broken], [found.fix for _, found in broken]
         return Availability(None, "; ".join(reasons), fixes[0])
 

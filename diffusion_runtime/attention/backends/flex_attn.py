@@ -82,7 +82,7 @@ class FlexBackend(Backend):
             return Availability(None, "it is compiled with triton, which is not installed", "pip install triton")
         return Availability(hardware.torch_version)
 
-    def competes(self, hardware: Hardware) -> bool:
+    def timed_by_default(self, hardware: Hardware) -> bool:
         return hardware.platform != "cpu"
 
     def run(self, call: AttentionCall) -> AttentionResult:

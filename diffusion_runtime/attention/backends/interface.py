@@ -72,7 +72,7 @@ class KeyCounts:
 
 
 @dataclass(frozen=True)
-class Question:
+class AttentionRequirements:
     """What is known of a layer when its backend is chosen.
 
     category: the role's category; needs: the FEATURES its calls use (gqa follows from the head counts).
@@ -104,7 +104,7 @@ class Capability:
     minimum_capability, maximum_capability: inclusive range of compute capabilities on CUDA, None for no bound.
     categories: the role categories it may serve. needs_every_key: it chooses among all keys of the sequence, so a call
     with a part of them means something else; without it, parts are merged by their log-sum-exps. key_counts: see
-    KeyCounts; no question knows a call's number of keys, so calls with another run elsewhere (`calling.run_backend`).
+    KeyCounts; requirements name no number of keys, so calls with another run elsewhere (`calling.run_backend`).
     needs_grid: it reads off the call's layout where the tokens of a grid sit.
     """
 
@@ -119,16 +119,16 @@ class Capability:
     key_counts: KeyCounts = field(default_factory=KeyCounts)
     needs_grid: bool = False
 
-    def serves(self, question: Question) -> bool:
+    def serves(self, requirements: AttentionRequirements) -> bool:
         """Whether the backend is made for the role at all; a general choice passes over roles it is not made for."""
-        return question.category in self.categories
+        return requirements.category in self.categories
 
-    def refusals(self, question: Question) -> list[str]:
-        """Every reason why the backend cannot answer `question`; empty when it can."""
+    def refusals(self, requirements: AttentionRequirements) -> list[str]:
+        """Every reason why the backend cannot meet `requirements`; empty when it can."""
         reasons = []
-        hardware = question.hardware
-        if not self.serves(question):
-            reasons.append(f"serves {', '.join(sorted(self.categories))} attention, not role {question.role!r}")
+        hardware = requirements.hardware
+        if not self.serves(requirements):
+            reasons.append(f"serves {', '.join(sorted(self.categories))} attention, not role {requirements.role!r}")
         if hardware.platform not in self.platforms:
             reasons.append(f"runs on {', '.join(sorted(self.platforms))}, not on {hardware.platform}")
         elif hardware.capability is not None:
@@ -137,22 +137,22 @@ class Capability:
                 reasons.append(f"needs sm_{low[0]}{low[1]} or newer, this is {hardware.describe()}")
             if high is not None and hardware.capability > high:
                 reasons.append(f"stops at sm_{high[0]}{high[1]}, this is {hardware.describe()}")
-        if question.dtype not in self.dtypes:
-            reasons.append(f"takes {', '.join(sorted(self.dtypes))}, not {question.dtype}")
-        if question.head_dim not in self.head_sizes:
-            reasons.append(f"takes head sizes {self.head_sizes}, not {question.head_dim}")
-        needs = set(question.needs)
-        if question.num_kv_heads != question.num_heads:
+        if requirements.dtype not in self.dtypes:
+            reasons.append(f"takes {', '.join(sorted(self.dtypes))}, not {requirements.dtype}")
+        if requirements.head_dim not in self.head_sizes:
+            reasons.append(f"takes head sizes {self.head_sizes}, not {requirements.head_dim}")
+        needs = set(requirements.needs)
+        if requirements.num_kv_heads != requirements.num_heads:
             needs.add("gqa")
-        if question.keys_in_parts and self.needs_every_key and not question.every_key_on_demand:
+        if requirements.keys_in_parts and self.needs_every_key and not requirements.every_key_on_demand:
             reasons.append(
                 "ring attention gives each call a part of the keys, and it chooses among all of them; share the "
                 "sequence with ulysses_degree alone"
             )
-        if question.keys_in_parts and not self.needs_every_key and "lse" not in self.features:
+        if requirements.keys_in_parts and not self.needs_every_key and "lse" not in self.features:
             reasons.append("returns no log-sum-exp, which ring attention merges its parts by")
-        if question.no_grid and self.needs_grid:
-            reasons.append(f"it needs the grid of the tokens, {question.no_grid}")
+        if requirements.no_grid and self.needs_grid:
+            reasons.append(f"it needs the grid of the tokens, {requirements.no_grid}")
         reasons += [f"cannot do {feature}" for feature in sorted(needs - self.features)]
         return reasons
 
@@ -273,7 +273,7 @@ class Backend(ABC):
         Raises ConfigError when what one head attends to depends on heads that another process holds.
         """
 
-    def competes(self, hardware: Hardware) -> bool:  # noqa: ARG002
+    def timed_by_default(self, hardware: Hardware) -> bool:  # noqa: ARG002
         """Whether a comparison of speed on `hardware` includes it unless it is named.
 
         False for what is there to be right and not fast, for what takes a minute to start, and for what picks one of
@@ -285,8 +285,8 @@ class Backend(ABC):
         """`error_bound` on one machine: kernels for other chips may give up less."""
         return self.error_bound
 
-    def delegates(self, question: Question) -> tuple[str, ...]:  # noqa: ARG002
-        """Names of other backends that it may hand calls of a layer like `question` to."""
+    def delegates(self, requirements: AttentionRequirements) -> tuple[str, ...]:  # noqa: ARG002
+        """Names of other backends that it may hand calls of a layer with `requirements` to."""
         return ()
 
     @abstractmethod
@@ -294,6 +294,6 @@ class Backend(ABC):
         """Compute one call, which has at least one query and one key. Selection has already checked `capability`, so
         every call is one it promised.
 
-        Callers go through `calling.run_backend`, which answers empty calls and keeps what no question can ask about:
+        Callers go through `calling.run_backend`, which answers empty calls and keeps what requirements do not name:
         key_counts.
         """

@@ -17,14 +17,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from diffusion_runtime.attention.autotune import time_candidates, with_own_options
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import (
     AttentionCall,
+    AttentionRequirements,
     AttentionResult,
     Availability,
     Backend,
     Capability,
-    Question,
 )
 from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
 from diffusion_runtime.attention.backends.registry import (
@@ -34,7 +35,6 @@ from diffusion_runtime.attention.backends.registry import (
     when_backends_change,
 )
 from diffusion_runtime.attention.backends.torch_sdpa import TorchSdpaBackend
-from diffusion_runtime.attention.contest import time_candidates, with_own_options
 from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, machine_facts
 from diffusion_runtime.attention.platforms import platform_candidates
 from diffusion_runtime.attention.roles import role_category
@@ -71,7 +71,7 @@ def candidates(hardware: Hardware) -> list[Backend]:
     for name in names:
         try:
             backend = find_backend(name)
-            if backend is None or not backend.lossless or not backend.competes(hardware):
+            if backend is None or not backend.lossless or not backend.timed_by_default(hardware):
                 continue
             if backend.probe(hardware).version is not None:
                 found.append(backend)
@@ -83,10 +83,12 @@ def candidates(hardware: Hardware) -> list[Backend]:
 class _AnyCandidate(NarrowedCapability):
     """What any candidate can do, each call by one of them."""
 
-    def refusals(self, question: Question) -> list[str]:
-        if any(not refusals(backend.name, question) for backend in candidates(question.hardware)):
+    def refusals(self, requirements: AttentionRequirements) -> list[str]:
+        if any(not refusals(backend.name, requirements) for backend in candidates(requirements.hardware)):
             return []
-        return self.on(question.hardware).refusals(question) or ["no lossless backend here can do all of this at once"]
+        return self.on(requirements.hardware).refusals(requirements) or [
+            "no lossless backend here can do all of this at once"
+        ]
 
 
 def _on(hardware: Hardware) -> Capability:
@@ -121,11 +123,13 @@ class MeasuredBackend(Backend):
     def probe(self, hardware: Hardware) -> Availability:
         return Availability(f"among {len(candidates(hardware))}")
 
-    def competes(self, hardware: Hardware) -> bool:  # noqa: ARG002
+    def timed_by_default(self, hardware: Hardware) -> bool:  # noqa: ARG002
         return False
 
-    def delegates(self, question: Question) -> tuple[str, ...]:
-        able = [backend.name for backend in candidates(question.hardware) if not refusals(backend.name, question)]
+    def delegates(self, requirements: AttentionRequirements) -> tuple[str, ...]:
+        able = [
+            backend.name for backend in candidates(requirements.hardware) if not refusals(backend.name, requirements)
+        ]
         return tuple(able)
 
     def run(self, call: AttentionCall) -> AttentionResult:
@@ -176,7 +180,7 @@ def _pick(call: AttentionCall) -> _Pick:
 def _settle(call: AttentionCall) -> tuple[_Pick, bool]:
     """Who serves a call, and whether that holds for later ones: remembered, measured, or next best."""
     hardware = detect_hardware(str(call.q.device))
-    question = Question(
+    requirements = AttentionRequirements(
         role=call.layer.role,
         category=role_category(call.layer.role),
         head_dim=call.q.shape[3],
@@ -186,8 +190,8 @@ def _settle(call: AttentionCall) -> tuple[_Pick, bool]:
         num_kv_heads=call.k.shape[2],
         needs=call_needs(call),
     )
-    able = [backend for backend in candidates(hardware) if not refusals(backend.name, question)]
-    assert able, f"selection promised that something lossless can serve {question}"
+    able = [backend for backend in candidates(hardware) if not refusals(backend.name, requirements)]
+    assert able, f"selection promised that something lossless can serve {requirements}"
     if len(able) == 1:
         return _Pick(able[0], "only candidate"), True
     names = {backend.name: backend for backend in able}

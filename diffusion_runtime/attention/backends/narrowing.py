@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
-from diffusion_runtime.attention.backends.interface import Backend, Capability, Question
+from diffusion_runtime.attention.backends.interface import AttentionRequirements, Backend, Capability
 from diffusion_runtime.hardware import Hardware
 
 
@@ -20,8 +20,8 @@ class NarrowedCapability(Capability):
 
     on: Callable[[Hardware], Capability] = field(kw_only=True)
 
-    def refusals(self, question: Question) -> list[str]:
-        return self.on(question.hardware).refusals(question)
+    def refusals(self, requirements: AttentionRequirements) -> list[str]:
+        return self.on(requirements.hardware).refusals(requirements)
 
 
 def narrowed(best: Capability, on: Callable[[Hardware], Capability]) -> NarrowedCapability:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
-from diffusion_runtime.attention.backends.interface import Availability, Backend, Question
+from diffusion_runtime.attention.backends.interface import AttentionRequirements, Availability, Backend
 from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.kernels.importing import raised_line as raised_line
@@ -20,11 +20,11 @@ class ImportingBackend(Backend):
     distributions: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def imported(self, question: Question) -> Availability:
-        """The version that would serve `question` in this process, or why what is installed cannot, and the fix.
+    def imported(self, requirements: AttentionRequirements) -> Availability:
+        """The version that would serve `requirements` in this process, or why what is installed cannot, and the fix.
 
         Imports packages and may run one small call, so it is asked of the backend that is about to be chosen and of no
-        other, where `probe` and the capability have nothing against it. question.hardware: the machine of this process.
+        other, where `probe` and the capability have nothing against it. requirements.hardware: of this process.
         """
 
 
@@ -61,14 +61,17 @@ class PackageBackend(ImportingBackend):
         """`compiled_ahead` of the version that is installed."""
         return self.compiled_ahead
 
-    def imported(self, question: Question) -> Availability:
+    def imported(self, requirements: AttentionRequirements) -> Availability:
         failure, problem = import_failure(self.module, *self.functions), "cannot be imported"
-        if failure is None and self.is_compiled_ahead(question.hardware):
+        if failure is None and self.is_compiled_ahead(requirements.hardware):
             # Imported here: it needs torch, which a listing for another machine does not.
             from diffusion_runtime.attention.backends.trial import trial_failure
 
-            failure, problem = trial_failure(self, question), f"cannot compute on {question.hardware.describe()}"
-        found = self.probe(question.hardware)
+            failure, problem = (
+                trial_failure(self, requirements),
+                f"cannot compute on {requirements.hardware.describe()}",
+            )
+        found = self.probe(requirements.hardware)
         if failure is None:
             return found
         return Availability(

@@ -40,7 +40,7 @@ class ReferenceBackend(Backend):
     def probe(self, hardware: Hardware) -> Availability:
         return Availability(version=hardware.torch_version)
 
-    def competes(self, hardware: Hardware) -> bool:  # noqa: ARG002
+    def timed_by_default(self, hardware: Hardware) -> bool:  # noqa: ARG002
         return False
 
     def run(self, call: AttentionCall) -> AttentionResult:

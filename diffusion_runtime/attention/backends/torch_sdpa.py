@@ -88,7 +88,7 @@ def _kernel_name(
     gqa: bool,
 ) -> str:
     """The kernel that torch takes for such a call, asked once for each form of call."""
-    # In a compiled graph the question, whose answer is no tensor, would be a graph break.
+    # In a compiled graph this question, whose answer is no tensor, would be a graph break.
     if torch.compiler.is_compiling() or not _tells_kernel(q_bhsd.device.type):
         return _UNTOLD
     form = (

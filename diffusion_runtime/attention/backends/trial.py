@@ -7,7 +7,7 @@ import functools
 import torch
 
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionCall, Backend, NoOptions, Question
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements, Backend, NoOptions
 from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import Hardware
@@ -17,13 +17,13 @@ from diffusion_runtime.kernels.importing import raised_line
 _SEQ = 256
 
 
-def trial_failure(backend: Backend, question: Question) -> str | None:
-    """What one small call of the question's dtype and head size raises, in one line; None when it computes.
+def trial_failure(backend: Backend, requirements: AttentionRequirements) -> str | None:
+    """What one small call of the requirements' dtype and head size raises, in one line; None when it computes.
 
     None as well where this process has no device with that chip, and nothing can be tried.
     """
-    device = device_with_chip(question.hardware)
-    return None if device is None else _failure(backend, device, question.dtype, question.head_dim)
+    device = device_with_chip(requirements.hardware)
+    return None if device is None else _failure(backend, device, requirements.dtype, requirements.head_dim)
 
 
 def device_with_chip(hardware: Hardware) -> torch.device | None:

@@ -13,12 +13,12 @@ import torch
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import (
     AttentionCall,
+    AttentionRequirements,
     AttentionResult,
     Availability,
     Capability,
     DenseAttention,
     HeadSizes,
-    Question,
 )
 from diffusion_runtime.attention.backends.narrowing import NarrowedCapability, narrowed
 from diffusion_runtime.attention.backends.packages import ImportingBackend
@@ -138,15 +138,15 @@ class SparseBackend(ImportingBackend):
             return Availability(None, f"its kernel on {hardware.platform} needs triton", _INSTALL_TRITON)
         return Availability(version=hardware.packages.get("triton", hardware.torch_version))
 
-    def imported(self, question: Question) -> Availability:
-        if question.hardware.platform in GPU_PLATFORMS:
+    def imported(self, requirements: AttentionRequirements) -> Availability:
+        if requirements.hardware.platform in GPU_PLATFORMS:
             failure = import_failure("triton")
             if failure is not None:
                 return Availability(None, f"triton is installed and cannot be imported: {failure}", _INSTALL_TRITON)
-            if flash4.serves(question.hardware):
+            if flash4.serves(requirements.hardware):
                 # Asked here, so that neither its import nor what is wrong with it waits for the first sparse step.
                 flash4.package_refusal()
-        return self.probe(question.hardware)
+        return self.probe(requirements.hardware)
 
     @abstractmethod
     def dense_reason(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
@@ -216,7 +216,7 @@ def _platform_dense(call: AttentionCall) -> DenseAttention:
     needs = {"key_padding"} if call.layout is not None and call.layout.has_padding else set()
     needs |= {"lse"} if call.return_lse else set()
     needs |= {"scale"} if call.scale is not None else set()
-    question = Question(
+    requirements = AttentionRequirements(
         role=call.layer.role,
         category=role_category(call.layer.role),
         head_dim=call.q.shape[3],
@@ -226,7 +226,7 @@ def _platform_dense(call: AttentionCall) -> DenseAttention:
         num_kv_heads=call.k.shape[2],
         needs=frozenset(needs),
     )
-    return resolve_dense(select_dense(question))
+    return resolve_dense(select_dense(requirements))
 
 
 @functools.lru_cache(maxsize=32)

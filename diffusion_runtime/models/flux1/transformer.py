@@ -20,9 +20,9 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.conditioning import ConditionEmbedding
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import PatchEmbedding, unpatchify
-from diffusion_runtime.layers.kept_text import kept_for_text
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
@@ -103,4 +103,4 @@ class Flux1Transformer(DiffusionTransformer):
             )
             return projected
 
-        return kept_for_text("text_embedding", text.embeddings, context, project)
+        return cached_for_prompt("text_embedding", text.embeddings, context, project)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diffusion_runtime.denoising.flow_schedule import EvenlyFalling, FlowSchedule, ShiftByTokens
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.token_shift import token_shift
 
@@ -17,7 +17,7 @@ _MAX_TOKENS_BY_STEPS = 4300
 
 
 @dataclass(frozen=True)
-class EmpiricalShift(EvenlyFalling):
+class EmpiricalShift(LinearSigmas):
     """A shift whose logarithm is linear in the number of tokens, and between 10 and 200 steps on the line through
     both.
 

@@ -18,9 +18,9 @@ from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.conditioning import ConditionEmbedding
 from diffusion_runtime.layers.embeddings import patchify, unpatchify
-from diffusion_runtime.layers.kept_text import kept_for_text
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleBlock
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
@@ -91,7 +91,7 @@ class Flux2Transformer(DiffusionTransformer):
             )
             return projected
 
-        return kept_for_text("text_embedding", text.embeddings, context, project)
+        return cached_for_prompt("text_embedding", text.embeddings, context, project)
 
     def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
         """[S + L, head_dim / 2]: the picture lies along rows and columns, the text along the last axis."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.layers.convolution import QuickConvolutions
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
@@ -37,7 +37,7 @@ class HunyuanVideoDecoder(LatentDecoder):
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode. The scaling is undone in float32, whatever the decoder computes in."""
         raw = latents.to(self._device, torch.float32) / self._scaling_factor
-        with torch.inference_mode(), QuickConvolutions():
+        with torch.inference_mode(), OneDnnConvolutions():
             frames: torch.Tensor = self._autoencoder.decode(raw.to(self._dtype), return_dict=False)[0]
             return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.layers.convolution import QuickConvolutions
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
@@ -38,7 +38,7 @@ class HunyuanVideo15Decoder(LatentDecoder):
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode. The scaling is undone in float32, whatever the decoder computes in."""
         raw = latents.to(self._device, torch.float32) / self._scaling_factor
-        with torch.inference_mode(), QuickConvolutions():
+        with torch.inference_mode(), OneDnnConvolutions():
             frames: torch.Tensor = self._autoencoder.decode(raw.to(self._dtype), return_dict=False)[0]
             return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 
@@ -54,7 +54,7 @@ class FirstFrameEncoder:
         """image: [height, width, 3], uint8. Latents [1, channels, 1, height, width], float32: the most likely ones."""
         weight = next(self._autoencoder.parameters())
         pixels = image.to(weight.device, torch.float32).div(255).mul(2).sub(1).permute(2, 0, 1)[None, :, None]
-        with torch.inference_mode(), QuickConvolutions():
+        with torch.inference_mode(), OneDnnConvolutions():
             mode: torch.Tensor = self._autoencoder.encode(pixels.to(weight.dtype)).latent_dist.mode()
         return mode.float() * self._scaling_factor
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.denoising.flow_schedule import EvenlyFalling, FlowSchedule
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
 from diffusion_runtime.models.geometry import LatentGeometry
@@ -69,7 +69,7 @@ class HunyuanVideo15Family(ModelFamily):
 
     def schedule(self, folder: Path, scheduler: SchedulerConfig) -> FlowSchedule:
         super().schedule(folder, scheduler)
-        return EvenlyFalling()
+        return LinearSigmas()
 
     def takes_image(self, folder: Path) -> bool:
         return read_transformer_config(folder).starts_from_image

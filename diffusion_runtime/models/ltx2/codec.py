@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from diffusion_runtime.layers.convolution import QuickConvolutions
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.folder import read_config
@@ -52,7 +52,7 @@ class LTX2Decoder(LatentDecoder):
             for statistic in (self._autoencoder.latents_mean, self._autoencoder.latents_std)
         )
         raw = latents.to(weight.device, torch.float32) * std / self._scaling_factor + mean
-        with torch.inference_mode(), QuickConvolutions():
+        with torch.inference_mode(), OneDnnConvolutions():
             frames: torch.Tensor = self._autoencoder.decode(raw.to(weight.dtype), return_dict=False)[0]
             return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 

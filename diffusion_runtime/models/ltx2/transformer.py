@@ -22,9 +22,9 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.conditioning import TimestepModulation
 from diffusion_runtime.layers.embeddings import TextEmbedding, patchify, unpatchify
-from diffusion_runtime.layers.kept_text import kept_for_text
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import modulated_layer_norm
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.ltx2.block import KeysAndValues, LTX2Block, StreamBlock, StreamInputs
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
@@ -156,7 +156,7 @@ class LTX2Transformer(DiffusionTransformer):
                 audio, (block.audio for block in self.all_blocks())
             )
 
-        return kept_for_text("ltx2_text", embeddings[0], context, project)
+        return cached_for_prompt("ltx2_text", embeddings[0], context, project)
 
     def all_blocks(self) -> Iterator[LTX2Block]:
         return (block for block in self.blocks if isinstance(block, LTX2Block))

@@ -19,10 +19,10 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbedding, patchify, unpatchify
-from diffusion_runtime.layers.kept_text import kept_for_text
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.rope import diagonal_rotations, followed_by_text, position_rotations
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
@@ -105,4 +105,4 @@ class QwenImageTransformer(DiffusionTransformer):
             projected: torch.Tensor = self.text_embedding(self.text_norm(tokens))
             return projected
 
-        return kept_for_text("text_embedding", text.embeddings, context, project)
+        return cached_for_prompt("text_embedding", text.embeddings, context, project)

@@ -25,9 +25,9 @@ from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.feed_forward import GatedFeedForward
-from diffusion_runtime.layers.kept_text import kept_for_text
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.rope import position_rotations, rotate
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
@@ -148,7 +148,9 @@ class ZImageTransformer(DiffusionTransformer):
         rotations = _of_each(picture)
         for block in self.grid_refiner:
             x = block(x, conditioning, rotations, context.with_layout(layout))
-        text = kept_for_text("text", inputs.text.embeddings, context, lambda: self._text(inputs.text, lengths, context))
+        text = cached_for_prompt(
+            "text", inputs.text.embeddings, context, lambda: self._text(inputs.text, lengths, context)
+        )
         text_rotations = self._text_rotations(text.shape[1], text.device)
         x = torch.cat([x, text], dim=1)
         layout = TokenLayout(

@@ -22,7 +22,7 @@ class _Kept(Generic[T]):
     made: T
 
 
-def kept_for_text(name: str, embeddings: torch.Tensor, context: AttentionContext, make: Callable[[], T]) -> T:
+def cached_for_prompt(name: str, embeddings: torch.Tensor, context: AttentionContext, make: Callable[[], T]) -> T:
     """What `make` returns, kept under `name` for the other steps of the request; not to be written to.
 
     embeddings: the text it is made of; another tensor in the same request and branch is made anew.

@@ -9,7 +9,7 @@ from pathlib import Path
 from cli_support import process_environment
 from tiny_models import write_tiny_wan
 
-WORKER = Path(__file__).with_name("row_bands_worker.py")
+WORKER = Path(__file__).with_name("spatial_parallel_worker.py")
 NUM_PROCESSES = 3
 
 

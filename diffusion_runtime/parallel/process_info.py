@@ -17,7 +17,7 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """This process among all.
 
     rank: from 0 to world_size - 1; local_rank: among the local_world_size of this machine, which is also the number of
@@ -43,7 +43,7 @@ class Place:
         return self.rank == 0
 
 
-def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
+def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessInfo | None:
     """The place a launcher gave this process; None when it is alone.
 
     Raises ConfigError for an environment that is incomplete or contradicts itself.
@@ -68,7 +68,7 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
         )
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise ConfigError(f"environment: RANK {numbers['RANK']} is not below WORLD_SIZE {numbers['WORLD_SIZE']}")
-    return Place(
+    return ProcessInfo(
         rank=numbers["RANK"],
         world_size=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],

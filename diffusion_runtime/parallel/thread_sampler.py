@@ -23,7 +23,7 @@ _LONGEST_GAP_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class ThreadSample:
     """place: `file.py:12 in name`; waits: for other processes, and waiting_seconds: for how long. idle_seconds: for how
     long it was seen nowhere else and has computed nothing; process_idle_seconds: for how long, besides, no other thread
     of the process has computed, read or written anything."""
@@ -35,7 +35,7 @@ class Whereabouts:
     waits: bool
 
 
-class ThreadObserver:
+class ThreadSampler:
     """Looks at one thread again and again. thread_id: `threading.Thread.ident`."""
 
     def __init__(self, thread_id: int) -> None:
@@ -46,7 +46,7 @@ class ThreadObserver:
         self._computed = self._seconds_computed()
         self._process_computed, self._num_bytes = _process_work()
 
-    def look(self) -> Whereabouts:
+    def look(self) -> ThreadSample:
         """The whole stack tells whether it was seen elsewhere, the processor's clock whether it computes."""
         now, computed = time.monotonic(), self._seconds_computed()
         process_computed, num_bytes = _process_work()
@@ -71,10 +71,10 @@ class ThreadObserver:
         if not waits or slept:
             self._waiting_since = now
         if innermost is None:
-            return Whereabouts("nowhere", 0.0, 0.0, 0.0, False)
+            return ThreadSample("nowhere", 0.0, 0.0, 0.0, False)
         file = Path(innermost.f_code.co_filename).name
         place = f"{file}:{innermost.f_lineno} in {innermost.f_code.co_name}"
-        return Whereabouts(
+        return ThreadSample(
             place, now - self._idle_since, now - self._process_idle_since, now - self._waiting_since, waits
         )
 

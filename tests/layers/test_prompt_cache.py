@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.attention import AttentionContext, StepInfo
-from diffusion_runtime.layers.kept_text import kept_for_text
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 
 
 def test_one_make_for_each_text_branch_and_name() -> None:
@@ -16,7 +16,7 @@ def test_one_make_for_each_text_branch_and_name() -> None:
             made.append(embeddings * 2)
             return made[-1]
 
-        return kept_for_text(name, embeddings, context, make)
+        return cached_for_prompt(name, embeddings, context, make)
 
     text, other = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
     cond = AttentionContext(step=StepInfo(branch="cond"))

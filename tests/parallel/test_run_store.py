@@ -10,26 +10,26 @@ import pytest
 import torch.distributed as dist
 
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
-from diffusion_runtime.parallel.board import Board, connect
 from diffusion_runtime.parallel.failure import RankFailure
-from diffusion_runtime.parallel.place import Place
+from diffusion_runtime.parallel.process_info import ProcessInfo
+from diffusion_runtime.parallel.run_store import RunStore, connect
 
 SECONDS = timedelta(seconds=5)
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(monkeypatch: pytest.MonkeyPatch) -> ProcessInfo:
     """The first of two processes, that meet at a free port."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    return Place(0, 2, 0, 2, "localhost", port)
+    return ProcessInfo(0, 2, 0, 2, "localhost", port)
 
 
 def test_the_first_reason_is_believed() -> None:
-    board = Board(dist.HashStore(), "run/")
+    board = RunStore(dist.HashStore(), "run/")
     assert board.ending() is None
     first, second = RankFailure(1, "KeyError", "first", 4, "trace"), RankFailure(0, "OSError", "second")
     assert board.end(first)
@@ -38,14 +38,14 @@ def test_the_first_reason_is_believed() -> None:
 
 
 def test_a_wait_can_be_given_up() -> None:
-    board = Board(dist.HashStore(), "run/")
+    board = RunStore(dist.HashStore(), "run/")
     board.set("a", "1")
     assert board.wait(["a"], lambda: True)
     assert not board.wait(["a", "b"], lambda: True)
     assert board.get(["a"]) == ["1"]
 
 
-def test_a_rank_that_is_started_twice_at_one_port(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_started_twice_at_one_port(place: ProcessInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     # The store that torchrun keeps: both runs' processes reach it.
     store = dist.TCPStore("localhost", place.port, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -57,7 +57,7 @@ def test_a_rank_that_is_started_twice_at_one_port(place: Place, monkeypatch: pyt
     del store
 
 
-def test_a_port_that_somebody_else_has(place: Place) -> None:
+def test_a_port_that_somebody_else_has(place: ProcessInfo) -> None:
     with socket.socket(socket.AF_INET6) as taken:
         taken.bind(("", place.port))
         taken.listen()
@@ -65,7 +65,7 @@ def test_a_port_that_somebody_else_has(place: Place) -> None:
             connect(place, SECONDS)
 
 
-def test_nobody_answers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_answers(place: ProcessInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(DiffusionRuntimeError, match=f"rank 1: nobody answers at localhost:{place.port} after 1 s"):
         connect(dataclasses.replace(place, rank=1), timedelta(seconds=1))

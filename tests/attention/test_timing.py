@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diffusion_runtime.attention import stopwatch
-from diffusion_runtime.attention.stopwatch import milliseconds, time_alternately
+from diffusion_runtime.attention import timing
+from diffusion_runtime.attention.timing import milliseconds, time_alternately
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(stopwatch, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     return clock
 
 

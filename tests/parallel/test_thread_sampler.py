@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from diffusion_runtime.parallel.board import Board
-from diffusion_runtime.parallel.whereabouts import ThreadObserver, Whereabouts
+from diffusion_runtime.parallel.run_store import RunStore
+from diffusion_runtime.parallel.thread_sampler import ThreadSample, ThreadSampler
 
 
-def observe(thread: threading.Thread, until: Callable[[Whereabouts], bool]) -> Whereabouts:
+def observe(thread: threading.Thread, until: Callable[[ThreadSample], bool]) -> ThreadSample:
     """The first look of which `until` holds: a test ends by its time limit when it never does."""
-    observer = ThreadObserver(thread.ident or 0)
+    observer = ThreadSampler(thread.ident or 0)
     while not until(seen := observer.look()):
         time.sleep(0.02)
     return seen
@@ -80,7 +80,7 @@ def test_a_process_that_reads_is_not_idle(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_others_is_not_to_blame() -> None:
-    board = Board(dist.HashStore(), "run/")
+    board = RunStore(dist.HashStore(), "run/")
     thread = threading.Thread(target=lambda: board.wait(["never"], lambda: board.has("over")))
     thread.start()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.parallel.place import Place, read_place
+from diffusion_runtime.parallel.process_info import ProcessInfo, read_process_info
 
 TORCHRUN = {
     "RANK": "3",
@@ -19,13 +19,13 @@ TORCHRUN = {
 
 
 def test_alone() -> None:
-    assert read_place({}) is None
-    assert read_place({"WORLD_SIZE": "4"}) is None
-    assert read_place({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert read_process_info({}) is None
+    assert read_process_info({"WORLD_SIZE": "4"}) is None
+    assert read_process_info({"RANK": "0", "WORLD_SIZE": "1"}) is None
 
 
 def test_among_others() -> None:
-    assert read_place(TORCHRUN) == Place(3, 4, 1, 2, "host", 1234, has_agent=True)
+    assert read_process_info(TORCHRUN) == ProcessInfo(3, 4, 1, 2, "host", 1234, has_agent=True)
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_among_others() -> None:
 )
 def test_what_contradicts_itself(changes: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_place(TORCHRUN | changes)
+        read_process_info(TORCHRUN | changes)

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.parallel.failure import RankFailure
-from diffusion_runtime.parallel.place import Place
+from diffusion_runtime.parallel.process_info import ProcessInfo
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -26,7 +26,7 @@ _ENDED = "ended"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 
 
-class Board:
+class RunStore:
     """Texts by name. Every call is quick; waits are loops of looks, so that other threads get their turn."""
 
     def __init__(self, store: Store, prefix: str) -> None:
@@ -78,7 +78,7 @@ class Board:
         return dist.PrefixStore(f"{self._prefix}groups", self._store.clone())  # type: ignore[attr-defined]
 
 
-def connect(place: Place, timeout: timedelta) -> Board:
+def connect(place: ProcessInfo, timeout: timedelta) -> RunStore:
     """The board of this process's run.
 
     Raises ConfigError when another run uses the same port, DiffusionRuntimeError when nobody answers in time.
@@ -94,7 +94,7 @@ def connect(place: Place, timeout: timedelta) -> Board:
         ) from error
     except dist.DistError as error:
         raise DiffusionRuntimeError(_no_answer(place, meeting, timeout)) from error
-    board = Board(store, f"diffusion_runtime/{place.attempt}/")
+    board = RunStore(store, f"diffusion_runtime/{place.attempt}/")
     if board.count(f"joined/{place.rank}") > 1:
         raise ConfigError(
             f"rank {place.rank} was started twice at {meeting}: another run meets there; take another MASTER_PORT "
@@ -103,7 +103,7 @@ def connect(place: Place, timeout: timedelta) -> Board:
     return board
 
 
-def _no_answer(place: Place, meeting: str, timeout: timedelta) -> str:
+def _no_answer(place: ProcessInfo, meeting: str, timeout: timedelta) -> str:
     return (
         f"rank {place.rank}: nobody answers at {meeting} after {timeout.total_seconds():.0f} s; is rank 0 running, and "
         "are MASTER_ADDR and MASTER_PORT the same everywhere?"

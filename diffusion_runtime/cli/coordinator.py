@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 
-class Together(ABC):
+class Coordinator(ABC):
     """world: the processes of the run; None for one alone."""
 
     world: World | None = None
@@ -45,7 +45,7 @@ class Together(ABC):
         return Path(self.from_first(lambda: str(make())))
 
 
-class Alone(Together):
+class SingleProcessCoordinator(Coordinator):
     """One process."""
 
     @property
@@ -59,7 +59,7 @@ class Alone(Together):
         return make()
 
 
-class InWorld(Together):
+class MultiProcessCoordinator(Coordinator):
     """One of several processes. An error that only some of them meet ends the run: RunEnded is raised."""
 
     def __init__(self, world: World) -> None:

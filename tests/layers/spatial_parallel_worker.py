@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from diffusion_runtime.layers.row_bands import RowBands
+from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.models.wan.codec import load_decoder
 from diffusion_runtime.parallel.halo import band_of, gather_bands
 from diffusion_runtime.parallel.rank_group import RankGroup
@@ -25,7 +25,7 @@ def main(rank: int, size: int, store: str, folders: list[str]) -> None:
         decoder = load_decoder(Path(folder), torch.device("cpu"), torch.float32)
         shape = (1, decoder._mean.numel(), 3, NUM_ROWS, 5)
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        with RowBands(group):
+        with SpatialParallel(group):
             band = decoder.decode(latents[..., band_of(NUM_ROWS, group), :])
         frames = gather_bands(band, 2, group)
         whole = decoder.decode(latents)

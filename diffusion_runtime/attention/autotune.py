@@ -13,7 +13,7 @@ import torch
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, Backend, NoOptions
 from diffusion_runtime.attention.catalogue import raised_line
-from diffusion_runtime.attention.stopwatch import time_alternately
+from diffusion_runtime.attention.timing import time_alternately
 
 _NUM_ROUNDS = 7
 # After this long no further round begins; first calls, which may compile, are not counted.

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from diffusion_runtime.cli.coordinator import MultiProcessCoordinator
 from diffusion_runtime.cli.failures import INTERRUPTED, Failure, Interrupted
 from diffusion_runtime.cli.interruptions import interruptions, remove_unfinished_files
 from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout
-from diffusion_runtime.cli.together import InWorld
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
 from diffusion_runtime.parallel.orphans import end_with_launcher
-from diffusion_runtime.parallel.place import Place
+from diffusion_runtime.parallel.process_info import ProcessInfo
 
 if TYPE_CHECKING:
     from diffusion_runtime.parallel.world import World
@@ -26,23 +26,23 @@ _SECONDS_TO_BE_TOLD = 5.0
 # A process that is told to end without a word looks this long for the reason, which another one may be saying.
 _SECONDS_TO_LEARN_WHY = 2.0
 
-Work = Callable[[InWorld, Terminal], int]
+Work = Callable[[MultiProcessCoordinator, Terminal], int]
 
 
-class Rank:
+class RankRunner:
     """One process of a run. schema: of the JSON object that a failure is said as, None for text alone."""
 
-    def __init__(self, place: Place, terminal: Terminal, schema: str | None) -> None:
+    def __init__(self, place: ProcessInfo, terminal: Terminal, schema: str | None) -> None:
         self._place = place
         # Whose fault it was is said by whoever finds out; everything else by the first process.
-        self._voice = terminal
+        self._stderr = terminal
         self._terminal = terminal if place.is_first else Terminal(quiet=True, silent=True)
         self._schema = schema
         self._is_announcing = False
 
     def run(self, work: Work) -> NoReturn:
         """Do `work` together with the other processes, and end the process with the exit code that all have."""
-        if not self._voice.verbose:
+        if not self._stderr.verbose:
             # torch's C++ code says on standard error whatever it also raises. Read when torch is loaded.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         end_with_launcher(self._place)
@@ -56,9 +56,9 @@ class Rank:
 
             world = World.join(self._place, announce=self._announce, describe=_describe)
             with self._terminal.log():
-                code = work(InWorld(world), self._terminal)
+                code = work(MultiProcessCoordinator(world), self._terminal)
             if code == INTERRUPTED:
-                code = self._end_interrupted(world, is_said=True)
+                code = self._end_interrupted(world, is_reported=True)
             else:
                 world.agree(None)
                 world.leave()
@@ -107,16 +107,17 @@ class Rank:
             return RankFailure(self._place.rank, "", "", 1)
         return None
 
-    def _end_interrupted(self, world: World | None, *, is_said: bool = False) -> int:
+    def _end_interrupted(self, world: World | None, *, is_reported: bool = False) -> int:
         """End the run, as an interrupted process may have left others in the middle of a collective.
 
-        The first process says what was finished. is_said: it has. Another one speaks only if it alone was interrupted.
+        The first process says what was finished. is_reported: it has. Another one reports only if it alone was
+        interrupted.
         """
         if self._place.is_first:
             failure = RankFailure.of_interruption(Failure.of(Interrupted()).message)
-            if not is_said:
+            if not is_reported:
                 with interruptions.saying():
-                    self._announce(failure, is_said=True)
+                    self._announce(failure, is_reported=True)
             self._record_what_was_said(INTERRUPTED)
             if world is not None:
                 world.end_without_a_word(failure)
@@ -130,13 +131,13 @@ class Rank:
                 world.end(failure)
         return INTERRUPTED
 
-    def _announce(self, failure: RankFailure, *, is_said: bool = False) -> None:
+    def _announce(self, failure: RankFailure, *, is_reported: bool = False) -> None:
         """Tell the user, or the launcher who will. It may be called in the watch's thread."""
         self._is_announcing = True
-        if is_said or not self._place.is_launched:
-            say_failure(self._voice, failure, self._schema)
+        if is_reported or not self._place.is_launched:
+            report_failure(self._stderr, failure, self._schema)
             # torchrun shows what stands in this file at the end.
-            failure = dataclasses.replace(failure, message="said above", trace="said above", is_said=True)
+            failure = dataclasses.replace(failure, message="said above", trace="said above", is_reported=True)
         if self._place.error_file is not None:
             failure.write(self._place.error_file)
         self._is_announcing = False
@@ -144,7 +145,7 @@ class Rank:
     def _record_what_was_said(self, code: int) -> None:
         """For the launcher: this exit code needs no further word."""
         if code and self._place.error_file is not None:
-            RankFailure(self._place.rank, "", "said above", code, is_said=True).write(self._place.error_file)
+            RankFailure(self._place.rank, "", "said above", code, is_reported=True).write(self._place.error_file)
 
     def _end_quietly(self, *_: object) -> None:
         if not self._is_announcing:
@@ -163,7 +164,7 @@ class Rank:
         os._exit(code)
 
 
-def say_failure(terminal: Terminal, failure: RankFailure, schema: str | None) -> None:
+def report_failure(terminal: Terminal, failure: RankFailure, schema: str | None) -> None:
     """One message on standard error and, where results are JSON, one object on standard output."""
     terminal.error(failure.message, failure.trace)
     if schema is not None:

@@ -18,7 +18,7 @@ from diffusion_runtime.parallel.halo import gather_bands, with_neighbour_rows
 from diffusion_runtime.parallel.rank_group import RankGroup
 
 
-class RowBands(TorchFunctionMode):
+class SpatialParallel(TorchFunctionMode):
     """While this is entered, `pad`, `conv2d` and attention see beyond the edges of this process's band.
 
     For networks whose rows are the last dimension but one, whose convolutions have stride 1 and are padded with zeros

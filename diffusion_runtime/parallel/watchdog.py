@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from diffusion_runtime.parallel.board import Board
 from diffusion_runtime.parallel.failure import RankFailure
 from diffusion_runtime.parallel.orphans import GRACE_SECONDS, end_this_process
-from diffusion_runtime.parallel.place import Place
+from diffusion_runtime.parallel.process_info import ProcessInfo
 from diffusion_runtime.parallel.process_state import children_of, is_alive, variable_of
+from diffusion_runtime.parallel.run_store import RunStore
 from diffusion_runtime.parallel.signs_of_life import SignsOfLife
-from diffusion_runtime.parallel.whereabouts import ThreadObserver
+from diffusion_runtime.parallel.thread_sampler import ThreadSampler
 
 BEAT_SECONDS = 0.5
 _LONGEST_GAP_SECONDS = 3.0
@@ -34,7 +34,7 @@ LOADING_TIMEOUT_SECONDS = 40.0
 
 
 @dataclass(frozen=True)
-class _Beat:
+class _Heartbeat:
     """What a process says. count: grows with each beat; processes: where its number means something; has_left: it
     ended as it should."""
 
@@ -50,22 +50,22 @@ class _Beat:
     has_left: bool
 
 
-class Watch:
+class Watchdog:
     """The thread, and what its main thread tells it.
 
     announce: called at most once, on the process that is believed, with why the run ends.
     """
 
-    def __init__(self, board: Board, place: Place, announce: Callable[[RankFailure], None]) -> None:
+    def __init__(self, board: RunStore, place: ProcessInfo, announce: Callable[[RankFailure], None]) -> None:
         self._board = board
         self._place = place
         self._announce = announce
-        self._observer = ThreadObserver(threading.main_thread().ident or 0)
+        self._observer = ThreadSampler(threading.main_thread().ident or 0)
         self._count = 0
         self._timeout = LOADING_TIMEOUT_SECONDS
         self._is_loading = True
         self._stopped = threading.Event()
-        self._mourning = threading.Lock()
+        self._store_loss_reported = threading.Lock()
         self._looked = time.monotonic()
         self._others = {rank: SignsOfLife() for rank in range(place.world_size) if rank != place.rank}
         self._siblings: dict[int, int] = {}
@@ -79,7 +79,7 @@ class Watch:
         """A process that does nothing at all for `timeout` seconds while others wait for it is at fault."""
         self._timeout = timeout
 
-    def judge_hangs(self, timeout: float) -> None:
+    def enable_hang_detection(self, timeout: float) -> None:
         """From now on a main thread that does not move for `timeout` seconds is at fault, whatever other threads do."""
         self._timeout = timeout
         self._is_loading = False
@@ -97,15 +97,15 @@ class Watch:
             return failure
         return self._board.ending() or failure
 
-    def mourn_board(self) -> None:
+    def report_store_lost(self) -> None:
         """The store does not answer any more. With torch's launcher it stood there, and nobody is left to be told; else
         it stood in the first process, and the second one says so, once."""
-        if self._place.has_agent or self._place.rank != 1 or not self._mourning.acquire(blocking=False):
+        if self._place.has_agent or self._place.rank != 1 or not self._store_loss_reported.acquire(blocking=False):
             return
         what = "rank 0 is gone: it was killed or crashed, and the store where all processes meet with it"
         self._announce(RankFailure(0, "ProcessLostError", what))
 
-    def blame(self, seconds: float) -> RankFailure | None:
+    def find_stalled_rank(self, seconds: float) -> RankFailure | None:
         """Who keeps the others waiting, now that this process has waited for `seconds`; None if all of them wait."""
         for rank, beat in self._read_beats().items():
             if not beat.waits and not beat.has_left and rank != self._place.rank:
@@ -121,13 +121,13 @@ class Watch:
                     end_this_process(ending.exit_code)
         except dist.DistError:
             if not self._stopped.is_set():
-                self.mourn_board()
+                self.report_store_lost()
                 end_this_process(1)
 
     def _beat(self, *, has_left: bool) -> None:
         self._count += 1
         seen = self._observer.look()
-        beat = _Beat(
+        beat = _Heartbeat(
             count=self._count,
             process=os.getpid(),
             host=socket.gethostname(),
@@ -141,13 +141,13 @@ class Watch:
         )
         self._board.set(f"beat/{self._place.rank}", json.dumps(vars(beat)))
 
-    def _read_beats(self) -> dict[int, _Beat]:
+    def _read_beats(self) -> dict[int, _Heartbeat]:
         """The last beat of every rank that has said one."""
         names = {rank: f"beat/{rank}" for rank in range(self._place.world_size)}
-        # All of them, mostly, and then one question is enough.
+        # All of them, mostly, and then one call is enough.
         there = list(names) if self._board.has(*names.values()) else [r for r in names if self._board.has(names[r])]
         texts = self._board.get([names[rank] for rank in there])
-        return {rank: _Beat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+        return {rank: _Heartbeat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
 
     def _judge(self) -> RankFailure | None:
         """Why the run has to end, if it has to."""
@@ -168,7 +168,7 @@ class Watch:
         hanging = self._find_hanging(beats, self._timeout)
         return None if hanging is None else self.end(hanging)
 
-    def _find_lost(self, beats: dict[int, _Beat]) -> tuple[int, int | None, str] | None:
+    def _find_lost(self, beats: dict[int, _Heartbeat]) -> tuple[int, int | None, str] | None:
         """(rank, its process if it is on this host, how) of one that is dead or stopped."""
         now = time.monotonic()
         if now - self._looked > _LONGEST_GAP_SECONDS:
@@ -186,7 +186,7 @@ class Watch:
                 return rank, process, how
         return None
 
-    def _process_of(self, rank: int, beat: _Beat | None) -> int | None:
+    def _process_of(self, rank: int, beat: _Heartbeat | None) -> int | None:
         """Its number, when it is on this host. One that has said nothing yet has the same launcher as this one."""
         if beat is not None:
             is_here = (beat.host, beat.processes) == (socket.gethostname(), _process_table())
@@ -204,7 +204,7 @@ class Watch:
         beat = self._read_beats().get(rank)
         return beat is not None and beat.has_left
 
-    def _find_hanging(self, beats: dict[int, _Beat], timeout: float) -> RankFailure | None:
+    def _find_hanging(self, beats: dict[int, _Heartbeat], timeout: float) -> RankFailure | None:
         """The longest idle of those that wait for nobody, if somebody waited for it as long."""
         idle = {
             rank: beat.process_idle_seconds if self._is_loading else beat.idle_seconds for rank, beat in beats.items()
@@ -222,11 +222,11 @@ class Watch:
         return _process_failure(rank, beat, f"{what} parallel.timeout waits longer)")
 
 
-def _process_failure(rank: int, beat: _Beat, what: str) -> RankFailure:
+def _process_failure(rank: int, beat: _Heartbeat, what: str) -> RankFailure:
     return RankFailure(rank, "ProcessLostError", f"rank {rank} (process {beat.process} on {beat.host}) {what}")
 
 
-def _lost_failure(rank: int, beat: _Beat | None, process: int | None, what: str) -> RankFailure:
+def _lost_failure(rank: int, beat: _Heartbeat | None, process: int | None, what: str) -> RankFailure:
     if beat is not None:
         return _process_failure(rank, beat, what)
     where = "" if process is None else f" (process {process})"
