@@ -190,8 +190,8 @@ def refusals(name: str, requirements: AttentionRequirements) -> list[str]:
     """Every reason why the backend `name` cannot serve `requirements`; empty when it can.
 
     Where nothing else speaks against it and the requirements are those of this process's machine, its package is
-    imported, and kernels that came compiled are tried, once per process: one that is installed and broken is refused like any
-    other, and so is one that raises when asked, and one whose numbers a self-check of this process found wrong.
+    imported, and kernels that came compiled are tried, once per process: one that is installed and broken is refused
+    like any other, and so is one that raises when asked, and one whose numbers a self-check of this process found wrong.
     """
     backend = find_backend(name)
     if backend is None:
