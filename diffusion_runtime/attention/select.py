@@ -191,7 +191,7 @@ def refusals(name: str, requirements: AttentionRequirements) -> list[str]:
 
     Where nothing else speaks against it and the requirements are those of this process's machine, its package is
     imported, and kernels that came compiled are tried, once per process: one that is installed and broken is refused
-    like any other, and so is one that raises when asked, and one whose numbers a self-check of this process found wrong.
+    like any other, and so is one that raises when asked, and one that a self-check of this process found wrong.
     """
     backend = find_backend(name)
     if backend is None:
