@@ -40,7 +40,8 @@ Command = Callable[..., Result]
 
 def process_environment(**changes: str) -> dict[str, str]:
     """One thread: where cores are shared, threads that wait for each other make a tiny model slow."""
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "80", **changes}
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "80", **changes}
 
 
 def command_process(*arguments: object, cwd: Path, input_text: str | None = None, **environment: str) -> Result:

@@ -75,10 +75,11 @@ def test_a_second_gpu_serves_its_own_calls() -> None:
     """With the first GPU current, every backend's result on the second equals that on the first."""
     layout = TokenLayout((8, 16, 16))
     q, k, v = (x.bfloat16() for x in random_qkv(layout, num_heads=4, head_dim=64))
-    for name in ("torch_sdpa", "fa", "cudnn_attn", *{case.backend for case in CASES.values()}):
+    dense = {name: {"backend": name, "layout": layout} for name in ("torch_sdpa", "fa", "cudnn_attn")}
+    for name, arguments in {**dense, **{name: case.arguments(layout) for name, case in CASES.items()}}.items():
         outs = []
         for device in ("cuda:0", "cuda:1"):
-            outs.append(attention(q.to(device), k.to(device), v.to(device), backend=name, layout=layout))
+            outs.append(attention(q.to(device), k.to(device), v.to(device), **arguments))
             assert torch.cuda.current_device() == 0
         assert outs[1].device == torch.device("cuda:1")
         torch.testing.assert_close(outs[1].cpu(), outs[0].cpu(), msg=name)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from exact_attention import assert_is_exact, exact, visible_by
 from machines import EVERYTHING, cuda, other
+from torch.nn.attention.flex_attention import create_block_mask
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -40,6 +41,7 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.backends import measured
 from diffusion_runtime.attention.backends.interface import NoOptions
+from diffusion_runtime.attention.backends.masks import block_mask_as_boolean
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, cache_folder, machine_facts
 from diffusion_runtime.attention.self_test import planned_tests, run_self_test
@@ -103,6 +105,18 @@ class Raising(Counting):
 
     def compute(self, call: AttentionCall) -> AttentionResult:
         raise OSError("libraising.so: cannot open shared object file")
+
+
+class Masking(Counting):
+    """The only candidate that takes block masks."""
+
+    name = "masking"
+    summary = "a backend of the tests"
+    capability = Capability(dtypes=frozenset({"float32"}), features=frozenset({"block_mask"}))
+
+    def compute(self, call: AttentionCall) -> AttentionResult:
+        out, _ = reference_attention(call.q, call.k, call.v, mask=block_mask_as_boolean(call.block_mask))
+        return AttentionResult(out, None, "kernel of masking")
 
 
 class Infinite(Counting):
@@ -527,3 +541,19 @@ def test_options_of_a_candidate_are_its_defaults(qkv: Inputs) -> None:
         unregister_backend("optioned")
     assert set(seen) == {measured.MeasuredOptions()}
     assert NoOptions not in map(type, seen)
+
+
+def test_a_block_mask_is_another_call_than_the_same_one_without() -> None:
+    """Calls of one shape, first without and then with a block mask: the second goes to who takes such masks."""
+    register_backend(Masking)
+    try:
+        q, k, v = torch.randn(3, 1, 256, 2, 16)
+        blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cpu")
+        backend = measured.MeasuredBackend()
+        call = AttentionCall(q, k, v, measured.MeasuredOptions(), None, LayerInfo(), StepInfo(), AttentionState())
+        assert not backend.run(call).implementation.startswith("masking")
+        found = backend.run(call._replace(block_mask=blocks))
+    finally:
+        unregister_backend("masking")
+    assert found.implementation.startswith("masking: kernel of masking")
+    torch.testing.assert_close(found.out, reference_attention(q, k, v, causal=True)[0])

@@ -161,11 +161,8 @@ def _pick(call: AttentionCall) -> _Pick:
         call.k.shape,
         call.layer.role,
         padding_class(call),
-        call.scale is None,
-        call.causal,
-        call.return_lse,
-        None if call.mask is None else (call.mask.shape, call.mask.dtype),
-        call.gate is None,
+        call_needs(call),
+        None if call.mask is None else call.mask.shape,
         call.options.measure,
     )
     pick = _settled.get(key)
