@@ -178,7 +178,8 @@ def test_files_of_strangers_are_read_in_one_place() -> None:
 # Identifiers that had another name before the field's: whoever searches for the term must find it.
 RETIRED = (
     "Alone Board EvenlyFalling InWorld Place Question QuickConvolutions RowBands ThreadObserver Together Watch "
-    "Whereabouts blame competes essence is_said judge_hangs kept_for_text mourn_board read_place speaks_for telling_steps"
+    "Whereabouts blame competes essence is_said judge_hangs kept_for_text mourn_board read_place speaks_for "
+    "telling_steps"
 ).split()
 
 
