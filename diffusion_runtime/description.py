@@ -101,7 +101,9 @@ def planned_attention(layers: Iterable[AttentionLayer]) -> tuple[PlannedAttentio
         for when, decision in layer.decisions:
             for place, row in enumerate(rows):
                 if (row.role, row.when, row.decision) == (layer.layer.role, when, decision):
-                    rows[place] = dataclasses.replace(row, layers=(*row.layers, layer.layer.index))
+                    rows[place] = dataclasses.replace(
+                        row, layers=tuple(dict.fromkeys((*row.layers, layer.layer.index)))
+                    )
                     break
             else:
                 rows.append(PlannedAttention(layer.layer.role, when, (layer.layer.index,), decision))

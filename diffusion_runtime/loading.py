@@ -234,6 +234,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     transformer, self_checks = checker.settle(
         lambda: _build_transformer(family, folder, policy), lambda built: built.attention_layers()
     )
+    policy.check_rules(layer.layer for layer in transformer.attention_layers())
     description = PipelineDescription(
         config=config,
         folder=folder,

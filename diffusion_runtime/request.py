@@ -55,7 +55,9 @@ class GenerationRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prompt, str) or not self.prompt.strip():
+        if not isinstance(self.prompt, str):
+            raise RequestError(f"prompt: expected a text, got {shown(self.prompt)}")
+        if not self.prompt.strip():
             raise RequestError("prompt: expected at least one word, got an empty prompt")
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise RequestError(f"negative_prompt: expected a text, got {shown(self.negative_prompt)}")

@@ -46,6 +46,8 @@ class AttentionSpec:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ConfigError(f"attention backend: expected a name, got {shown(self.name)}")
         candidates = [part for part in self.name.split(",") if part.strip()]
+        if not candidates:
+            raise ConfigError(f"attention backend: expected a name, got {shown(self.name)}")
         if any(part.strip().lower() == AUTO for part in candidates):
             if len(candidates) > 1:
                 raise ConfigError(f"attention backend: auto stands alone, got {shown(self.name)}")
@@ -107,6 +109,9 @@ class AttentionSpec:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: expected a backend name or a mapping, got {shown(value)}")
         _check_keys(value, _SPEC_KEYS, where)
+        for one, other in (("backend", "name"), ("extra", "options")):
+            if one in value and other in value:
+                raise ConfigError(f"{where}: {one} and {other} are two names of the same key; give one")
         return cls(value.get("backend", value.get("name", AUTO)), value.get("extra", value.get("options")) or {})
 
     def to_dict(self) -> dict[str, Any]:
@@ -266,6 +271,11 @@ def parse_text(text: str, where: str) -> Any:
             raise ConfigError(f"{where}: not valid JSON: {error}") from error
     if stripped.lower().endswith(_FILE_ENDINGS) and "=" not in stripped:
         return _read_mapping(stripped, where)
+    if "=" not in stripped and "/" in stripped:
+        raise ConfigError(
+            f"{where}: {shown_path(stripped)} looks like a path, and no file ends so: expected a backend's name, or a "
+            f"file that ends in {', '.join(_FILE_ENDINGS)}"
+        )
     return parse_pairs(stripped) if "=" in stripped else text
 
 
@@ -293,11 +303,23 @@ def _expand_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(inner, dict):
                 inner = place[part] = dict(inner)
             place = inner
-        if isinstance(value, Mapping) and isinstance(place.get(path[-1]), dict):
-            place[path[-1]].update(value)
-        else:
-            place[path[-1]] = dict(value) if isinstance(value, Mapping) else value
+        _add(place, path[-1], value, key)
     return nested
+
+
+def _add(place: dict[str, Any], name: str, value: Any, key: str) -> None:
+    """Put a value into a nested mapping. Raises ConfigError for one that is there already. key: as it was written."""
+    there = place.get(name)
+    if there is None:
+        place[name] = dict(value) if isinstance(value, Mapping) else value
+    elif isinstance(value, Mapping) and isinstance(there, dict):
+        for inner, each in value.items():
+            _add(there, inner, each, f"{key}.{inner}")
+    elif isinstance(there, dict) and isinstance(value, str):
+        # A name beside options of its own: `per_role.ROLE.extra.KEY` and then `per_role.ROLE`.
+        _add(there, "backend", value, key)
+    else:
+        raise ConfigError(f"attention config: {key[:80]} is given twice; leave one out")
 
 
 def _split_path(key: str) -> list[str]:

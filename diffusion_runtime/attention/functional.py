@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, overload
@@ -23,6 +24,7 @@ from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Levels, select
 from diffusion_runtime.attention.shapes import check_shapes
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware
 
 _LAYER = LayerInfo()
@@ -103,6 +105,8 @@ def attention(
     that sees no key gives 0 and -inf. Raises BackendUnavailableError and ConfigError.
     """
     check_shapes(q, k, v, layout, causal)
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        raise ConfigError(f"attention: scale: expected a finite number, got {scale!r}")
     if mask is not None:
         check_mask(mask, q, k)
     spec = backend if isinstance(backend, AttentionSpec) else _spec(backend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.parallel.groups import ProcessMesh
 
@@ -105,6 +106,19 @@ class AttentionPolicy:
             steps = representative_steps(windows, num_steps)
             self._held[key] = tuple(dict.fromkeys(self.rules_now(layer, step) for step in steps))
         return self._held[key]
+
+    def check_rules(self, layers: Iterable[LayerInfo]) -> None:
+        """Raises ConfigError for a schedule rule that holds in none of a model's layers."""
+        known = tuple(layers)
+        for level in (self.cli, self.config):
+            for index, rule in enumerate(level.schedule):
+                of_role = [layer for layer in known if rule.role in (None, layer.role, role_category(layer.role))]
+                if of_role and not any(rule.window.holds_in_layer(layer) for layer in of_role):
+                    count = max(layer.num_layers for layer in of_role)
+                    raise ConfigError(
+                        f"schedule[{index}].layers: expected layers from 0 to {count - 1}, which this model has, got "
+                        f"{str(rule.window.layers)[:80]}"
+                    )
 
     def levels(
         self,

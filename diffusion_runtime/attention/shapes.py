@@ -14,13 +14,15 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Toke
     # Read once: every access to a shape makes a new object, and this runs at every call.
     q_shape, k_shape = q.shape, k.shape
     fits = len(q_shape) == len(k_shape) == 4 and k_shape == v.shape
-    if not fits or q_shape[0] != k_shape[0] or q_shape[3] != k_shape[3] or q_shape[2] % max(1, k_shape[2]):
+    if not fits or q_shape[0] != k_shape[0] or q_shape[3] != k_shape[3] or not _are_groups(q_shape[2], k_shape[2]):
         raise ConfigError(
             "attention: expected q [batch, seq_q, heads, head_dim] and k, v [batch, seq_k, kv_heads, head_dim] with "
             f"heads a multiple of kv_heads, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ConfigError(f"attention: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ConfigError(f"attention: q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
     if causal and q_shape[1] != k_shape[1]:
         raise ConfigError(f"attention: causal needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}")
     if layout is None:
@@ -31,6 +33,11 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Toke
         raise ConfigError(
             f"attention: valid_lengths holds {len(layout.valid_lengths)} samples, the batch has {q.shape[0]}"
         )
+
+
+def _are_groups(num_heads: int, num_kv_heads: int) -> bool:
+    """Whether every key head serves as many query heads; no heads at all on either side are fine."""
+    return num_heads == num_kv_heads or (num_kv_heads > 0 and num_heads % num_kv_heads == 0)
 
 
 def check_heads(

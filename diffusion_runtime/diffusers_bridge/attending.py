@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.context import AttentionContext
@@ -204,8 +205,9 @@ class ModuleAttention:
                 f"{self.found.path}: its mask is a BlockMask; {error}", error.reasons
             ) from error
         resolved = resolve_decision(decision)
-        result = resolved.backend.run(
-            AttentionCall(q, k, v, resolved.options, None, info, step, now.state, scale=call.scale, block_mask=blocks)
+        result = run_backend(
+            resolved.backend,
+            AttentionCall(q, k, v, resolved.options, None, info, step, now.state, scale=call.scale, block_mask=blocks),
         )
         recorder.record(
             info,

@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError
+from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, shown
 from diffusion_runtime.models.folder import read_json
+
+# Settings of schedulers that say how long their tables are, and the longest that is made; published ones have 1000.
+_TABLE_LENGTHS = ("num_train_timesteps", "solver_order")
+_MAX_TABLE_LENGTH = 100_000
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
@@ -73,9 +77,15 @@ def _scheduler(folder: Path, component: str, entry: list[Any]) -> Any | None:
     config = folder / component / "scheduler_config.json"
     if kind is None or not config.is_file():
         return None
+    values = read_json(config)
+    for key, value in values.items():
+        if key in _TABLE_LENGTHS and not (isinstance(value, int) and 0 < value <= _MAX_TABLE_LENGTH):
+            raise ModelLoadError(
+                f"{config}: key {key!r}: expected a whole number from 1 to {_MAX_TABLE_LENGTH}, got {shown(value)}"
+            )
     try:
         with _quiet_diffusers():
-            return kind.from_config(read_json(config))
+            return kind.from_config(values)
     except Exception as error:  # loading says what is wrong with it
         _logger.debug("%s: %s", config, error)
         return None

@@ -118,7 +118,13 @@ def read_lora(config: LoraConfig) -> Lora:
         if component is None or suffix is None or len(key) > _MAX_KEY_CHARACTERS:
             strange.append(key)
         else:
-            groups.setdefault(component, {}).setdefault(rest.removesuffix(suffix), {})[suffix] = tensor
+            parts = groups.setdefault(component, {}).setdefault(rest.removesuffix(suffix), {})
+            if suffix in parts:
+                raise ModelLoadError(
+                    f"{path}: key {shown(key)} and another one, with or without the component before it, are both for "
+                    f"{rest} of {component}; leave one out"
+                )
+            parts[suffix] = tensor
     if strange or not groups:
         raise ModelLoadError(
             f"{path}: expected a LoRA in diffusers' format, for the transformer alone, with keys such as "

@@ -77,6 +77,10 @@ def check_whole(path: Path) -> None:
         raise ModelLoadError(f"{path} is cut off after {size} bytes; copy or download it again")
 
 
+# What safetensors itself reads at most.
+_MAX_HEADER_BYTES = 100_000_000
+
+
 def stored_dtypes(path: Path) -> dict[str, str]:
     """What every tensor of a safetensors file is stored as, such as `BF16`; from the head of the file alone.
 
@@ -85,7 +89,10 @@ def stored_dtypes(path: Path) -> dict[str, str]:
     check_whole(path)
     try:
         with open_file(path, error=ModelLoadError) as file:
-            head = parse_json(file.read(int.from_bytes(file.read(8), "little")))
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise DocumentError(f"its header would be {length} bytes, more than {_MAX_HEADER_BYTES}")
+            head = parse_json(file.read(length))
         return {name: str(entry["dtype"]) for name, entry in head.items() if name != "__metadata__"}
     except (OSError, DocumentError, AttributeError, TypeError, KeyError) as error:
         raise ModelLoadError(

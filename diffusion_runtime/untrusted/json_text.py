@@ -71,9 +71,11 @@ def read_json_file(
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for place, key in enumerate(keys) if key in keys[:place])
-        raise DocumentError(f"key {shown(twice)} is given twice")
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise DocumentError(f"key {shown(key)} is given twice")
+            seen.add(key)
     return values
 
 

@@ -2,7 +2,8 @@
 
 Kernels differ in what they do with an empty tensor: they refuse it, return garbage, or end the process. And GPU kernels
 load 16 bytes at once: with rows that begin in between, cuDNN's, which torch takes by itself, returned garbage without a
-word on an H200 (relative error 1.3), and torch's flash kernel lost the device.
+word on an H200 (relative error 1.3), and torch's flash kernel lost the device; the one for CPUs that returns the
+log-sum-exp ignores the stride of the last dimension.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ def run_backend(backend: Backend, call: AttentionCall) -> AttentionResult:
     """One call that selection has checked. out has q's dtype, whatever autocast would make of its products.
 
     A call without keys gives 0 and -inf, as every query does that sees no key, and one without queries empty tensors;
-    `backend.run` sees neither. On a GPU it sees rows that begin at multiples of 16 bytes. A number of keys that is none
-    of the capability's key_counts is computed elsewhere, which the result says.
+    `backend.run` sees neither. It sees heads whose numbers lie side by side, on a GPU from a multiple of 16 bytes on.
+    A number of keys that is none of the capability's key_counts is computed elsewhere, which the result says.
     """
     if call.k.shape[1] == 0:
         return _empty_result(call, "no keys")
     if call.q.numel() == 0:
         return _empty_result(call, "no queries")
-    if call.q.is_cuda:
-        call = _with_aligned_rows(call)
+    call = _with_aligned_rows(call)
     if not guard_is_needed(call.q.device):
         return _run(backend, call)
     with device_guard(call.q.device):
@@ -39,14 +39,15 @@ def no_visible_keys(q: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_tokens(x: torch.Tensor) -> torch.Tensor:
-    """x [batch, seq, heads, head_dim] with the numbers of a head side by side, from a multiple of 16 bytes on: itself,
-    or a copy. A head size that is no such multiple leaves nothing to align."""
-    unit = 16 // x.element_size()
-    if x.shape[3] % unit:
-        return x
+    """x [batch, seq, heads, head_dim] with the numbers of a head side by side, on a GPU from a multiple of 16 bytes on:
+    itself, or a copy. A head size that is no such multiple leaves nothing to align."""
     *strides, last = x.stride()
-    if last == 1 and x.storage_offset() % unit == 0 and not any(stride % unit for stride in strides):
-        return x
+    if last == 1:
+        unit = 16 // x.element_size()
+        if not x.is_cuda or x.shape[3] % unit:
+            return x
+        if x.storage_offset() % unit == 0 and not any(stride % unit for stride in strides):
+            return x
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -54,6 +54,9 @@ class TorchSdpaBackend(Backend):
 
 
 def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> AttentionResult:
+    if call.scale is not None and call.scale <= 0:
+        # torch's kernels for CPUs hide later keys before they scale, and -inf times 0 or less is NaN or inf.
+        q, call = q * call.scale, call._replace(scale=1.0)
     q_bhsd, k_bhsd, v_bhsd = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     mask = call.mask
     if mask is not None and causal:

@@ -174,5 +174,7 @@ def wide_size(target_size: int, multiple: int) -> tuple[int, int]:
         for columns in range(max(1, num_patches // (rows + 1)), num_patches // rows + 1)
     )
     wanted = 9 / 16
-    rows, columns = min((size for size in trained if size[0] / size[1] >= wanted), key=lambda size: size[0] / size[1])
+    wide = [size for size in trained if size[0] / size[1] >= wanted]
+    # A target of a patch or two has no such size: one patch, then.
+    rows, columns = min(wide, key=lambda size: size[0] / size[1], default=(1, 1))
     return rows * multiple, columns * multiple
