@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from diffusion_runtime.attention.backends.packages import ImportingBackend
+from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.hardware import Hardware
 
-# What a well-kept machine of any kind has installed.
-EVERYTHING = {
+# Versions that tests rely on.
+_VERSIONS = {
     "triton": "3.6.0",
     "flash-attn": "2.8.3",
     "flash-attn-3": "3.0.0b1",
@@ -16,6 +18,13 @@ EVERYTHING = {
     "xformers": "0.0.35",
     "amd-aiter": "0.1.18",
 }
+# What a well-kept machine of any kind has installed: all that backends say they import.
+EVERYTHING = {
+    distribution: "1.0"
+    for backend in map(find_backend, available_names())
+    if isinstance(backend, ImportingBackend)
+    for distribution in backend.distributions
+} | _VERSIONS
 
 
 def cuda(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import table
 
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.config import ParallelConfig
 from diffusion_runtime.errors import ConfigError
 
 
-@pytest.mark.parametrize(
+@table(
     ("values", "message"),
     [
         ({"modle_path": "shapes"}, "'modle_path'.*'model_path'"),
@@ -43,7 +44,7 @@ def test_from_dict() -> None:
     assert config.attention == {"x": 1}
 
 
-@pytest.mark.parametrize(
+@table(
     ("asked", "num_heads", "is_guided", "expected"),
     [
         ({}, 12, True, (1, 1, 1)),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tables import table
 
 from diffusion_runtime.errors import ConfigError, nearest
 from diffusion_runtime.hardware import (
@@ -36,7 +37,7 @@ def test_auto_finds_a_device_and_its_dtype() -> None:
     assert resolve_dtype("float16", device) == torch.float16
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu:x", ""])
+@table("device", ["gpu", "cpu:x", ""])
 def test_a_device_that_is_not_one(device: str) -> None:
     with pytest.raises(ConfigError, match="device: expected auto"):
         resolve_device(device)

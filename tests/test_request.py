@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import table
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request import layered, request_field_types
 
 
-@pytest.mark.parametrize(
+@table(
     ("values", "message"),
     [
         ({"prompt": ""}, "empty prompt"),
@@ -40,7 +41,7 @@ def test_defaults_fill_what_is_missing_and_nothing_else() -> None:
     assert (filled.height, filled.width, filled.guidance_scale, filled.seed) == (64, 128, 3.0, 3)
 
 
-@pytest.mark.parametrize(
+@table(
     ("own", "expected"),
     [
         ({}, (4.0, 3.0)),

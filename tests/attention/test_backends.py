@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from dense_backends import HERE, declares, the
 from exact_attention import LAYOUTS, assert_is_exact, exact, random_mask, relative_error, visible_by
+from tables import table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diffusion_runtime.attention import (
@@ -23,38 +27,54 @@ from diffusion_runtime.attention.backends.masks import aligned_rows
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 
-BACKENDS = ["torch_sdpa", "reference"]
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize(("kv_heads", "scale"), [(4, None), (2, 0.3)])
-def test_against_float64(
-    backend: str, layout_name: str, causal: bool, return_lse: bool, kv_heads: int, scale: float | None
-) -> None:
+@functools.cache
+def case(
+    layout_name: str, causal: bool, kv_heads: int, scale: float, mask_kind: tuple[bool, tuple[int, ...]] | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]:
+    """q, k, v, the mask and what comes of them, once for all backends. Whatever lengths hide may hold anything."""
     torch.manual_seed(0)
     layout = LAYOUTS[layout_name]
     q = torch.randn(3, 17, 4, 16)
     k, v = torch.randn(2, 3, 17, kv_heads, 16)
+    mask = None if mask_kind is None else random_mask(*mask_kind)
     visible = visible_by(layout, 3, 17, causal)
     # What must not be read would show at once.
     unseen = ~visible.any(dim=1)
     k[unseen], v[unseen] = 1e4, float("nan")
-    expected = exact(q, k, v, visible, 0.25 if scale is None else scale)
-    arguments = {"backend": backend, "layout": layout, "causal": causal, "scale": scale}
+    return [q, k, v], mask, exact(q, k, v, visible, scale, mask)
+
+
+def features_of(layout_name: str, causal: bool, *others: str) -> list[str]:
+    return ["scale", *["causal"][: int(causal)], *["key_padding"][: int(layout_name != "none")], *others]
+
+
+@table("backend", HERE)
+@table("layout_name", LAYOUTS)
+@table("causal", [False, True])
+@table("return_lse", [False, True])
+@table(("kv_heads", "scale"), [(4, None), (2, 0.3)])
+def test_against_float64(
+    backend: str, layout_name: str, causal: bool, return_lse: bool, kv_heads: int, scale: float | None
+) -> None:
+    if not declares(backend, *features_of(layout_name, causal, "gqa", *["lse"][: int(return_lse)])):
+        return
+    qkv, _, expected = case(layout_name, causal, kv_heads, 0.25 if scale is None else scale)
+    arguments = {"backend": backend, "layout": LAYOUTS[layout_name], "causal": causal, "scale": scale}
     if return_lse:
-        out, lse = attention(q, k, v, return_lse=True, **arguments)  # type: ignore[call-overload]
+        out, lse = attention(*qkv, return_lse=True, **arguments)  # type: ignore[call-overload]
     else:
-        out, lse = attention(q, k, v, **arguments), None  # type: ignore[call-overload]
+        out, lse = attention(*qkv, **arguments), None  # type: ignore[call-overload]
     assert_is_exact(out, lse, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256])
+@table("backend", HERE)
+@table("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@table("head_dim", [16, 64, 72, 128, 256])
 def test_error_is_bounded_by_the_rounded_references(backend: str, dtype: torch.dtype, head_dim: int) -> None:
+    capability = the(backend).capability
+    if str(dtype).removeprefix("torch.") not in capability.dtypes or head_dim not in capability.head_sizes:
+        return
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, 33, 2, head_dim, dtype=torch.float64).to(dtype) for _ in range(3))
     expected, _ = exact(q, k, v, torch.ones(2, 33, 33, dtype=torch.bool), head_dim**-0.5)
@@ -66,8 +86,10 @@ def test_error_is_bounded_by_the_rounded_references(backend: str, dtype: torch.d
     assert relative_error(out, expected) <= 1.5 * relative_error(rounded, expected) + torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@table("backend", HERE)
 def test_samples_do_not_see_each_other(backend: str) -> None:
+    if not declares(backend, "key_padding"):
+        return
     torch.manual_seed(2)
     q, k, v = torch.randn(3, 2, 17, 4, 16)
     layout = TokenLayout((1, 3, 4), num_suffix_tokens=5, valid_lengths=(1, 4))
@@ -79,7 +101,7 @@ def test_samples_do_not_see_each_other(backend: str) -> None:
         assert torch.allclose(together[one], single, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@table("backend", HERE)
 def test_inputs_may_be_strided_and_are_left_alone(backend: str) -> None:
     torch.manual_seed(3)
     packed = torch.randn(2, 17, 3, 4, 16)
@@ -89,7 +111,7 @@ def test_inputs_may_be_strided_and_are_left_alone(backend: str) -> None:
     assert torch.equal(packed, before)
 
 
-@pytest.mark.parametrize("seq_k", [1, 300])
+@table("seq_k", [1, 300])
 def test_cross_attention_and_long_queries(seq_k: int) -> None:
     torch.manual_seed(4)
     q, k, v = torch.randn(1, 1500, 2, 8), torch.randn(1, seq_k, 2, 8), torch.randn(1, seq_k, 2, 8)
@@ -118,7 +140,7 @@ def test_merging_two_halves_by_lse_gives_the_whole() -> None:
     assert torch.allclose(lse, whole_lse, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@table(
     ("shapes", "arguments", "message"),
     [
         ([(1, 4, 2, 8), (1, 4, 2, 16), (1, 4, 2, 16)], {}, "expected q"),
@@ -136,38 +158,34 @@ def test_what_does_not_fit_is_refused(
         attention(*(torch.randn(shape) for shape in shapes), **arguments)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("boolean", [False, True])
-@pytest.mark.parametrize("shape", [(3, 4, 17, 17), (1, 4, 17, 17), (3, 1, 1, 17), (1, 1, 17, 17)])
+@table("backend", HERE)
+@table("layout_name", LAYOUTS)
+@table("causal", [False, True])
+@table("boolean", [False, True])
+@table("shape", [(3, 4, 17, 17), (1, 4, 17, 17), (3, 1, 1, 17), (1, 1, 17, 17)])
 def test_masks_against_float64(
     backend: str, layout_name: str, causal: bool, boolean: bool, shape: tuple[int, ...]
 ) -> None:
-    torch.manual_seed(7)
-    layout = LAYOUTS[layout_name]
-    q = torch.randn(3, 17, 4, 16)
-    k, v = torch.randn(2, 3, 17, 2, 16)
-    mask = random_mask(boolean, shape)
-    visible = visible_by(layout, 3, 17, causal)
-    unseen = ~visible.any(dim=1)
-    # What lengths cut off may hold anything, whatever the mask says of it.
-    k[unseen], v[unseen] = 1e4, float("nan")
-    expected = exact(q, k, v, visible, 0.3, mask)
-    arguments = {"backend": backend, "layout": layout, "causal": causal, "scale": 0.3, "mask": mask}
-    assert_is_exact(attention(q, k, v, **arguments), None, expected)  # type: ignore[call-overload]
-    out, lse = attention(q, k, v, return_lse=True, **arguments)  # type: ignore[call-overload]
-    assert_is_exact(out, lse, expected)
+    feature = "boolean_mask" if boolean else "additive_mask"
+    if not declares(backend, *features_of(layout_name, causal, "gqa", feature)):
+        return
+    qkv, mask, expected = case(layout_name, causal, 2, 0.3, (boolean, shape))
+    arguments = {"backend": backend, "layout": LAYOUTS[layout_name], "causal": causal, "scale": 0.3, "mask": mask}
+    assert_is_exact(attention(*qkv, **arguments), None, expected)  # type: ignore[call-overload]
+    if declares(backend, "lse"):
+        out, lse = attention(*qkv, return_lse=True, **arguments)  # type: ignore[call-overload]
+        assert_is_exact(out, lse, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("boolean", [False, True])
+@table("dtype", [torch.bfloat16, torch.float64])
+@table("boolean", [False, True])
 def test_masks_in_other_dtypes(dtype: torch.dtype, boolean: bool) -> None:
     torch.manual_seed(8)
     q, k, v = torch.randn(3, 2, 17, 4, 16, dtype=dtype)
     mask = random_mask(boolean, (2, 4, 17, 17), dtype)
     expected = exact(q, k, v, torch.ones(2, 17, 17, dtype=torch.bool), 0.25, mask)
-    for backend in BACKENDS:
+    feature = "boolean_mask" if boolean else "additive_mask"
+    for backend in [name for name in HERE if declares(name, feature, "lse")]:
         out, lse = attention(q, k, v, backend=backend, mask=mask, return_lse=True)
         assert_is_exact(out, lse, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
 
@@ -180,8 +198,8 @@ def test_a_mask_over_several_chunks_of_queries() -> None:
     assert torch.allclose(out, attention(q, k, v, backend="torch_sdpa", mask=mask), atol=1e-5)
 
 
-@pytest.mark.parametrize("boolean", [False, True])
-@pytest.mark.parametrize("return_lse", [False, True])
+@table("boolean", [False, True])
+@table("return_lse", [False, True])
 def test_a_masks_values_are_not_read_on_the_host(boolean: bool, return_lse: bool) -> None:
     with FakeTensorMode():
         q, k, v = torch.randn(3, 2, 17, 4, 16).unbind(0)
@@ -190,7 +208,7 @@ def test_a_masks_values_are_not_read_on_the_host(boolean: bool, return_lse: bool
         attention(q, k, v, backend="torch_sdpa", layout=layout, mask=mask, return_lse=return_lse)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(
+@table(
     ("mask", "message"),
     [
         (torch.ones(2, 4, 17, dtype=torch.bool), r"fits \[2, 4, 17, 17\], got \[2, 4, 17\]"),
@@ -224,8 +242,8 @@ def test_a_layer_takes_masks_and_refuses_them_where_its_backend_does(blocky: str
             layer(q, k, v, mask=torch.zeros(1, 1, 1, 17))
 
 
-@pytest.mark.parametrize("boolean", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
+@table("boolean", [False, True])
+@table("causal", [False, True])
 def test_cudnn_computes_a_single_key_itself_with_its_mask(boolean: bool, causal: bool) -> None:
     torch.manual_seed(11)
     q = torch.randn(2, 1 if causal else 9, 4, 16)
@@ -245,7 +263,7 @@ def test_cudnn_computes_a_single_key_itself_with_its_mask(boolean: bool, causal:
     assert_is_exact(result.out, result.lse, expected)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 20), (1, 3, 5, 20), (2, 3, 5, 32), (1, 1, 1, 7)])
+@table("shape", [(2, 1, 1, 20), (1, 3, 5, 20), (2, 3, 5, 32), (1, 1, 1, 7)])
 def test_rows_are_aligned_without_a_change_of_numbers(shape: tuple[int, ...]) -> None:
     bias = torch.randn(shape)
     for given in (bias, bias[..., 1:], bias.transpose(2, 3).contiguous().transpose(2, 3)):
@@ -262,6 +280,10 @@ def test_mixed_dtypes_are_refused() -> None:
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(ConfigError, match="must share a dtype"):
         attention(q, q.bfloat16(), q)
+
+
+def test_both_backends_of_every_machine_are_judged() -> None:
+    assert {"torch_sdpa", "reference"} <= set(HERE)
 
 
 def test_an_explicit_backend_of_the_function_runs_or_fails(blocky: str) -> None:

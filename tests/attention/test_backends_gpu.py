@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from dense_backends import ALL, COMPILED, DENSE, the
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -26,7 +27,6 @@ from diffusion_runtime.attention import (
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionRequirements, NoOptions
 from diffusion_runtime.attention.backends.reference import reference_attention
-from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.attention.self_test import (
     attention_by_definition,
@@ -40,11 +40,8 @@ from diffusion_runtime.hardware import detect_hardware
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-BACKENDS = {name: backend for name in available_names() if (backend := find_backend(name))}
-DENSE = [name for name, backend in BACKENDS.items() if backend.options_type is NoOptions]
-SPARSE = [name for name, backend in BACKENDS.items() if backend.options_type is not NoOptions]
-# Each form of a call is compiled: some seconds each on a fast machine.
-COMPILED = {"flex_attn"}
+BACKENDS = {name: the(name) for name in ALL}
+SPARSE = [name for name in ALL if name not in DENSE]
 FAST = [name for name in DENSE if name not in COMPILED]
 MASKING = [name for name in FAST if "boolean_mask" in BACKENDS[name].capability.features]
 GRID = (1, 16, 16)

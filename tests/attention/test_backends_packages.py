@@ -11,11 +11,13 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import kernel_packages
 import pytest
 import torch
 from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
+from tables import table
 
 from diffusion_runtime.attention import AttentionCall, LayerInfo, StepInfo
 from diffusion_runtime.attention.backends import (
@@ -58,29 +60,37 @@ CACHES = (
 )
 
 
+@contextmanager
+def stand_in(package: str) -> Iterator[Backend]:
+    """The backend of a package, named as in PACKAGES, that is a stand-in meanwhile."""
+    name, module, make = PACKAGES[package]
+    parent, version = module.partition(".")[0], package.rpartition(" ")[2]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(flashinfer_attn, "_WORKSPACE_SIZE", 64)
+        made = make()
+        if parent != module:
+            holder = types.ModuleType(parent)
+            setattr(holder, module.rpartition(".")[2], made)
+            monkeypatch.setitem(sys.modules, parent, holder)
+        monkeypatch.setitem(sys.modules, module, made)
+        # Asked before the versions are made up: the answer is kept for the process.
+        detect_hardware("cpu")
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+        for cache in CACHES:
+            cache.cache_clear()
+        found = find_backend(name)
+        assert found is not None
+        try:
+            yield found
+        finally:
+            for cache in CACHES:
+                cache.cache_clear()
+
+
 @pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    """A backend whose package is a stand-in, named as in PACKAGES."""
-    name, module, stand_in = PACKAGES[request.param]
-    monkeypatch.setattr(flashinfer_attn, "_WORKSPACE_SIZE", 64)
-    parent = module.partition(".")[0]
-    made = stand_in()
-    if parent != module:
-        package = types.ModuleType(parent)
-        setattr(package, module.rpartition(".")[2], made)
-        monkeypatch.setitem(sys.modules, parent, package)
-    monkeypatch.setitem(sys.modules, module, made)
-    version = request.param.rpartition(" ")[2]
-    # Asked before the versions are made up: the answer is kept for the process.
-    detect_hardware("cpu")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    for cache in CACHES:
-        cache.cache_clear()
-    found = find_backend(name)
-    assert found is not None
-    yield found
-    for cache in CACHES:
-        cache.cache_clear()
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    with stand_in(request.param) as found:
+        yield found
 
 
 FEATURES = ("plain", "gqa", "causal", "scale", "lse", "gqa+scale+lse", "causal+lse")
@@ -121,9 +131,10 @@ def make_call(layout_name: str, **arguments: object) -> AttentionCall:
     )
 
 
-@pytest.mark.parametrize(("backend", "feature"), list(declared_cases()), indirect=["backend"])
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-def test_what_is_declared_is_what_comes_out(backend: Backend, layout_name: str, feature: str) -> None:
+# Without padding, and samples of other numbers of keys: what else layouts ask for is judged in test_key_ranges.py.
+@table(("package", "feature"), declared_cases())
+@table("layout_name", ["none", "prefix"])
+def test_what_is_declared_is_what_comes_out(package: str, layout_name: str, feature: str) -> None:
     features = features_of(feature)
     call = make_call(
         layout_name,
@@ -133,8 +144,9 @@ def test_what_is_declared_is_what_comes_out(backend: Backend, layout_name: str, 
         return_lse="lse" in features,
     )
     before = [x.clone() for x in (call.q, call.k, call.v)]
-    # Seventeen keys are none of version 1's, whose calls go elsewhere; the others' wrappers are what is tested.
-    result = run_backend(backend, call) if backend.capability.key_counts.block > 1 else backend.run(call)
+    with stand_in(package) as backend:
+        # Seventeen keys are none of version 1's, whose calls go elsewhere; the others' wrappers are what is tested.
+        result = run_backend(backend, call) if backend.capability.key_counts.block > 1 else backend.run(call)
     expected = exact(
         call.q, call.k, call.v, visible_by(call.layout, 3, 17, call.causal), 0.125 if call.scale is None else call.scale
     )
@@ -219,7 +231,7 @@ def call_on(layout: TokenLayout, causal: bool = False) -> AttentionCall:
 
 
 @pytest.mark.parametrize("backend", ["sage 1.0.6"], indirect=True)
-@pytest.mark.parametrize("name", KEY_LAYOUTS)
+@table("name", KEY_LAYOUTS)
 def test_numbers_of_keys_that_a_kernel_gets_wrong_are_computed_elsewhere_and_said(
     backend: Backend, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,7 +257,7 @@ def test_numbers_of_keys_that_a_kernel_gets_wrong_are_computed_elsewhere_and_sai
 
 
 @pytest.mark.parametrize("backend", ["sage 1.0.6"], indirect=True)
-@pytest.mark.parametrize(
+@table(
     ("layout", "runs"),
     [
         (TokenLayout((1, 7, 11)), "sageattention 1"),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from tables import table
 
 from diffusion_runtime.attention import Availability, Backend, Capability, register_backend, unregister_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
@@ -47,7 +48,7 @@ def test_a_backend_that_raises_when_it_is_asked_is_listed_with_its_error(unaskab
     assert info("torch_sdpa", H200).usable
 
 
-@pytest.mark.parametrize(
+@table(
     ("hardware", "reason"),
     [
         (Hardware(), "runs on cuda, not on cpu"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 from diffusion_runtime.attention import AttentionConfig, AttentionSpec, LayerInfo, StepInfo, register_role
 from diffusion_runtime.attention.frozen_mapping import FrozenMapping
@@ -22,7 +23,7 @@ from diffusion_runtime.errors import ConfigError
 CROSS_REFERENCE = {"default": {"backend": "torch_sdpa"}, "per_role": {"cross": {"backend": "reference"}}}
 
 
-@pytest.mark.parametrize(
+@table(
     ("spelling", "name"),
     [
         ("fa", "fa"),
@@ -45,7 +46,7 @@ def test_peers_spellings_become_canonical_names(spelling: str, name: str) -> Non
     assert AttentionSpec(spelling).name == name
 
 
-@pytest.mark.parametrize(
+@table(
     "form",
     [
         CROSS_REFERENCE,
@@ -60,7 +61,7 @@ def test_every_form_says_the_same(form: Any) -> None:
     assert AttentionConfig.parse(form).to_dict() == CROSS_REFERENCE
 
 
-@pytest.mark.parametrize("name", ["choices.json", "choices.yaml", "choices.yml"])
+@table("name", ["choices.json", "choices.yaml", "choices.yml"])
 def test_files(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(json.dumps(CROSS_REFERENCE))
@@ -110,7 +111,7 @@ def test_a_role_may_contain_dots(blocky: str) -> None:
     assert config.per_role["test.extra_role"] == AttentionSpec(blocky, {"sparsity": 0.25})
 
 
-@pytest.mark.parametrize(
+@table(
     ("form", "expected"),
     [
         ("torch_spda", "'torch_sdpa'"),
@@ -186,7 +187,7 @@ def test_an_option_that_needs_another_passes_beside_it() -> None:
             check(Options, {"mode": "sized"}, "options")
 
 
-@pytest.mark.parametrize("text", ["9" * 5000, "[" * 100_000, "1e999999", "{"])
+@table("text", ["9" * 5000, "[" * 100_000, "1e999999", "{"])
 def test_values_that_no_number_holds_are_an_error_and_no_crash(text: str, blocky: str) -> None:
     value = parse_scalar(text)
     with pytest.raises(ConfigError, match="topk: expected int"):
@@ -215,7 +216,7 @@ def test_specs_and_configs_are_values(blocky: str) -> None:
     assert hash(AttentionConfig.parse(CROSS_REFERENCE)) == hash(AttentionConfig.parse(json.dumps(CROSS_REFERENCE)))
 
 
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@table("how", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 def test_choices_are_copied_and_pickled_and_stay_frozen(how: Callable[[Any], Any], blocky: str) -> None:
     config = AttentionConfig.parse(
         {
@@ -238,7 +239,7 @@ def test_choices_are_copied_and_pickled_and_stay_frozen(how: Callable[[Any], Any
     assert "_hash" not in vars(pickle.loads(pickle.dumps(config.default)))
 
 
-@pytest.mark.parametrize(
+@table(
     ("ranges", "held"),
     [
         (None, range(10)),

@@ -5,9 +5,9 @@ The kernels here are ours and strict: dense tensors alone, at least one key, gar
 
 from __future__ import annotations
 
-import pytest
 import torch
 from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
+from tables import table
 
 from diffusion_runtime.attention import AttentionCall, AttentionResult, LayerInfo, StepInfo
 from diffusion_runtime.attention.backends.interface import NoOptions
@@ -78,10 +78,10 @@ def result_expected(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     return exact(call.q, call.k, call.v, visible_by(call.layout, 3, 17, call.causal), 0.3)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("packing", [False, True])
+@table("layout_name", LAYOUTS)
+@table("causal", [False, True])
+@table("return_lse", [False, True])
+@table("packing", [False, True])
 def test_against_float64(layout_name: str, causal: bool, return_lse: bool, packing: bool) -> None:
     call, kernels = padded_call(LAYOUTS[layout_name], causal, return_lse), Kernels()
     if packing:
@@ -92,7 +92,7 @@ def test_against_float64(layout_name: str, causal: bool, return_lse: bool, packi
     assert_is_exact(result.out, result.lse, result_expected(call))
 
 
-@pytest.mark.parametrize(
+@table(
     ("layout_name", "dense", "packed"),
     [
         ("none", [(3, 17)], []),

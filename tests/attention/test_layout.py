@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tables import table
 
 from diffusion_runtime.attention import TokenLayout
 from diffusion_runtime.errors import ConfigError
@@ -16,7 +17,7 @@ def test_counts() -> None:
     assert not layout.has_padding
 
 
-@pytest.mark.parametrize(
+@table(
     ("layout", "expected"),
     [
         (TokenLayout((1, 2, 2), num_suffix_tokens=3, valid_lengths=(3, 1, 0)), [((0, 7),), ((0, 5),), ((0, 4),)]),
@@ -36,7 +37,7 @@ def test_full_lengths_are_no_padding() -> None:
     assert not TokenLayout((1, 2, 2), num_suffix_tokens=3, valid_lengths=(3, 3)).has_padding
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "word"),
     [
         ({"grid": (1, 2)}, "grid"),

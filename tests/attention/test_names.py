@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from tables import table
 
 from diffusion_runtime.attention import AttentionSpec
 from diffusion_runtime.attention.backends import registry
@@ -47,7 +48,7 @@ def test_every_backend_of_the_installed_diffusers() -> None:
     assert violations(tuple(member.value for member in AttentionBackendName)) == []
 
 
-@pytest.mark.parametrize("names", [SGLANG, VLLM_OMNI, DISPATCHER_NAMES], ids=["SGLang", "vLLM-Omni", "diffusers 0.42"])
+@table("names", [SGLANG, VLLM_OMNI, DISPATCHER_NAMES], ids=["SGLang", "vLLM-Omni", "diffusers 0.42"])
 def test_every_backend_of_peers(names: tuple[str, ...]) -> None:
     assert violations(names) == []
 

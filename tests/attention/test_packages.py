@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tables import table
 
 SCRIPT = """
 import dataclasses, json, sys
@@ -58,7 +58,7 @@ def ask(folder: Path) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "error"),
     [
         ("raise OSError('libcudart.so.13: cannot open shared object file')", "OSError: libcudart.so.13: cannot open"),
@@ -183,7 +183,7 @@ print(json.dumps({"chosen": chosen, "flash4": flash4.refusal(there, plan), "auto
 """
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "reason", "taken"),
     [
         ("raise OSError('no CUDA 13')", "is installed and cannot be imported: OSError: no CUDA 13", "triton"),

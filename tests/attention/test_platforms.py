@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from machines import EVERYTHING, cuda, other
+from tables import table
 
 from diffusion_runtime.attention import AttentionPolicy, Decision, select_backend
 from diffusion_runtime.attention.backends.interface import AttentionRequirements
@@ -30,7 +31,7 @@ def default_on(hardware: Hardware, *, head_dim: int = 128, dtype: str = "bfloat1
     return select_backend(head_dim=head_dim, dtype=dtype, device=hardware, num_heads=12)
 
 
-@pytest.mark.parametrize(
+@table(
     ("capability", "candidates"),
     [
         ((7, 0), SDPA),
@@ -49,7 +50,7 @@ def test_candidates_by_chip(capability: tuple[int, int], candidates: tuple[str, 
     assert platform_candidates(cuda(capability)) == candidates
 
 
-@pytest.mark.parametrize(
+@table(
     ("cudnn", "candidates"),
     [
         ((9, 15), BLACKWELL),
@@ -65,9 +66,7 @@ def test_candidates_by_cudnn(cudnn: tuple[int, int] | None, candidates: tuple[st
     assert platform_candidates(cuda((9, 0), cudnn=cudnn)) == FLASH
 
 
-@pytest.mark.parametrize(
-    ("platform", "candidates"), [("rocm", FLASH), ("mps", SDPA), ("npu", SDPA), ("xpu", SDPA), ("cpu", SDPA)]
-)
+@table(("platform", "candidates"), [("rocm", FLASH), ("mps", SDPA), ("npu", SDPA), ("xpu", SDPA), ("cpu", SDPA)])
 def test_candidates_off_cuda(platform: str, candidates: tuple[str, ...]) -> None:
     assert platform_candidates(other(platform)) == candidates
 
@@ -88,7 +87,7 @@ def test_no_default_refuses_every_call_of_its_chip() -> None:
     assert always_refused == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("hardware", "taken", "version"),
     [
         (cuda((7, 5), *EVERYTHING), "torch_sdpa", ""),
@@ -133,7 +132,7 @@ def test_what_is_taken(hardware: Hardware, taken: str, version: str) -> None:
         assert backend.probe(hardware).version == version
 
 
-@pytest.mark.parametrize(
+@table(
     ("hardware", "head_dim", "dtype", "taken", "reason"),
     [
         (cuda((9, 0), *EVERYTHING), 128, "float32", "torch_sdpa", "takes bfloat16, float16, not float32"),
@@ -167,7 +166,7 @@ def test_the_generation_follows_the_head_size() -> None:
         select_backend(head_dim=160, dtype="bfloat16", device=cuda((10, 0), "flash-attn-4"), num_heads=8, config="fa")
 
 
-@pytest.mark.parametrize(
+@table(
     ("hardware", "taken", "versions"),
     [
         (cuda((9, 0), *EVERYTHING), "fa", "cuda sm_90, torch 2.13.0, flash-attn-4 4.0.0b36"),

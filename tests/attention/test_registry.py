@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dense_backends import ALL
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -30,11 +31,6 @@ from diffusion_runtime.attention.backends import registry
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
 
-DENSE = (
-    *("aiter", "cudnn_attn", "fa", "fa2", "fa3", "fa4", "flashinfer_attn", "flex_attn"),
-    *("sage_attn", "sage_attn_3", "xformers", "measured"),
-)
-SPARSE = ("sliding_tile_attn", "sparse_video_gen_2_attn", "video_sparse_attn", "vmoba_attn")
 PLUGIN = """
 from diffusion_runtime.attention import AttentionResult, Availability, Backend, Capability
 from diffusion_runtime.attention.backends.reference import reference_attention
@@ -84,13 +80,12 @@ def test_a_published_backend_is_found_and_a_broken_one_is_only_reported(tmp_path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    own = ["torch_sdpa", "reference", *DENSE, *sorted(SPARSE)]
     reason = "entry point 'broken_package:Broken' of package 'plugin-package' cannot be used: OSError: libbroken.so: "
     reason += "cannot open shared object file"
     refused = [("broken_attn", reason)]
     assert done.stdout.splitlines() == [
         "plugin_attn 4",
-        str([*own, "plugin_attn", "broken_attn"]),
+        str([*ALL, "plugin_attn", "broken_attn"]),
         reason,
         f"3 {tuple(refused)}",
         str(refused),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionConfig,
@@ -85,8 +86,8 @@ def test_levels_do_not_mix_fields(blocky: str) -> None:
     assert choose(config=config, cli=blocky).options == {}
 
 
-@pytest.mark.parametrize("level", ["cli", "config"])
-@pytest.mark.parametrize("entry", ["auto", {"extra": {}}, {"backend": "auto"}])
+@table("level", ["cli", "config"])
+@table("entry", ["auto", {"extra": {}}, {"backend": "auto"}])
 def test_auto_is_no_choice(level: str, entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of the platform's default: `reference` is what nobody gets who does not ask for it."""
     decision = choose(**{level: {"default": "reference", "per_role": {"self": entry}}})
@@ -97,7 +98,7 @@ def test_auto_is_no_choice(level: str, entry: Any, monkeypatch: pytest.MonkeyPat
     assert choose(**{level: {"default": "auto"}}).source == "environment"
 
 
-@pytest.mark.parametrize("level", ["cli", "config"])
+@table("level", ["cli", "config"])
 def test_options_for_a_role_configure_what_its_level_chooses_below(level: str, blocky: str) -> None:
     register_role("test.clips", "self")
     entries = {"test.clips": {"extra": {"topk": 9}}, "self": {"extra": {"sparsity": 0.9, "topk": 1}}}
@@ -128,7 +129,7 @@ def test_a_general_choice_passes_over_roles_it_is_not_made_for(blocky: str) -> N
     assert choose("self", cli=blocky, config="reference").backend == "blocky"
 
 
-@pytest.mark.parametrize("level", ["cli", "config"])
+@table("level", ["cli", "config"])
 def test_the_same_choice_by_name_is_an_error(blocky: str, level: str) -> None:
     with pytest.raises(BackendUnavailableError, match="serves self attention, not role 'cross'"):
         choose("cross", **{level: {"per_role": {"cross": blocky}}})
@@ -166,7 +167,7 @@ def raising_probe(self: Backend, hardware: Hardware) -> Availability:
     raise OSError("libbroken.so: cannot open\nwith details")
 
 
-@pytest.mark.parametrize(
+@table(
     ("member", "value", "said"),
     [
         ("probe", raising_probe, "OSError: libbroken.so: cannot open"),
@@ -241,7 +242,7 @@ def test_options_without_a_backend_configure_what_a_lower_level_chose(
 STA = {"backend": "sliding_tile_attn", "extra": {"window": [1, 1, 1]}}
 
 
-@pytest.mark.parametrize(
+@table(
     ("levels", "expected"),
     [
         ({"cli": STA}, ("torch_sdpa", "platform")),
@@ -287,7 +288,7 @@ def test_selection_is_pure(blocky: str) -> None:
     assert choose(config=config) == choose(config=config)
 
 
-@pytest.mark.parametrize(
+@table(
     ("hardware", "candidates"),
     [(H200, ["fa"]), (B200, ["cudnn_attn", "flashinfer_attn", "fa4"]), (CPU, [])],
 )

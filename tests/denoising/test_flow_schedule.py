@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from tables import table
 
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, ShiftByTokens
@@ -33,8 +34,8 @@ def sigmas_of(schedule: FlowSchedule, config: SchedulerConfig, num_tokens: int, 
     return seen
 
 
-@pytest.mark.parametrize("num_tokens", [64, 256, 1560, 4096, 9000])
-@pytest.mark.parametrize("settings", [{}, {"shift_terminal": 0.02}, {"time_shift_type": "linear"}])
+@table("num_tokens", [64, 256, 1560, 4096, 9000])
+@table("settings", [{}, {"shift_terminal": 0.02}, {"time_shift_type": "linear"}])
 def test_sigmas_equal_those_of_diffusers(num_tokens: int, settings: dict[str, object]) -> None:
     values = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "shift": 3.0, **settings}
     theirs = FlowMatchEulerDiscreteScheduler(**values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tables import table
 
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.guidance import MODES, with_guidance
@@ -26,9 +27,7 @@ def recording_predict(calls: list[tuple[str, int]]) -> Predict:
     return predict
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected_calls"), [("batched", [("both", 6)]), ("two_pass", [("cond", 3), ("uncond", 3)])]
-)
+@table(("mode", "expected_calls"), [("batched", [("both", 6)]), ("two_pass", [("cond", 3), ("uncond", 3)])])
 def test_both_modes_give_the_formula(mode: str, expected_calls: list[tuple[str, int]]) -> None:
     latents = torch.randn(3, 4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     calls: list[tuple[str, int]] = []
@@ -38,8 +37,8 @@ def test_both_modes_give_the_formula(mode: str, expected_calls: list[tuple[str, 
     assert calls == expected_calls
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("mode", ["batched", "two_pass"])
+@table("scale", [0.0, 0.5, 1.0])
+@table("mode", ["batched", "two_pass"])
 def test_a_scale_of_one_or_less_runs_no_negative_branch(scale: float, mode: str) -> None:
     calls: list[tuple[str, int]] = []
     latents = torch.ones(2, 4, 1, 2, 2)
@@ -48,7 +47,7 @@ def test_a_scale_of_one_or_less_runs_no_negative_branch(scale: float, mode: str)
     assert calls == [("cond", 2)]
 
 
-@pytest.mark.parametrize("mode", ["batched", "two_pass"])
+@table("mode", ["batched", "two_pass"])
 def test_the_step_reaches_the_prediction_whole(mode: str) -> None:
     asked: list[StepInfo] = []
 
@@ -60,7 +59,7 @@ def test_the_step_reaches_the_prediction_whole(mode: str) -> None:
     assert {(step.index, step.num_steps, step.timestep, step.sigma) for step in asked} == {(2, 9, 5.0, 0.1)}
 
 
-@pytest.mark.parametrize("mode", ["batched", "two_pass"])
+@table("mode", ["batched", "two_pass"])
 def test_half_precision_predictions_are_combined_in_float32(mode: str) -> None:
     predict = recording_predict([])
     latents = torch.full((1, 1, 1, 1, 1), 1.001)
@@ -74,7 +73,7 @@ def test_an_unknown_mode_names_the_nearest() -> None:
         with_guidance(recording_predict([]), 3.0, "two-pass")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@table("mode", MODES)
 def test_a_scale_of_each_step_and_a_combination_of_the_models_own(mode: str) -> None:
     """Steps whose scale is 1 or less run one branch; `combine` sees both velocities in float32."""
     branches: list[str] = []

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from tables import table
 
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.registry import build_sampler
@@ -26,8 +27,8 @@ def curved_velocity(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
     return torch.sin(3 * latents) + 0.5 * latents * (step.timestep / 1000)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@table("name", SAMPLERS)
+@table("num_steps", [1, 2, 5])
 def test_straight_flow_ends_at_the_data(name: str, num_steps: int) -> None:
     noise, target = noise_and_target()
     latents = build_sampler(name, num_steps, 3.0, {}).sample(noise, lambda latents, step: noise - target)
@@ -49,7 +50,7 @@ def test_timesteps_that_round_to_the_same_number_are_all_taken() -> None:
     torch.testing.assert_close(latents, target, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@table("name", SAMPLERS)
 def test_latents_equal_a_loop_written_out_with_diffusers(name: str) -> None:
     noise, _ = noise_and_target()
     if name == "unipc":
@@ -71,7 +72,7 @@ def test_latents_equal_a_loop_written_out_with_diffusers(name: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@table("name", SAMPLERS)
 def test_steps_say_where_they_are(name: str) -> None:
     noise, _ = noise_and_target()
     asked: list[StepInfo] = []
@@ -92,7 +93,7 @@ def test_steps_say_where_they_are(name: str) -> None:
     assert all(one.sigma > two.sigma for one, two in itertools.pairwise(asked))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@table("name", SAMPLERS)
 def test_flow_shift_moves_the_steps_towards_noise(name: str) -> None:
     noise, _ = noise_and_target()
 
@@ -106,7 +107,7 @@ def test_flow_shift_moves_the_steps_towards_noise(name: str) -> None:
     assert middle_sigma(1.0) < middle_sigma(3.0) < middle_sigma(8.0)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@table("name", SAMPLERS)
 def test_latents_stay_float32_behind_a_bfloat16_model(name: str) -> None:
     noise, _ = noise_and_target()
     dtypes = []
@@ -119,7 +120,7 @@ def test_latents_stay_float32_behind_a_bfloat16_model(name: str) -> None:
     assert {*dtypes, result.dtype} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@table("name", SAMPLERS)
 def test_a_sampler_may_be_used_again_and_leaves_the_noise_alone(name: str) -> None:
     noise, _ = noise_and_target()
     before = noise.clone()
@@ -129,7 +130,7 @@ def test_a_sampler_may_be_used_again_and_leaves_the_noise_alone(name: str) -> No
     assert torch.equal(noise, before)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@table("name", SAMPLERS)
 def test_an_interruption_in_on_step_ends_the_loop(name: str) -> None:
     noise, _ = noise_and_target()
     calls = []
@@ -154,7 +155,7 @@ def test_folder_settings_change_the_result() -> None:
     assert not torch.allclose(second_order, third_order)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@table("name", SAMPLERS)
 def test_a_setting_the_class_does_not_know_is_a_load_error(name: str) -> None:
     noise, _ = noise_and_target()
     with pytest.raises(ModelLoadError, match=r"key 'from_the_future' is unknown to .*Scheduler of the installed"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 from diffusion_runtime.denoising.scheduler_config import read_scheduler_config
 from diffusion_runtime.errors import ModelLoadError
@@ -30,7 +31,7 @@ def write(folder: Path, values: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+@table(
     ("values", "sampler", "flow_shift"),
     [(UNIPC, "unipc", 5.0), (EULER, "flow_match_euler", 8.0), (EULER | {"shift": 2}, "flow_match_euler", 2.0)],
 )
@@ -65,7 +66,7 @@ def test_another_class_has_no_default_and_its_error_names_both(tmp_path: Path) -
     assert all(name in message for name in ("DDIMScheduler", "UniPCMultistepScheduler", "FlowMatchEulerDiscrete"))
 
 
-@pytest.mark.parametrize(
+@table(
     ("values", "told"),
     [
         ("{", "JSON"),

@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from tables import table
 
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas
@@ -156,7 +157,7 @@ def _runs_there(values: dict[str, Any], sigmas: tuple[float, ...] | None) -> str
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
+@table(
     ("base", "table", "schedule"),
     [
         (UNIPC, UNIPC_VALUES, FlowSchedule()),
@@ -178,7 +179,7 @@ def test_a_setting_gives_diffusers_numbers_or_a_refusal(
     assert not wrong
 
 
-@pytest.mark.parametrize(("base", "table"), [(UNIPC, UNIPC_VALUES), (EULER, EULER_VALUES)])
+@table(("base", "table"), [(UNIPC, UNIPC_VALUES), (EULER, EULER_VALUES)])
 def test_no_setting_of_the_installed_class_is_missing_from_the_table(
     base: dict[str, Any], table: dict[str, tuple[Any, ...]]
 ) -> None:

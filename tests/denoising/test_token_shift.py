@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from tables import table
 
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
@@ -15,7 +16,7 @@ from diffusion_runtime.errors import ModelLoadError
 CLASS_NAME = "FlowMatchEulerDiscreteScheduler"
 
 
-@pytest.mark.parametrize(
+@table(
     "values",
     [
         {"use_dynamic_shifting": True},
@@ -25,7 +26,7 @@ CLASS_NAME = "FlowMatchEulerDiscreteScheduler"
         {"shift": 3.0},
     ],
 )
-@pytest.mark.parametrize("num_tokens", [24, 4096])
+@table("num_tokens", [24, 4096])
 def test_steps_equal_diffusers(values: dict[str, object], num_tokens: int) -> None:
     scheduler = SchedulerConfig(CLASS_NAME, values)
     schedule = token_shift(scheduler)
@@ -53,7 +54,7 @@ def test_steps_equal_diffusers(values: dict[str, object], num_tokens: int) -> No
     assert [timestep for _, timestep in seen] == pytest.approx(theirs.timesteps.tolist(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@table(
     ("values", "told"),
     [
         ({"base_shift": None}, "base_shift: expected a number, got None"),

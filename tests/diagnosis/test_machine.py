@@ -6,8 +6,8 @@ import dataclasses
 import json
 import os
 
-import pytest
 import torch
+from tables import table
 
 from diffusion_runtime.diagnosis.machine import (
     Driver,
@@ -38,7 +38,7 @@ GOOD = Machine(
 CPU_BUILD = {"torch_build": "CPU", "cuda_build": None, "gpus": (), "architectures": ()}
 
 
-@pytest.mark.parametrize(
+@table(
     "changes",
     [
         {},
@@ -56,7 +56,7 @@ def test_machines_without_a_problem(changes: dict[str, object]) -> None:
     assert machine_problems(dataclasses.replace(GOOD, **changes)) == []  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "what", "fix"),
     [
         (CPU_BUILD, "is a build for the CPU; the driver sees NVIDIA H200", "/whl/cu130"),
@@ -82,7 +82,7 @@ def test_what_is_wrong_and_what_to_type(changes: dict[str, object], what: str, f
     assert not problem.is_failure
 
 
-@pytest.mark.parametrize(
+@table(
     ("architectures", "capability", "expected"),
     [
         (("sm_80",), (8, 0), True),

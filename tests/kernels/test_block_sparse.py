@@ -9,6 +9,7 @@ import pytest
 import torch
 from sparse_oracle import masked_attention, random_qkv
 from sparse_plans import cluster_plan, row_mask_plan, tile_plan
+from tables import table
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout
 from diffusion_runtime.errors import ConfigError
@@ -39,7 +40,7 @@ def plans(layout: TokenLayout) -> dict[str, SparsePlan]:
 CASES = [(place, kind) for place in LAYOUTS for kind in ("tiles", "small tiles", "clusters", "row mask")]
 
 
-@pytest.mark.parametrize(("place", "kind"), CASES)
+@table(("place", "kind"), CASES)
 def test_reference_is_masked_attention(place: str, kind: str) -> None:
     layout = LAYOUTS[place]
     plan = plans(layout)[kind]
@@ -51,7 +52,7 @@ def test_reference_is_masked_attention(place: str, kind: str) -> None:
     torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["auto", "triton", "flash4"])
+@table("implementation", ["auto", "triton", "flash4"])
 def test_an_implementation_without_gradients_refuses_inputs_that_require_them(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +83,7 @@ def test_an_implementation_without_gradients_refuses_inputs_that_require_them(
     assert gradient.count_nonzero() > 0
 
 
-@pytest.mark.parametrize(("place", "kind"), CASES)
+@table(("place", "kind"), CASES)
 def test_density_counts_the_mask(place: str, kind: str) -> None:
     layout = LAYOUTS[place]
     plan = plans(layout)[kind]
@@ -91,7 +92,7 @@ def test_density_counts_the_mask(place: str, kind: str) -> None:
     assert plan.density == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["tiles", "clusters", "row mask"])
+@table("kind", ["tiles", "clusters", "row mask"])
 def test_heads_of_a_plan_compute_what_the_whole_plan_computes(kind: str) -> None:
     layout = LAYOUTS["suffix"]
     plan = plans(layout)[kind]
@@ -102,8 +103,8 @@ def test_heads_of_a_plan_compute_what_the_whole_plan_computes(kind: str) -> None
     assert torch.equal(plan.heads(2, 4).to_dense_mask(), plan.to_dense_mask()[:, 2:])
 
 
-@pytest.mark.parametrize("kind", ["tiles", "clusters", "row mask"])
-@pytest.mark.parametrize("poison", [1e4, float("nan")])
+@table("kind", ["tiles", "clusters", "row mask"])
+@table("poison", [1e4, float("nan")])
 def test_what_nobody_sees_changes_nothing(kind: str, poison: float) -> None:
     layout = LAYOUTS["suffix"]
     plan = plans(layout)[kind]
@@ -142,8 +143,8 @@ def test_branch_adds_the_gated_mean_of_the_block_to_grid_queries() -> None:
     assert torch.equal(add_branch(plain, plan, PooledBranch(pooled, gate)), out)
 
 
-@pytest.mark.parametrize("kind", ["tiles", "small tiles", "clusters"])
-@pytest.mark.parametrize(("rows", "rest_rows"), [(16, 8), (32, 16), (32, 4), (32, 0), (64, 32)])
+@table("kind", ["tiles", "small tiles", "clusters"])
+@table(("rows", "rest_rows"), [(16, 8), (32, 16), (32, 4), (32, 0), (64, 32)])
 def test_tiles_and_rests_hold_every_query_once(kind: str, rows: int, rest_rows: int) -> None:
     """As the kernel reads the tables: a tile that starts with no more than a rest left is not its own."""
     geometry = plans(LAYOUTS["grid"])[kind].q

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from diffusers.models.embeddings import CombinedTimestepGuidanceTextProjEmbeddings, CombinedTimestepTextProjEmbeddings
 from diffusers.models.normalization import AdaLayerNormSingle
+from tables import table
 
 from diffusion_runtime.layers.conditioning import ConditionEmbedding, TimestepModulation
 
 NAMES = {"timestep": "timestep_embedder", "guidance": "guidance_embedder", "pooled": "text_embedder"}
 
 
-@pytest.mark.parametrize("has_guidance", [True, False])
+@table("has_guidance", [True, False])
 def test_the_sum_equals_diffusers(has_guidance: bool) -> None:
     torch.manual_seed(0)
     their_class = CombinedTimestepGuidanceTextProjEmbeddings if has_guidance else CombinedTimestepTextProjEmbeddings

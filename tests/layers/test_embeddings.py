@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from diffusers.models.embeddings import get_timestep_embedding
+from tables import table
 from torch import nn
 
 from diffusion_runtime.layers.embeddings import PatchEmbedding, patchify, timestep_waves, unpatchify
@@ -13,7 +13,7 @@ from diffusion_runtime.layers.feed_forward import FeedForward
 PATCHES = [(1, 2, 2), (1, 1, 1), (2, 1, 3)]
 
 
-@pytest.mark.parametrize("patch", PATCHES)
+@table("patch", PATCHES)
 def test_patch_embedding_is_a_convolution_whose_stride_is_its_kernel(patch: tuple[int, int, int]) -> None:
     latents = torch.randn(2, 4, 4, 6, 6)
     convolution = nn.Conv3d(4, 10, patch, patch).requires_grad_(False)
@@ -24,7 +24,7 @@ def test_patch_embedding_is_a_convolution_whose_stride_is_its_kernel(patch: tupl
     torch.testing.assert_close(embedding(latents), convolution(latents).flatten(2).transpose(1, 2))
 
 
-@pytest.mark.parametrize("patch", PATCHES)
+@table("patch", PATCHES)
 def test_unpatchify_undoes_patchify(patch: tuple[int, int, int]) -> None:
     latents = torch.randn(2, 4, 4, 6, 6)
     grid = (4 // patch[0], 6 // patch[1], 6 // patch[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import table
 from torch.profiler import profile
 
 from diffusion_runtime.layers.linear import Linear
@@ -18,8 +19,8 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@table("name", INPUTS)
+@table("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_linear_and_gelu(name: str, dtype: torch.dtype) -> None:
     layer = Linear(32, 48).to(dtype)
     x = INPUTS[name].to(dtype)

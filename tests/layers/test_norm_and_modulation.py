@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
+from tables import table
 
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm, modulated_rms_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
@@ -17,7 +17,7 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@table("dtype", DTYPES)
 def test_rms_norm(dtype: torch.dtype) -> None:
     norm = RMSNorm(24, EPS).to(dtype).requires_grad_(False)
     norm.weight.copy_(torch.randn(24))
@@ -39,7 +39,7 @@ def test_rms_norm_of_a_slice_leaves_the_rest_alone() -> None:
     assert torch.equal(wide[..., 16:], before[..., 16:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@table("dtype", DTYPES)
 def test_layer_norm_computes_in_float32(dtype: torch.dtype) -> None:
     norm = LayerNorm(24, EPS).requires_grad_(False)
     norm.weight.copy_(torch.randn(24))
@@ -53,8 +53,8 @@ def test_layer_norm_computes_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch", [1, 3])
+@table("dtype", DTYPES)
+@table("batch", [1, 3])
 def test_modulated_layer_norm(batch: int, dtype: torch.dtype) -> None:
     x = torch.randn(batch, 5, 24).to(dtype)
     before = x.clone()
@@ -67,8 +67,8 @@ def test_modulated_layer_norm(batch: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch", [1, 3])
+@table("dtype", DTYPES)
+@table("batch", [1, 3])
 def test_modulated_rms_norm(batch: int, dtype: torch.dtype) -> None:
     x = (3 * torch.randn(batch, 5, 24)).to(dtype)
     before = x.clone()
@@ -81,7 +81,7 @@ def test_modulated_rms_norm(batch: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@table("dtype", DTYPES)
 def test_the_gated_sum_is_rounded_once(dtype: torch.dtype) -> None:
     x, branch = torch.randn(2, 5, 24).to(dtype), torch.randn(2, 5, 24).to(dtype)
     gate = torch.randn(2, 24)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from tables import table
 
 from diffusion_runtime.layers.rope import (
     diagonal_rotations,
@@ -25,7 +25,7 @@ def test_channels_are_split_over_the_axes() -> None:
     assert split_head_dim(16) == (8, 4, 4)
 
 
-@pytest.mark.parametrize(("grid", "head_dim"), [((3, 4, 5), 64), ((1, 7, 2), 128), ((21, 1, 3), 16)])
+@table(("grid", "head_dim"), [((3, 4, 5), 64), ((1, 7, 2), 128), ((21, 1, 3), 16)])
 def test_rotations_equal_diffusers(grid: tuple[int, int, int], head_dim: int) -> None:
     cos, sin = WanRotaryPosEmbed(head_dim, (1, 1, 1), 32)(torch.zeros(1, 1, *grid))
     table = grid_rotations(grid, head_dim, CPU)
@@ -34,7 +34,7 @@ def test_rotations_equal_diffusers(grid: tuple[int, int, int], head_dim: int) ->
     torch.testing.assert_close(table.imag, sin[0, :, 0, 1::2], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@table("dtype", [torch.float32, torch.bfloat16])
 def test_rotate_turns_neighbouring_channels(dtype: torch.dtype) -> None:
     table = grid_rotations((2, 3, 2), 16, CPU)
     x = torch.randn(2, 12, 3, 16).to(dtype)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 from PIL import Image
+from tables import table
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.images import check_image, open_picture, read_image
@@ -18,7 +19,7 @@ def write(path: Path, width: int, height: int, mode: str = "RGB") -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("a.png", "RGBA"), ("a.jpg", "RGB"), ("a.webp", "RGB"), ("b.png", "L")])
+@table(("name", "mode"), [("a.png", "RGBA"), ("a.jpg", "RGB"), ("a.webp", "RGB"), ("b.png", "L")])
 def test_an_image_is_read_in_the_size_of_the_clip(tmp_path: Path, name: str, mode: str) -> None:
     path = write(tmp_path / name, 96, 64, mode)
     check_image(path, 32, 48)
@@ -29,7 +30,7 @@ def test_an_image_is_read_in_the_size_of_the_clip(tmp_path: Path, name: str, mod
     assert pixels[0].mean() < 30 < 220 < pixels[-1].mean()
 
 
-@pytest.mark.parametrize(("height", "width"), [(32, 32), (32, 54), (32, 42)])
+@table(("height", "width"), [(32, 32), (32, 54), (32, 42)])
 def test_sides_of_another_ratio_are_refused(tmp_path: Path, height: int, width: int) -> None:
     path = write(tmp_path / "a.png", 96, 64)
     with pytest.raises(RequestError, match=rf"is 96 x 64 \(width x height\), the clip {width} x {height}"):
@@ -62,8 +63,8 @@ def three_colours() -> Image.Image:
     return picture
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@table("suffix", ["jpg", "png", "webp"])
+@table("orientation", range(1, 9))
 def test_a_photo_is_turned_as_its_exif_says(tmp_path: Path, orientation: int, suffix: str) -> None:
     """A portrait from a phone started a landscape clip lying on its side."""
     # How a camera stores it: the inverse of what a viewer does for each orientation.
@@ -99,7 +100,7 @@ def test_grey_of_sixteen_bits_keeps_its_shades(tmp_path: Path) -> None:
     assert numpy.array_equal(pixels[..., 0], pixels[..., 2])
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK"])
+@table("mode", ["1", "L", "P", "LA", "RGBA", "CMYK"])
 def test_other_kinds_of_pixels_are_converted(tmp_path: Path, mode: str) -> None:
     picture = three_colours().convert(mode)
     path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")

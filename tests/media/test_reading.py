@@ -11,6 +11,7 @@ import numpy
 import pytest
 from PIL import Image, PngImagePlugin
 from sample_media import make_media
+from tables import table
 
 from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.media import RECIPE_SCHEMA, SIDECAR_SCHEMA, read_media_file, read_recipe
@@ -24,7 +25,7 @@ def png_with_comment(path: Path, comment: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@table(
     "comment",
     [
         "not json",
@@ -66,8 +67,8 @@ def test_a_sidecar_without_a_recipe_is_not_one(tmp_path: Path) -> None:
         read_recipe(path)
 
 
-@pytest.mark.parametrize("name", ["x.mp4", "x.gif", "x.webp", "x.png", "x.npy"])
-@pytest.mark.parametrize("keep", [0.0, 0.3], ids=["empty", "cut"])
+@table("name", ["x.mp4", "x.gif", "x.webp", "x.png", "x.npy"])
+@table("keep", [0.0, 0.3], ids=["empty", "cut"])
 def test_a_cut_off_file_is_an_error(tmp_path: Path, name: str, keep: float) -> None:
     path = make_media(num_frames=1 if name == "x.png" else 5).save(tmp_path / name)
     content = path.read_bytes()
@@ -129,9 +130,7 @@ def test_an_image_that_promises_gigapixels_is_refused(tmp_path: Path) -> None:
         read_media_file(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("missing.mp4", "no such file"), ("folder.mp4", "a folder"), ("x.txt", "ends in")]
-)
+@table(("name", "said"), [("missing.mp4", "no such file"), ("folder.mp4", "a folder"), ("x.txt", "ends in")])
 def test_what_is_not_a_media_file_is_named(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "folder.mp4").mkdir()
     (tmp_path / "x.txt").write_text("")

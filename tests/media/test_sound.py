@@ -15,6 +15,7 @@ import imageio_ffmpeg
 import numpy
 import pytest
 from sample_media import RECIPE, make_media
+from tables import table
 
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.media import RECIPE_SCHEMA, Audio, GeneratedMedia, read_media_file, read_recipe
@@ -79,7 +80,7 @@ def test_an_mp4_without_sound_has_no_track_for_it(tmp_path: Path) -> None:
     assert not has_sound(make_media().save(tmp_path / "still.mp4"))
 
 
-@pytest.mark.parametrize("file_format", ["gif", "webp", "npy", "png"])
+@table("file_format", ["gif", "webp", "npy", "png"])
 def test_beside_other_formats_it_is_a_wav_and_that_is_said(
     tmp_path: Path, file_format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,7 +115,7 @@ def test_a_wav_is_the_sound_alone_and_its_recipe_can_be_read(tmp_path: Path) -> 
         read_recipe(path)
 
 
-@pytest.mark.parametrize("name", ["clip.wav", "clip.gif", "clip.mp4"])
+@table("name", ["clip.wav", "clip.gif", "clip.mp4"])
 def test_a_file_says_what_sound_there_is(tmp_path: Path, name: str) -> None:
     media_with_sound().save(tmp_path / name)
     known = read_media_file(tmp_path / name)
@@ -144,7 +145,7 @@ def test_a_stranger_s_wav_beside_a_clip_has_no_recipe(tmp_path: Path) -> None:
     assert read_media_file(tmp_path / "clip.wav").recipe is None
 
 
-@pytest.mark.parametrize("content", [b"", b"RIFF", b"RIFF\x10\0\0\0WAVEfmt \x10\0\0\0"])
+@table("content", [b"", b"RIFF", b"RIFF\x10\0\0\0WAVEfmt \x10\0\0\0"])
 def test_a_broken_wav_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "clip.wav").write_bytes(content)
     with pytest.raises(OutputError, match="not a readable wav"):
@@ -178,7 +179,7 @@ def test_louder_than_full_scale_is_cut(tmp_path: Path) -> None:
     assert saved_wav(path)[0].ravel().tolist() == [32767, -32767, 16384]
 
 
-@pytest.mark.parametrize("taken", ["clip.gif", "clip.json", "clip.wav"])
+@table("taken", ["clip.gif", "clip.json", "clip.wav"])
 def test_any_taken_name_of_the_three_takes_the_number(tmp_path: Path, taken: str) -> None:
     (tmp_path / taken).write_text("mine")
     path = media_with_sound().save(tmp_path / "clip.gif", overwrite=False)
@@ -189,7 +190,7 @@ def test_any_taken_name_of_the_three_takes_the_number(tmp_path: Path, taken: str
     assert saved_wav(tmp_path / "clip-2.wav")[0].shape == (NUM_SAMPLES, 2)
 
 
-@pytest.mark.parametrize("file_format", ["mp4", "png", "wav"])
+@table("file_format", ["mp4", "png", "wav"])
 def test_a_disk_that_fills_up_with_the_sound_leaves_nothing(tmp_path: Path, file_format: str) -> None:
     media = media_with_sound(num_frames=1, height=8, width=8)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -205,7 +206,7 @@ def test_a_disk_that_fills_up_with_the_sound_leaves_nothing(tmp_path: Path, file
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("samples", "rate", "told"),
     [
         (numpy.zeros(8, numpy.float32), RATE, r"expected float32 \[channels, num_samples\], got float32 \[8\]"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from parallel.exchange_cases import write_strategy
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -60,9 +61,9 @@ def policy(backend: str | dict[str, object] | None = None, ulysses: int = 1, rin
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_groups", [1, 2, 5])
-@pytest.mark.parametrize("num_members", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(12, 12), (12, 4), (12, 1), (6, 3), (7, 7), (6, 2), (8, 4)])
+@table("num_groups", [1, 2, 5])
+@table("num_members", [1, 2, 3, 4, 6])
+@table(("num_heads", "num_kv_heads"), [(12, 12), (12, 4), (12, 1), (6, 3), (7, 7), (6, 2), (8, 4)])
 def test_every_head_is_computed_once_with_its_own_keys(
     num_heads: int, num_kv_heads: int, num_members: int, num_groups: int
 ) -> None:
@@ -94,8 +95,8 @@ def test_more_processes_than_heads_are_refused_with_the_degrees_that_are_valid()
 # --- slices -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 9, 12, 13])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@table("num_tokens", [1, 4, 9, 12, 13])
+@table("size", [1, 2, 3, 4])
 def test_slices_hold_every_token_once_and_ranges_stay_where_they_are(num_tokens: int, size: int) -> None:
     x = torch.arange(1, num_tokens + 1).view(1, -1, 1).repeat(2, 1, 3)
     shardings = [SequenceSharding(group(size, index)) for index in range(size)]
@@ -187,7 +188,7 @@ def test_a_ring_refuses_backends_without_a_log_sum_exp() -> None:
         unregister_backend("without_lse")
 
 
-@pytest.mark.parametrize("backend", ["sliding_tile_attn", "video_sparse_attn", "vmoba_attn", "sparse_video_gen_2_attn"])
+@table("backend", ["sliding_tile_attn", "video_sparse_attn", "vmoba_attn", "sparse_video_gen_2_attn"])
 def test_a_ring_refuses_plans_that_need_every_key(backend: str) -> None:
     chosen = {"backend": backend, "extra": {"window": [1, 1, 1]} if backend == "sliding_tile_attn" else {}}
     with pytest.raises(BackendUnavailableError, match=r"part of the keys, and it chooses among all.*ulysses_degree"):
@@ -204,7 +205,7 @@ def test_a_ring_refuses_causal_attention() -> None:
     USPAttention(4, 16, policy=policy(ulysses=2), causal=True)
 
 
-@pytest.mark.parametrize(
+@table(
     ("backend", "options", "message"),
     [
         ("vmoba_attn", {"moba_threshold_type": "overall"}, "compares all heads"),

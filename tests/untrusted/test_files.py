@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from diffusion_runtime.errors import ConfigError, ModelLoadError, OutputError, RequestError
 from diffusion_runtime.untrusted.files import check_place, open_file, read_file
@@ -71,7 +72,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path | str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@table("name", REFUSED)
 def test_what_is_no_regular_file_is_refused(name: str, tmp_path: Path) -> None:
     make, said = REFUSED[name]
     path = make(tmp_path)
@@ -104,7 +105,7 @@ def test_a_missing_file_may_be_another_error(tmp_path: Path) -> None:
         open_file(tmp_path / "missing", missing=OutputError, advice="copy it")
 
 
-@pytest.mark.parametrize("name", ["a FIFO", "a device", "a socket", "a name of 300", "NUL", "half of a character"])
+@table("name", ["a FIFO", "a device", "a socket", "a name of 300", "NUL", "half of a character"])
 def test_results_are_not_put_there(name: str, tmp_path: Path) -> None:
     make, said = REFUSED[name]
     with pytest.raises(ConfigError, match="--output-path: ") as caught:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.untrusted.component_sizes import check_sizes
@@ -32,7 +33,7 @@ JSON_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", JSON_REFUSED)
+@table("name", JSON_REFUSED)
 def test_json_past_the_limits_is_refused(name: str) -> None:
     text, said = JSON_REFUSED[name]
     with pytest.raises(DocumentError, match=said) as caught:
@@ -82,7 +83,7 @@ YAML_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", YAML_REFUSED)
+@table("name", YAML_REFUSED)
 def test_yaml_past_the_limits_is_refused(name: str) -> None:
     text, said = YAML_REFUSED[name]
     with pytest.raises(DocumentError, match=said) as caught:
@@ -110,7 +111,7 @@ YAML_READ: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "value"), YAML_READ)
+@table(("text", "value"), YAML_READ)
 def test_yaml_means_what_json_can_say(text: str, value: Any) -> None:
     found = parse_yaml(text)
     assert found == value
@@ -139,7 +140,7 @@ SHOWN: list[tuple[object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "text"), SHOWN, ids=[text[:20] for _, text in SHOWN])
+@table(("value", "text"), SHOWN, ids=[text[:20] for _, text in SHOWN])
 def test_values_are_cut_in_messages(value: object, text: str) -> None:
     assert shown(value) == text
 

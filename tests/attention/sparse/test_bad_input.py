@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sparse_oracle import random_qkv
+from tables import table
 
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.attention import AttentionConfig, AttentionState, LayerInfo, StepInfo, TokenLayout
@@ -36,8 +37,8 @@ SPARSE: dict[str, dict[str, Any]] = {
 ALONE = [
     (VSA, {"sparsity": 1.5}, r"video_sparse_attn: sparsity must lie in \[0, 1\], got 1.5"),
     (VSA, {"VSA_sparsity": -0.1}, r"VSA_sparsity must lie in \[0, 1\], got -0.1"),
-    (VSA, {"sparsity": float("nan")}, r"sparsity must lie in \[0, 1\], got nan"),
-    (VSA, {"sparsity": 10**400}, r"video_sparse_attn\.sparsity: expected float, got 1000"),
+    (VSA, {"sparsity": float("nan")}, r"sparsity: expected float, got nan"),
+    (VSA, {"sparsity": 10**400}, r"video_sparse_attn\.sparsity: expected float, got a whole number of 1329 bits"),
     (VSA, {"sparsity": "lots"}, r"video_sparse_attn\.sparsity: expected float, got 'lots'"),
     (VSA, {"tile_size": [6, 8, 8]}, r"tile_size must be one of \[4, 4, 4\], .*got \[6, 8, 8\]"),
     (VSA, {"dense_layers": "first"}, "dense_layers: expected ranges such as .*got 'first'"),
@@ -49,7 +50,7 @@ ALONE = [
     (STA, {"tile_size": [0, 8, 8]}, r"tile_size: expected three whole numbers of 1 or more .*got \(0, 8, 8\)"),
     (STA, {"sta_mode": "STA_inferense"}, "sta_mode: unknown value 'STA_inferense'. Did you mean 'STA_inference'"),
     (STA, {"skip_time_steps": -1}, "skip_time_steps: expected 0 or more, got -1"),
-    (STA, {"mask_strategy_file_path": "missing.json"}, "mask_strategy_file_path: cannot read missing.json"),
+    (STA, {"mask_strategy_file_path": "missing.json"}, "mask_strategy_file_path: missing.json: no such file"),
     (VMOBA, {"moba_threshold": -1}, "moba_threshold must be 0 or more .*got -1"),
     (VMOBA, {"temporal_chunk_size": 0}, "temporal_chunk_size must be a number of frames above 0, got 0"),
     (VMOBA, {"spatial_chunk_size": [3, 0]}, r"spatial_chunk_size must be 1 or more along every axis, got \[3, 0\]"),
@@ -104,8 +105,8 @@ def load(folder: str, attention: Any) -> None:
 # --- where it is parsed -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("backend", "options", "message"), ALONE)
-@pytest.mark.parametrize("form", ["default", "per_role", "schedule"])
+@table(("backend", "options", "message"), ALONE)
+@table("form", ["default", "per_role", "schedule"])
 def test_what_an_option_says_alone_is_refused_by_the_parser(
     backend: str, options: dict[Any, Any], message: str, form: str
 ) -> None:
@@ -117,7 +118,7 @@ def test_what_an_option_says_alone_is_refused_by_the_parser(
         AttentionConfig.parse(stated)
 
 
-@pytest.mark.parametrize(("backend", "options", "message"), TOGETHER)
+@table(("backend", "options", "message"), TOGETHER)
 def test_what_options_say_together_is_not_for_the_parser(
     backend: str, options: dict[str, Any], message: str, weightless: str
 ) -> None:
@@ -128,7 +129,7 @@ def test_what_options_say_together_is_not_for_the_parser(
 # --- where a layer knows its whole set --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@table(
     ("backend", "options", "message"),
     [
         *ALONE,
@@ -136,7 +137,7 @@ def test_what_options_say_together_is_not_for_the_parser(
         (STA, {"mask_strategy_file_path": "malformed.json"}, "malformed.json: key '0_0': expected STEP"),
     ],
 )
-@pytest.mark.parametrize("form", ["default", "schedule", "overlay"])
+@table("form", ["default", "schedule", "overlay"])
 def test_loading_refuses_it_before_any_weight(
     backend: str, options: dict[Any, Any], message: str, form: str, weightless: str
 ) -> None:
@@ -148,13 +149,13 @@ def test_loading_refuses_it_before_any_weight(
         load_pipeline(weightless, device="cpu", attention=attention, attention_override=override)
 
 
-@pytest.mark.parametrize("backend", SPARSE)
+@table("backend", SPARSE)
 def test_what_is_right_gets_as_far_as_the_weights(backend: str, weightless: str) -> None:
     with pytest.raises(ModelLoadError):
         load(weightless, {"backend": backend, "extra": SPARSE[backend]})
 
 
-@pytest.mark.parametrize(
+@table(
     ("config", "override"),
     [
         # Neither level is complete alone.
@@ -194,7 +195,7 @@ def test_a_set_may_be_spread_over_levels(config: Any, override: Any, weightless:
         load_pipeline(weightless, device="cpu", attention=config, attention_override=override)
 
 
-@pytest.mark.parametrize(
+@table(
     ("config", "message"),
     [
         # At step 3 both rules hold.
@@ -236,7 +237,7 @@ def request(num_steps: int) -> GenerationRequest:
     return GenerationRequest("a star", height=32, width=32, num_frames=5, num_inference_steps=num_steps, seed=0)
 
 
-@pytest.mark.parametrize(
+@table(
     ("spec", "message"),
     [
         (
@@ -281,7 +282,7 @@ def test_a_strategy_that_changes_between_requests_is_seen(weightless: str) -> No
 # --- cross-attention --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", SPARSE)
+@table("backend", SPARSE)
 def test_cross_attention_refuses_it_by_name_and_is_passed_over_in_general(
     backend: str, weightless: str, tiny_wan_folder: Path
 ) -> None:
@@ -297,7 +298,7 @@ def test_cross_attention_refuses_it_by_name_and_is_passed_over_in_general(
 # --- calls of `attention` ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("backend", "options", "message"), [*ALONE, *TOGETHER])
+@table(("backend", "options", "message"), [*ALONE, *TOGETHER])
 def test_a_grid_below_min_tokens_hides_no_mistake(
     backend: str, options: dict[Any, Any], message: str, weightless: str
 ) -> None:
@@ -311,7 +312,7 @@ def test_a_grid_below_min_tokens_hides_no_mistake(
         plan_attention(q, k, backend=backend, options=given, layout=layout, **place)
 
 
-@pytest.mark.parametrize("backend", SPARSE)
+@table("backend", SPARSE)
 def test_a_layout_that_is_no_grid_or_another_one(backend: str) -> None:
     q, k, v = random_qkv(TokenLayout((2, 2, 3)))
     for layout, message in (
@@ -343,9 +344,9 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "options"), MODES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("everywhere", [False, True])
+@table(("backend", "options"), MODES)
+@table("value", [float("nan"), float("inf"), float("-inf")])
+@table("everywhere", [False, True])
 def test_numbers_that_are_none_neither_hang_nor_leave_the_range(
     backend: str, options: dict[str, Any], value: float, everywhere: bool
 ) -> None:

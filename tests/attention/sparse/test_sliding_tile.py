@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sparse_oracle import masked_attention, random_qkv
+from tables import table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_runtime.attention import LayerInfo, SparsePlan, StepInfo, TokenLayout, attention, plan_attention
@@ -79,7 +80,7 @@ MASKS = [
 ]
 
 
-@pytest.mark.parametrize(("grid", "tile", "window"), MASKS)
+@table(("grid", "tile", "window"), MASKS)
 def test_the_mask_is_the_definition(grid: Extent, tile: Extent, window: Extent) -> None:
     layout = TokenLayout(grid)
     plan = plan_of(layout, heads=1, tile_size=tile, window=window)
@@ -96,7 +97,7 @@ def test_a_ragged_grid_covers_every_token_once() -> None:
     assert torch.equal(plan.to_dense_mask(), mask_by_definition(layout, (3, 4, 4), [(1, 3, 1)]))
 
 
-@pytest.mark.parametrize("text", ["prefix", "suffix"])
+@table("text", ["prefix", "suffix"])
 def test_text_sees_and_is_seen_by_all_that_is_valid(text: str) -> None:
     layout = TokenLayout((3, 4, 5), valid_lengths=(1, 4, 0), **{f"num_{text}_tokens": 4})
     plan = plan_of(layout, batch=3, heads=1, tile_size=(1, 2, 2), window=(1, 1, 1))
@@ -123,7 +124,7 @@ def test_an_even_window_is_the_next_odd_one() -> None:
     assert {len(row) for row in axis_table(5, 4)} == {5}
 
 
-@pytest.mark.parametrize("num_tiles", range(1, 11))
+@table("num_tiles", range(1, 11))
 def test_every_tile_sees_as_many_and_itself(num_tiles: int) -> None:
     for window in range(1, 13):
         table = axis_table(num_tiles, window)
@@ -153,7 +154,7 @@ def test_a_larger_window_sees_more() -> None:
         assert small.sum() < large.sum()
 
 
-@pytest.mark.parametrize("window", [(3, 2, 4), (2, 2, 4), (9, 9, 9)])
+@table("window", [(3, 2, 4), (2, 2, 4), (9, 9, 9)])
 def test_a_window_of_the_whole_grid_is_dense(window: Extent) -> None:
     layout = TokenLayout((5, 4, 7), num_suffix_tokens=3)
     full = plan_of(layout, tile_size=(2, 2, 2), window=(3, 2, 4))
@@ -235,7 +236,7 @@ def test_heads_of_a_file_equal_runs_of_their_own(file_of_heads: str) -> None:
         torch.testing.assert_close(together[:, :, own], alone, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@table("kv_heads", [4, 2])
 def test_a_plan_of_some_heads_is_a_slice(file_of_heads: str, kv_heads: int) -> None:
     layout = TokenLayout((4, 5, 9), num_suffix_tokens=2)
     plan: SparsePlan = plan_of(layout, batch=2, heads=4, kv_heads=kv_heads, **file_options(file_of_heads))
@@ -267,18 +268,18 @@ def check_against_float64(
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize(("kv_heads", "scale"), [(4, None), (2, 0.7), (1, None)])
+@table("name", LAYOUTS)
+@table(("kv_heads", "scale"), [(4, None), (2, 0.7), (1, None)])
 def test_output_and_lse_are_masked_attention(name: str, kv_heads: int, scale: float | None, file_of_heads: str) -> None:
     check_against_float64(LAYOUTS[name], 16, scale, kv_heads, file_of_heads, torch.float32)
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
+@table("head_dim", [64, 72, 80, 96, 128, 256])
 def test_head_sizes(head_dim: int, file_of_heads: str) -> None:
     check_against_float64(LAYOUTS["suffix"], head_dim, None, 2, file_of_heads, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@table("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, file_of_heads: str) -> None:
     check_against_float64(LAYOUTS["prefix"], 64, None, 4, file_of_heads, dtype)
 
@@ -304,7 +305,7 @@ def test_constant_values_come_back() -> None:
     torch.testing.assert_close(valid, torch.ones_like(valid))
 
 
-@pytest.mark.parametrize("poison", [1e4, float("nan")])
+@table("poison", [1e4, float("nan")])
 def test_padding_does_not_reach_the_output(poison: float) -> None:
     layout = TokenLayout((3, 5, 6), num_suffix_tokens=5, valid_lengths=(3,))
     q, k, v = random_qkv(layout)
@@ -315,7 +316,7 @@ def test_padding_does_not_reach_the_output(poison: float) -> None:
     assert torch.equal(attention(q, k, v, backend=NAME, options=options, layout=layout)[:, :-2], clean[:, :-2])
 
 
-@pytest.mark.parametrize("poison", [1e4, float("nan")])
+@table("poison", [1e4, float("nan")])
 def test_tiles_outside_the_window_do_not_reach_the_output(poison: float) -> None:
     layout = TokenLayout((2, 2, 12))
     q, k, v = random_qkv(layout)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kmeans_oracle import cluster_means, excess
 from sparse_oracle import masked_attention, random_qkv
+from tables import table
 
 from diffusion_runtime.attention import AttentionState, SparsePlan, TokenLayout, attention, plan_attention
 from diffusion_runtime.errors import ConfigError
@@ -86,8 +87,8 @@ def mask_by_definition(
 LAYOUTS = [GRID, WITH_TEXT, PREFIXED, PADDED, EMPTY_TEXT, TokenLayout((1, 1, 1)), TokenLayout((1, 7, 9))]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@table("layout", LAYOUTS)
+@table("kv_heads", [4, 2, 1])
 def test_mask_and_output(layout: TokenLayout, kv_heads: int) -> None:
     q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=kv_heads, seed=3)
     plan = plan_of(q, k, layout)
@@ -103,7 +104,7 @@ def test_mask_and_output(layout: TokenLayout, kv_heads: int) -> None:
     assert (lse.double() - expected_lse)[finite].abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("scale", [0.02, 1.0, -0.5])
+@table("scale", [0.02, 1.0, -0.5])
 def test_the_scale_decides_the_selection_and_the_softmax(scale: float) -> None:
     q, k, v = random_qkv(GRID, seed=1)
     plan = plan_attention(q, k, backend=NAME, options=OPTIONS, layout=GRID, scale=scale)
@@ -114,8 +115,8 @@ def test_the_scale_decides_the_selection_and_the_softmax(scale: float) -> None:
     assert (out.double() - masked_attention(q, k, v, expected, scale)[0]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@table("head_dim", [64, 72, 80, 96, 128, 256])
+@table("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     q, k, v = random_qkv(PADDED, batch=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     plan = plan_of(q, k, PADDED)
@@ -136,7 +137,7 @@ def test_labels_are_those_of_k_means() -> None:
         assert (labels.long().flatten().bincount() > 0).sum() > blocks // 2
 
 
-@pytest.mark.parametrize("layout", [GRID, PREFIXED, PADDED], ids=str)
+@table("layout", [GRID, PREFIXED, PADDED])
 def test_orders_hold_every_token_once_and_sizes_add_up(layout: TokenLayout) -> None:
     q, k, _ = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2)
     plan = plan_of(q, k, layout)
@@ -156,7 +157,7 @@ def test_orders_hold_every_token_once_and_sizes_add_up(layout: TokenLayout) -> N
     assert not torch.equal(plan.q.order[0], plan.q.order[1])
 
 
-@pytest.mark.parametrize("options", [{"svg2_top_p_kmeans": 1.0}, {"svg2_min_kc_ratio": 1.0}])
+@table("options", [{"svg2_top_p_kmeans": 1.0}, {"svg2_min_kc_ratio": 1.0}])
 def test_keeping_everything_is_dense_to_the_bit(options: dict[str, Any]) -> None:
     q, k, v = random_qkv(WITH_TEXT)
     assert plan_of(q, k, WITH_TEXT, **options).is_dense
@@ -164,7 +165,7 @@ def test_keeping_everything_is_dense_to_the_bit(options: dict[str, Any]) -> None
     assert torch.equal(out, attention(q, k, v, backend="torch_sdpa", layout=WITH_TEXT))
 
 
-@pytest.mark.parametrize(("num_q", "num_k"), [(1, 15), (6, 1), (1, 1), (1000, 1000), (60, 2)])
+@table(("num_q", "num_k"), [(1, 15), (6, 1), (1, 1), (1000, 1000), (60, 2)])
 def test_few_clusters_and_more_than_there_are_tokens(num_q: int, num_k: int) -> None:
     q, k, v = random_qkv(WITH_TEXT)
     options = {**OPTIONS, "svg2_num_q_centroids": num_q, "svg2_num_k_centroids": num_k}
@@ -260,8 +261,8 @@ def test_out_is_a_mean_of_what_is_seen() -> None:
     assert attention(q, k, v, backend=NAME, options=OPTIONS, layout=GRID).abs().max() <= v.abs().max()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("which", ["q", "k"])
+@table("value", [float("nan"), float("inf")])
+@table("which", ["q", "k"])
 def test_a_first_clustering_of_values_that_are_not_finite_is_an_error(which: str, value: float) -> None:
     q, k, _ = random_qkv(WITH_TEXT)
     {"q": q, "k": k}[which][0, 3, 1, 2] = value

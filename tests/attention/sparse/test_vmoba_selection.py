@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sparse_oracle import random_qkv
+from tables import table
 
 from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout, plan_attention
 from diffusion_runtime.attention.sparse import vmoba_selection
@@ -125,9 +126,9 @@ def entries_of(plan: SparsePlan, sample: int, chunks: list[int]) -> set[Entry]:
 # --- the definition ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", LAYER_OF)
-@pytest.mark.parametrize("group", TYPES)
-@pytest.mark.parametrize("threshold", [0.0, 0.25, 0.6, 0.95])
+@table("kind", LAYER_OF)
+@table("group", TYPES)
+@table("threshold", [0.0, 0.25, 0.6, 0.95])
 def test_threshold_equals_the_definition(kind: str, group: str, threshold: float) -> None:
     q, k, _ = random_qkv(LAYOUT, batch=2, num_heads=4, num_kv_heads=2, seed=1)
     plan = plan_of(q, k, kind, moba_threshold=threshold, moba_threshold_type=group)
@@ -137,9 +138,9 @@ def test_threshold_equals_the_definition(kind: str, group: str, threshold: float
         assert entries_of(plan, sample, chunks) == expected
 
 
-@pytest.mark.parametrize("kind", LAYER_OF)
-@pytest.mark.parametrize("group", ["query_head", "head_global", "overall"])
-@pytest.mark.parametrize("top", [1, 2, 3])
+@table("kind", LAYER_OF)
+@table("group", ["query_head", "head_global", "overall"])
+@table("top", [1, 2, 3])
 def test_topk_equals_the_definition(kind: str, group: str, top: int) -> None:
     q, k, _ = random_qkv(LAYOUT, batch=2, num_heads=4, num_kv_heads=2, seed=2)
     plan = plan_of(q, k, kind, moba_select_mode="topk", moba_threshold_type=group, **{f"{kind}_topk": top})
@@ -186,7 +187,7 @@ def test_entries_are_compared_in_parts_when_there_are_many(monkeypatch: pytest.M
 # --- what follows from it ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", TYPES)
+@table("group", TYPES)
 def test_a_higher_threshold_keeps_all_that_a_lower_one_kept(group: str) -> None:
     q, k, _ = random_qkv(LAYOUT, num_heads=2, seed=6)
     chunks = chunk_of_tokens("st")
@@ -262,7 +263,7 @@ def test_more_chunks_than_fit_a_word() -> None:
     assert entries_of(plan, 0, chunks) == select_best(gates_of(q[0], k[0], chunks, layout), chunks, "query_head", 20)
 
 
-@pytest.mark.parametrize("kind", LAYER_OF)
+@table("kind", LAYER_OF)
 def test_chunks_hold_every_token_once(kind: str) -> None:
     q, k, _ = random_qkv(LAYOUT)
     plan = plan_of(q, k, kind)
@@ -284,7 +285,7 @@ def test_rows_of_a_block_stay_inside_it() -> None:
 # --- which chunks where -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@table(
     ("turns", "first", "expected"),
     [
         ((1, 1, 1), 2, {2: "temporal", 3: "spatial", 4: "st", 5: "temporal"}),
@@ -298,7 +299,7 @@ def test_kinds_of_chunks_take_turns(turns: tuple[int, int, int], first: int, exp
     assert {index: chunk_kind(options, LayerInfo(index, 40)) for index in expected} == expected
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "layer", "step", "dense"),
     [
         ({}, 0, 11, True),
@@ -332,7 +333,7 @@ def test_where_it_is_dense(options: dict[str, Any], layer: int, step: int, dense
     assert bool(plan.to_dense_mask().all()) is dense
 
 
-@pytest.mark.parametrize(("kind", "num_chunks"), [("temporal", 11), ("spatial", 130), ("st", 390)])
+@table(("kind", "num_chunks"), [("temporal", 11), ("spatial", 130), ("st", 390)])
 def test_a_plan_is_made_without_reading_the_device(kind: str, num_chunks: int) -> None:
     """Tensors without numbers, at the size of Wan at 480p: whatever would wait for the device fails on them."""
     layout = TokenLayout((21, 30, 52), 3, valid_lengths=(1, 2))
