@@ -54,12 +54,12 @@ def test_an_unknown_dtype() -> None:
 
 
 def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "sageattention-1.0.6.dist-info"
+    info = tmp_path / "xformers-0.0.35.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sageattention\nVersion: 1.0.6\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: xformers\nVersion: 0.0.35\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert installed_packages()["sageattention"] == "1.0.6"
-    assert "sageattention" not in sys.modules
+    assert installed_packages()["xformers"] == "0.0.35"
+    assert "xformers" not in sys.modules
 
 
 def test_nearest_names() -> None:

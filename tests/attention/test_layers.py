@@ -230,7 +230,7 @@ def test_the_rules_that_can_hold_are_those_that_some_step_has(seed: int) -> None
 
 
 def test_rules_that_count_far_cost_nothing() -> None:
-    rules = [{"steps": f"{10**9 * i}--{10**8 * i}", "backend": "torch_sdpa"} for i in range(1, 5)]
+    rules = [{"steps": f"{10**8 * i}--{10**7 * i}", "backend": "torch_sdpa"} for i in range(1, 5)]
     assert len(policy({"schedule": rules}).held_rules(LayerInfo())) >= 5
 
 

@@ -287,7 +287,7 @@ def test_a_broken_log_is_named(name: str, tmp_path: Path) -> None:
     assert tuned_call(tmp_path).isfinite().all()
     (path,) = tmp_path.glob("sta_search-*.json")
     path.write_text(BROKEN_LOGS[name](path.read_text()))
-    with pytest.raises(ConfigError, match="is not a search log that can be read") as caught:
+    with pytest.raises(ConfigError, match=r"is not a search log that can be read|is not valid JSON") as caught:
         tuned_call(tmp_path)
     assert str(path) in str(caught.value)
 

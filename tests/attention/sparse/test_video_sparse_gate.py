@@ -216,7 +216,7 @@ def test_both_spellings_of_sparsity_and_a_pair_list() -> None:
     [
         ({"sparsity": 1.1}, r"sparsity must lie in \[0, 1\], got 1.1"),
         ({"sparsity": -0.1}, r"sparsity must lie in \[0, 1\]"),
-        ({"sparsity": float("nan")}, r"sparsity must lie in \[0, 1\]"),
+        ({"sparsity": float("nan")}, "sparsity: expected float, got nan"),
         ({"VSA_sparsity": 2}, r"sparsity must lie in \[0, 1\]"),
         ({"sparsity": "much"}, "expected float, got 'much'"),
         ({"sparsity": 0.5, "VSA_sparsity": 0.6}, "two spellings of one option"),
