@@ -14,7 +14,7 @@ WRONG = [
     ("video_sparse_attn", "sparsity=1.5", 2, "options of video_sparse_attn: sparsity must lie in [0, 1], got 1.5"),
     ("sliding_tile_attn", "window=[3,0,3]", 2, "window: expected three whole numbers of 1 or more"),
     ("sliding_tile_attn", "tile_size=[2,2,2]", 2, "Give window=[3,3,5], in tiles"),
-    ("sliding_tile_attn", "mask_strategy_file_path=missing.json", 2, "cannot read missing.json"),
+    ("sliding_tile_attn", "mask_strategy_file_path=missing.json", 2, "missing.json: no such file"),
     ("sliding_tile_attn", "mask_strategy_file_path=malformed.json", 2, "malformed.json is not valid JSON"),
     ("sliding_tile_attn", "mask_strategy_file_path=layers.json", 2, "is for 3 layers (its largest index and one more)"),
     ("sliding_tile_attn", "mask_strategy_file_path=heads.json", 2, "is for 5 heads"),

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from sparse_oracle import random_qkv
+from tables import table
 
 from diffusion_runtime.attention import TokenLayout, list_backends, plan_attention
 from diffusion_runtime.attention.backends.registry import find_backend
@@ -33,7 +34,7 @@ def test_options_are_those_of_sglang() -> None:
     assert NAME in [info.name for info in list_backends()]
 
 
-@pytest.mark.parametrize(
+@table(
     ("key", "value", "message"),
     [
         ("svg2_num_q_centroids", 0, "svg2_num_q_centroids: expected 1 or more, got 0"),
@@ -41,7 +42,7 @@ def test_options_are_those_of_sglang() -> None:
         ("svg2_kmeans_iter_step", -1, "svg2_kmeans_iter_step: expected 0 or more, got -1"),
         ("min_tokens", -1, "min_tokens: expected 0 or more, got -1"),
         ("svg2_top_p_kmeans", 90, "svg2_top_p_kmeans: expected a share from 0 to 1, got 90"),
-        ("svg2_top_p_kmeans", float("nan"), "svg2_top_p_kmeans: expected a share from 0 to 1"),
+        ("svg2_top_p_kmeans", float("nan"), "svg2_top_p_kmeans: expected float, got nan"),
         ("svg2_min_kc_ratio", -0.1, "svg2_min_kc_ratio: expected a share from 0 to 1"),
         ("svg2_first_layers_fp", 2, "svg2_first_layers_fp: expected a share from 0 to 1"),
         ("svg2_first_times_fp", 1.5, "svg2_first_times_fp: expected a share from 0 to 1"),
