@@ -14,6 +14,29 @@ from tiny_models import write_tiny_wan
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("DIFFUSION_ATTENTION_BACKEND", None)
 
+# The files that take longest, in this order and before all others: a worker that takes a long one last ends alone.
+# Those that start processes of two ranks come first; `scripts/check` keeps the order.
+LONGEST = (
+    "cli/test_process_faults.py",
+    "attention/test_packages.py",
+    "cli/test_several_processes.py",
+    "cli/test_families.py",
+    "parallel/test_exchanges.py",
+    "models/test_model_folder.py",
+    "models/ltx2/test_pipeline.py",
+    "kernels/test_block_packing.py",
+    "kernels/test_kmeans_triton.py",
+    "parallel/test_world.py",
+    "quality/test_auxiliary.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    missing = [str(path) for path in places if not path.is_file()]
+    assert not missing, f"LONGEST names no file: {missing}"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
 
 @pytest.fixture(scope="session")
 def tiny_wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

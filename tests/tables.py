@@ -22,7 +22,7 @@ Rows = list[tuple[str, dict[str, Any]]]
 
 
 def table(
-    names: str | Sequence[str], cases: Iterable[Any], ids: Iterable[object] | None = None
+    names: str | Sequence[str], cases: Iterable[Any], ids: Iterable[object] | Callable[[Any], object] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Takes what `pytest.mark.parametrize` takes. Tables that are stacked multiply.
 
@@ -32,10 +32,11 @@ def table(
     fields = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows: Rows = []
     cases = list(cases)
-    for case, given in zip(cases, [None] * len(cases) if ids is None else ids, strict=True):
+    name = _short if ids is None else ids
+    labels = [name(case) for case in cases] if callable(name) else name
+    for case, label in zip(cases, labels, strict=True):
         values = (case,) if len(fields) == 1 else tuple(case)
-        label = ", ".join(_short(value) for value in values) if given is None else str(given)
-        rows.append((label, dict(zip(fields, values, strict=True))))
+        rows.append((str(label), dict(zip(fields, values, strict=True))))
     if not rows:
         raise ValueError(f"no cases of {', '.join(fields)}")
 
@@ -97,6 +98,8 @@ def _fresh(fixtures: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
 
 
 def _short(value: object) -> str:
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(_short, value))
     text = str(getattr(value, "__name__", None) or repr(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 

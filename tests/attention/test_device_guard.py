@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from sparse_oracle import CASES, random_qkv
+from tables import table
 
 from diffusion_runtime.attention import LocalAttention, TokenLayout, attention, plan_attention
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
@@ -39,7 +40,7 @@ def results(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@table("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_no_bit(dtype: torch.dtype) -> None:
     expected = results(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):

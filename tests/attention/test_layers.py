@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -52,8 +53,8 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, k, v
 
 
-@pytest.mark.parametrize("layer_class", LAYERS)
-@pytest.mark.parametrize("layout", [None, TokenLayout((1, 2, 4), num_suffix_tokens=4, valid_lengths=(1, 4))])
+@table("layer_class", LAYERS)
+@table("layout", [None, TokenLayout((1, 2, 4), num_suffix_tokens=4, valid_lengths=(1, 4))])
 def test_with_one_process_all_three_equal_the_function(layer_class: type, layout: TokenLayout | None) -> None:
     q, k, v = inputs()
     out = layer_class(4, 16, policy=policy())(q, k, v, AttentionContext(layout=layout))
@@ -68,7 +69,7 @@ def test_scale_causal_and_grouped_queries_reach_the_backend() -> None:
     )
 
 
-@pytest.mark.parametrize("layer_class", LAYERS)
+@table("layer_class", LAYERS)
 def test_a_layer_checks_its_call_against_what_it_was_built_for(layer_class: type) -> None:
     """Selection answered for those heads: others would go past what the backend was asked."""
     layer = layer_class(4, 16, 2, layer=LayerInfo(3, 6, name="blocks.3.attn1"), policy=policy())
@@ -92,7 +93,7 @@ def test_layers_hold_no_weights() -> None:
     assert not LocalAttention(4, 16, policy=policy()).state_dict()
 
 
-@pytest.mark.parametrize("layer_class", LAYERS)
+@table("layer_class", LAYERS)
 def test_layers_are_copied_and_pickled_after_a_call(layer_class: type, blocky: str) -> None:
     q, k, v = inputs()
     layer = layer_class(4, 16, policy=policy({"default": {"backend": blocky, "extra": {"topk": 5}}}))
@@ -202,7 +203,7 @@ def test_a_choice_that_is_forced_around_a_request_is_asked_too(asked: list[tuple
         layer.check_request(7)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@table("seed", range(12))
 def test_the_rules_that_can_hold_are_those_that_some_step_has(seed: int) -> None:
     """Against every step of every request of up to 40 steps, which is more than twice what the rules count to."""
     chance = random.Random(seed)

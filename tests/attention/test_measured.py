@@ -15,6 +15,7 @@ import pytest
 import torch
 from exact_attention import assert_is_exact, exact, visible_by
 from machines import EVERYTHING, cuda, other
+from tables import table
 from torch.nn.attention.flex_attention import create_block_mask
 
 from diffusion_runtime.attention import (
@@ -263,7 +264,7 @@ def test_one_that_gives_up_precision_never_runs(qkv: Inputs) -> None:
     assert Lossy.calls == 0
 
 
-@pytest.mark.parametrize(
+@table(
     ("backend", "said"),
     [
         (Wrong, "measured leaves wrong out: its result differs from that of torch_sdpa by"),
@@ -297,7 +298,7 @@ def test_an_explicit_choice_is_never_overridden(qkv: Inputs) -> None:
     assert Sluggish.calls == calls + 1
 
 
-@pytest.mark.parametrize("spelling", ["measured", "MEASURED", "Measured"])
+@table("spelling", ["measured", "MEASURED", "Measured"])
 def test_the_name_parses_wherever_a_name_does(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     requirements = {"head_dim": 64, "dtype": "float32", "device": "cpu", "num_heads": 2}
     assert AttentionSpec(f"{spelling},torch_sdpa").candidates == ("measured", "torch_sdpa")
@@ -396,7 +397,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@table("damage", DAMAGE)
 def test_a_damaged_file_is_said_and_rebuilt(damage: str, qkv: Inputs, caplog: pytest.LogCaptureFixture) -> None:
     register_backend(Swift)
     register_backend(Sluggish)
@@ -472,7 +473,7 @@ def test_writers_at_once_lose_nothing_and_leave_nothing() -> None:
     assert all(path.suffix == ".json" for path in cache_folder().rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "ending"),
     [
         ({}, "float32"),

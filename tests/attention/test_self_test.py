@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from sparse_oracle import masked_attention
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -44,7 +45,7 @@ def results_of(name: str) -> dict[str, SelfTestResult]:
     return {test.title: run_self_test(test, "cpu") for test in planned_tests(name, CPU)}
 
 
-@pytest.mark.parametrize("name", DENSE + SPARSE)
+@table("name", DENSE + SPARSE)
 def test_our_backends_pass(name: str) -> None:
     results = results_of(name)
     assert {title: result.problem for title, result in results.items() if not result.passed} == {}
@@ -177,7 +178,7 @@ def test_without_a_fault_everything_passes(tampered: type[Tampered], monkeypatch
     assert len(results) == len(CASES) - 2 + 2, "every case but the gate and the block mask, and two more dtypes"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@table("fault", FAULTS)
 def test_every_fault_is_caught(fault: str, tampered: type[Tampered], monkeypatch: pytest.MonkeyPatch) -> None:
     run, cases, message = FAULTS[fault]
     monkeypatch.setattr(tampered, "fault", staticmethod(run), raising=False)

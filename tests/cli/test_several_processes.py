@@ -10,18 +10,10 @@ from typing import Any
 
 import numpy
 import pytest
-from cli_support import Command, Result
-from several_processes import Running, end, files_in, run, start, wait_for
+from cli_support import Command
+from several_processes import GENERATE, files_in, finish, run, start
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks for processes in /proc")
-
-GENERATE = (
-    *("generate", "a red circle moving left", "--device", "cpu", "--format", "npy"),
-    *("--height", "64", "--width", "96", "--num-frames", "5", "--num-inference-steps", "3"),
-    # Processes with a branch each compute it apart; in one batch with the other one it is rounded otherwise. UniPC
-    # extrapolates, which makes roundings larger.
-    *("--guidance-mode", "two_pass", "--sampler", "flow_match_euler"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -95,88 +87,6 @@ def test_torchrun_and_a_process_that_is_killed(alone: Path, tmp_path: Path) -> N
     ]
     assert "error: rank 2 (process" in result.err
     assert files_in(tmp_path / "outputs") == []
-
-
-def finish(running: Running) -> Result:
-    """What a run that must end by itself left; fails when processes do."""
-    try:
-        result = running.finish()
-        assert running.remaining() == []
-        return result
-    finally:
-        end(running)
-
-
-# Seconds after which a stopped process and a silent one are given up, where the test does not wait for the real ones.
-SOON = {"STOPPED_SECONDS": 2.0, "SILENT_SECONDS": 3.0}
-FAULTS = {
-    "killed while it writes": ([{"rank": 0, "stage": "write", "fault": "kill"}], "(process PID) was killed by SIGKILL"),
-    "raises while Python starts": (
-        [{"rank": 1, "stage": "start", "fault": "raise"}],
-        "ended with exit code 1 and said last:",
-    ),
-    "hangs in a step": (
-        [{"rank": 0, "stage": "denoise", "step": 1, "fault": "hang"}],
-        "hangs: it has been at faulty_program.py:",
-    ),
-    "hangs while it loads": (
-        [{"rank": 0, "stage": "load", "fault": "hang"}],
-        "hangs: it has been at faulty_program.py:",
-    ),
-    "stopped before they meet": ([{"rank": 1, "stage": "join", "fault": "stop"}], "(process PID) has been stopped for"),
-    # A call that keeps the interpreter is no fault, however long it is silent.
-    "busy, and then stopped": (
-        [
-            {"rank": 1, "stage": "denoise", "step": 1, "fault": "busy"},
-            {"rank": 1, "stage": "decode", "step": 0, "fault": "stop"},
-        ],
-        "has been stopped for",
-    ),
-    "interrupted alone": ([{"rank": 1, "stage": "load", "fault": "interrupt"}], "this process alone was interrupted"),
-}
-
-
-@pytest.mark.parametrize(("faults", "said"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_ends_all_processes_with_one_error(faults: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
-    flags = ("--num-gpus", 2, "--set", "runtime.parallel.timeout=8", "--json")
-    result = finish(start(tmp_path, *GENERATE, *flags, plan={"faults": faults, "seconds": SOON}))
-    assert result.code == (130 if faults[0]["fault"] == "interrupt" else 1), result.err
-    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, result.err
-    assert errors[0].startswith(f"error: rank {faults[0]['rank']}")
-    for part in said.split("PID"):
-        assert part in errors[0]
-    message = result.json["error"]
-    assert message.splitlines()[0] == errors[0].removeprefix("error: ")
-    # What a process said last stands in the error, and only there.
-    assert ("RuntimeError: a fault of the test" in message) == (faults[0]["fault"] == "raise")
-    assert result.err.count("Traceback") == message.count("Traceback")
-    assert files_in(tmp_path) == ["faulty_program.py", "happened", "plan.json"]
-
-
-def test_a_launcher_that_is_killed_or_interrupted_twice_leaves_nobody(tmp_path: Path) -> None:
-    """While one process loads, and the other waits for it."""
-    folders = [tmp_path / name for name in ("killed", "twice")]
-    flags = (*GENERATE, "--num-gpus", 2)
-    deaf = {"faults": [{"rank": 1, "stage": "load", "fault": "deaf"}]}
-    killed, twice = [start(folder, *flags, plan=deaf) for folder in folders]
-    try:
-        for folder, running in zip(folders, (killed, twice), strict=True):
-            wait_for(folder / "happened", running)
-        killed.process.kill()
-        twice.process.send_signal(signal.SIGINT)
-        # The first one has reached the processes, and one of them does not care.
-        wait_for(folders[1] / "heard", twice)
-        twice.process.send_signal(signal.SIGINT)
-        result = twice.finish()
-        assert result.code == 130
-        assert "Traceback" not in result.err
-        assert result.err.count("error: ") == result.err.count("error: interrupted") == 1, result.err
-        assert killed.remaining() == []
-        assert twice.remaining() == []
-    finally:
-        end(killed)
-        end(twice)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

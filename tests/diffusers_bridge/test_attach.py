@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import table
 from tiny_denoisers import EVERY, forward, image_linear, image_text_first, video_cross, video_joint, video_packed
 
 from diffusion_runtime.attention import force_attention_backend
@@ -22,7 +23,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 # What Mochi says about its own autocast in float32.
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-@pytest.mark.parametrize("name", EVERY)
+@table("name", EVERY)
 def test_the_same_numbers_as_diffusers_and_everything_put_back(name: str) -> None:
     build, num_reached, num_modules = EVERY[name]
     model, arguments = build()
@@ -43,8 +44,8 @@ def test_the_same_numbers_as_diffusers_and_everything_put_back(name: str) -> Non
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("padding", ["right", "left", "middle"])
-@pytest.mark.parametrize("build", [video_joint, video_packed, image_text_first])
+@table("padding", ["right", "left", "middle"])
+@table("build", [video_joint, video_packed, image_text_first])
 def test_padding_anywhere(build: Any, padding: str) -> None:
     model, arguments = build(padding=padding)
     before = forward(model, arguments)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import table
 from tiny_denoisers import Built, forward, ready
 
 from diffusion_runtime.attention import StepInfo
@@ -78,7 +79,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("build", [video_causal, video_nabla])
+@table("build", [video_causal, video_nabla])
 def test_a_block_mask_is_served_or_refused_or_left_alone(build: Callable[[], Built]) -> None:
     torch.manual_seed(0)
     model, arguments = build()
@@ -113,7 +114,7 @@ def test_blocks_that_a_mask_does_not_list_are_not_seen() -> None:
     assert relative_error(few, whole) > 1e-3
 
 
-@pytest.mark.parametrize("build", [video_causal, video_nabla])
+@table("build", [video_causal, video_nabla])
 def test_in_a_pipeline_of_diffusers_own(build: Callable[[], Built]) -> None:
     torch.manual_seed(0)
     model, arguments = build()

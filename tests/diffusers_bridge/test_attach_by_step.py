@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from tables import table
 from tiny_denoisers import (
     EVERY,
     forward,
@@ -46,7 +47,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 PADDED = [(build, padding) for build in (video_joint, video_packed, image_text_first) for padding in SIDES]
 
 
-@pytest.mark.parametrize(("build", "padding"), [(video_cross, None), *PADDED])
+@table(("build", "padding"), [(video_cross, None), *PADDED])
 def test_a_sparse_choice_changes_the_result_and_its_widest_window_does_not(
     build: Callable[..., Any], padding: str | None
 ) -> None:
@@ -66,7 +67,7 @@ def test_a_sparse_choice_changes_the_result_and_its_widest_window_does_not(
     assert torch.equal(forward(model, arguments), dense)
 
 
-@pytest.mark.parametrize(
+@table(
     "name",
     [
         "MochiTransformer3DModel",
@@ -137,8 +138,8 @@ def denoise(handle: AttachedAttention, model: Any, arguments: dict[str, Any], sc
         latents = scheduler.step(out, t, latents, return_dict=False)[0]
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize(
+@table("passes", [1, 2])
+@table(
     "scheduler",
     [
         FlowMatchEulerDiscreteScheduler(),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import table
 from tiny_denoisers import EVERY, forward, video_cross
 
 from diffusion_runtime.diffusers_bridge.attach import attach, plan_attachment
@@ -56,8 +57,8 @@ class OwnModel(torch.nn.Module):
         return out
 
 
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
-@pytest.mark.parametrize("name", ["WanTransformer3DModel", "own"])
+@table("make_copy", [copy.deepcopy, pickled, saved])
+@table("name", ["WanTransformer3DModel", "own"])
 def test_a_copy_of_an_attached_model_is_detached(name: str, make_copy: Any) -> None:
     model, arguments = (OwnModel(), {"x": torch.randn(1, 5, 32)}) if name == "own" else EVERY[name][0]()
     before = forward(model, arguments)
@@ -142,7 +143,7 @@ def test_each_thread_is_in_a_forward_pass_of_its_own() -> None:
     assert torch.equal(seen[0], expected_other)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@table("error", [ValueError, KeyboardInterrupt])
 def test_an_exception_within_a_pass_leaves_it_usable_and_detachable(error: type[BaseException]) -> None:
     model, arguments = video_cross()
     before = forward(model, arguments)

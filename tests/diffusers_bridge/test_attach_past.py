@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import table
 from tiny_denoisers import EVERY, forward, image_linear, video_cross
 from tiny_pipelines import pipeline_of
 
@@ -185,7 +186,7 @@ class Holder:
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-@pytest.mark.parametrize("name", ["MochiTransformer3DModel", "WanTransformer3DModel", "SanaTransformer2DModel"])
+@table("name", ["MochiTransformer3DModel", "WanTransformer3DModel", "SanaTransformer2DModel"])
 def test_without_a_choice_the_report_counts_calls(name: str) -> None:
     from diffusion_runtime.attention import StepInfo
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import table
 from tiny_denoisers import GRIDS, forward, video_packed
 
 from diffusion_runtime.attention import TokenLayout
@@ -55,7 +56,7 @@ def first_call(model: Any, arguments: dict[str, Any], calls: list[AttentionCall]
     return calls[0]
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@table("name", GRIDS)
 def test_every_token_stands_where_its_latents_are(name: str, watching: list[AttentionCall]) -> None:
     build, before, behind = GRIDS[name]
     model, arguments = build()
@@ -78,7 +79,7 @@ def coordinates(conditions: int = 0) -> torch.Tensor:
     return torch.cat([*[frame] * conditions, grid], dim=1)[None].repeat(2, 1, 1)
 
 
-@pytest.mark.parametrize("conditions", [0, 1, 2])
+@table("conditions", [0, 1, 2])
 def test_a_grid_read_off_coordinates(conditions: int, watching: list[AttentionCall]) -> None:
     model, arguments = video_packed()
     plain = {name: value for name, value in arguments.items() if name not in ("num_frames", "height", "width")}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import table
 from tiny_denoisers import forward, video_cross
 from torch import nn
 
@@ -96,7 +97,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@table("case", CASES)
 def test_every_kind_of_mask_gives_what_torch_gives(case: str) -> None:
     mask, kind = CASES[case]
     assert type(read_mask(mask, SHAPE)) is kind
@@ -176,7 +177,7 @@ def test_masks_made_anew_are_read_once_when_their_sources_are_the_same() -> None
     assert changed.lengths == (3, 3)
 
 
-@pytest.mark.parametrize("side", ["before", "after"])
+@table("side", ["before", "after"])
 def test_sparse_attention_with_text_that_is_padded_in_the_middle(side: str) -> None:
     """It equals the same tokens in an order where the padding is on the right."""
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from tables import table
 from tiny_pipelines import pipeline_of
 
 from diffusion_runtime import GenerationRequest, force_attention_backend, load_pipeline
@@ -43,7 +44,7 @@ def diffusers_frames(folder: Path, request: GenerationRequest) -> Any:
     return (numpy.asarray(frames) * 255).round().astype(numpy.uint8)
 
 
-@pytest.mark.parametrize("choice", [None, "auto", "torch_sdpa", {"default": "reference"}])
+@table("choice", [None, "auto", "torch_sdpa", {"default": "reference"}])
 def test_a_video_is_what_diffusers_makes(video_folder: Path, choice: Any) -> None:
     pipeline = load_pipeline(str(video_folder), attention=choice)
     media = pipeline(VIDEO)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 from safetensors.torch import load_file, save_file
+from tables import table
 
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
@@ -43,7 +44,7 @@ def test_choices_fail_before_the_weights_are_read(video_folder: Path, tmp_path: 
         load_pipeline(str(folder), attention="reference")
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "told"),
     [
         ({"_class_name": "NoSuchPipeline"}, "has no pipeline NoSuchPipeline"),

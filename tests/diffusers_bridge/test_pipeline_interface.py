@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from tables import table
 
 from diffusion_runtime.diffusers_bridge.frames import PICTURE_FIELDS
 from diffusion_runtime.diffusers_bridge.pipeline_interface import ALSO_NEEDED, PipelineInterface
@@ -92,7 +93,7 @@ def test_every_class_that_can_run_takes_a_plain_request() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "told"),
     [
         ("WanVideoToVideoPipeline", "it needs video, which no request gives"),

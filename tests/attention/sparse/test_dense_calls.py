@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from sparse_oracle import random_qkv, valid_tokens
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionConfig,
@@ -54,7 +54,7 @@ def rows_of(config: Any, layout: TokenLayout, num_steps: int = 2) -> tuple[list[
     return [(row.steps, row.implementation) for row in context.recorder.report().rows], outputs
 
 
-@pytest.mark.parametrize("method", METHODS)
+@table("method", METHODS)
 def test_dense_steps_follow_the_users_own_dense_choice_and_say_so(method: str) -> None:
     options, reason = METHODS[method]
     config = {"default": "reference", "per_role": {"self": {"backend": method, "extra": options}}}
@@ -86,7 +86,7 @@ def test_one_call_of_the_function_names_both() -> None:
     assert not torch.equal(found, attention(q, k, v, backend="video_sparse_attn", **arguments))
 
 
-@pytest.mark.parametrize("layout", PADDED)
+@table("layout", PADDED)
 def test_padded_text_rows_are_zero_in_dense_and_in_sparse_steps(layout: TokenLayout) -> None:
     q, k, v = random_qkv(layout, batch=2)
     wrong = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from sparse_oracle import random_qkv
+from tables import table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout, plan_attention
@@ -34,7 +34,7 @@ def plan_of(layout: TokenLayout) -> SparsePlan:
     return plan_attention(q, k, backend="video_sparse_attn", options={"min_tokens": 1000}, layout=layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@table("layout", LAYOUTS)
 def test_everything_valid_sees_everything_valid(layout: TokenLayout) -> None:
     plan = plan_of(layout)
     assert plan.is_dense

@@ -56,7 +56,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from sparse_oracle import (
     CASES,
@@ -68,6 +67,7 @@ from sparse_oracle import (
     shuffled,
     valid_tokens,
 )
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionState,
@@ -86,10 +86,10 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 GRID = TokenLayout((5, 6, 7))
 AFTER = TokenLayout((3, 5, 6), num_suffix_tokens=6, valid_lengths=(2, 6))
 BEFORE = TokenLayout((3, 5, 6), num_prefix_tokens=6, valid_lengths=(0, 5))
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-every_layout = pytest.mark.parametrize("layout", [GRID, AFTER, BEFORE], ids=["grid", "text after", "text before"])
+every_case = table("case", CASES.values(), ids=CASES)
+every_layout = table("layout", [GRID, AFTER, BEFORE], ids=["grid", "text after", "text before"])
 
-with_text = pytest.mark.parametrize("layout", [AFTER, BEFORE], ids=["text after", "text before"])
+with_text = table("layout", [AFTER, BEFORE], ids=["text after", "text before"])
 
 
 def tokens(layout: TokenLayout = GRID, *, kv_heads: int = 2, head_dim: int = 16, **rest: Any) -> Tensors:
@@ -212,7 +212,7 @@ def test_text_sees_and_is_seen_by_all_that_is_valid(case: Case, layout: TokenLay
 
 @every_case
 @with_text
-@pytest.mark.parametrize("poison", [1e4, float("nan")])
+@table("poison", [1e4, float("nan")])
 def test_padding_changes_nothing(case: Case, layout: TokenLayout, poison: float) -> None:
     qkv = tokens(layout)
     clean = attention(*qkv, return_lse=True, **case.arguments(layout))
@@ -240,7 +240,7 @@ def test_a_value_reaches_those_who_see_it_and_nobody_else(case: Case) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("poison", [1e4, float("nan")])
+@table("poison", [1e4, float("nan")])
 def test_keys_that_a_block_does_not_see_change_none_of_its_bits(case: Case, poison: float) -> None:
     """The plan is given: other keys would be another selection."""
     q, k, v = tokens(AFTER, kv_heads=4)
@@ -323,7 +323,7 @@ def test_halves_merge_to_the_whole(case: Case) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("scale", [0.7, -0.2, 0.0])
+@table("scale", [0.7, -0.2, 0.0])
 def test_the_scale_is_honoured(case: Case, scale: float) -> None:
     qkv = tokens(AFTER)
     check(case, qkv, AFTER, scale=scale)
@@ -335,19 +335,19 @@ def test_the_scale_is_honoured(case: Case, scale: float) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
+@table("head_dim", [64, 72, 80, 96, 128, 256])
 def test_head_sizes(case: Case, head_dim: int) -> None:
     assert not check(case, tokens(AFTER, head_dim=head_dim), AFTER).is_dense
 
 
 @every_case
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@table("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(case: Case, dtype: torch.dtype) -> None:
     assert not check(case, tokens(BEFORE, dtype=dtype), BEFORE, max(2 * torch.finfo(dtype).eps, 1e-12)).is_dense
 
 
 @every_case
-@pytest.mark.parametrize("grid", [(1, 1, 1), (1, 1, 3), (1, 9, 10), (2, 3, 1), (1, 1, 127), (7, 1, 11), (3, 5, 13)])
+@table("grid", [(1, 1, 1), (1, 1, 3), (1, 9, 10), (2, 3, 1), (1, 1, 127), (7, 1, 11), (3, 5, 13)])
 def test_any_number_of_tokens(case: Case, grid: tuple[int, int, int]) -> None:
     layout = TokenLayout(grid, num_prefix_tokens=1, num_suffix_tokens=2)
     check(case, tokens(layout), layout)

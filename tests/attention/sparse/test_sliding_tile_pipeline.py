@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
+from tables import table
 
 from diffusion_runtime import AttentionConfig, GenerationRequest, load_pipeline
 from diffusion_runtime.attention.sparse.sliding_tile_search import SearchSetup, read_search_logs
@@ -39,7 +40,7 @@ def rows_of(media: Any) -> list[tuple[str, int, str]]:
     return [(row.implementation, row.count, row.steps) for row in rows]
 
 
-@pytest.mark.parametrize(
+@table(
     ("guidance", "mode", "branches"),
     [
         ("batched", "STA_tuning", ["both", "both"]),
@@ -152,7 +153,7 @@ def test_search_tune_and_inference_from_the_command(
     assert "sta_mode is none" in said
     for options, message in (
         ("tile_size=[1,2,2]", "needs to know its windows"),
-        ("mask_strategy_file_path=missing.json", "mask_strategy_file_path: cannot read missing.json"),
+        ("mask_strategy_file_path=missing.json", "mask_strategy_file_path: missing.json: no such file"),
         ("sta_mode=STA_tuning,search_log_folder=empty", "holds no sta_search-*.json"),
     ):
         code, said, _ = generate(options)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sparse_oracle import masked_attention, random_qkv, valid_tokens
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionState,
@@ -73,7 +74,7 @@ def search_call(
 # --- searching --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [None, 0.7])
+@table("scale", [None, 0.7])
 def test_a_search_logs_how_far_each_window_is_from_full(scale: float | None, tmp_path: Path) -> None:
     q, k, v, out = search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState(), scale=scale)
     dense = attention(q, k, v, layout=LAYOUT, scale=scale)
@@ -157,7 +158,7 @@ def test_a_grid_of_one_tile_has_nothing_to_search(tmp_path: Path) -> None:
         search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState(), candidates=None, tile_size=(6, 8, 8))
 
 
-@pytest.mark.parametrize("name", ["file/logs", "/proc"])
+@table("name", ["file/logs", "/proc"])
 def test_a_folder_that_cannot_be_written_fails_at_the_first_call(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="search_log_folder: cannot write to"):
@@ -234,10 +235,9 @@ def test_branches_are_merged_when_asked() -> None:
             tune([alone], merge_branches=True)
 
 
-@pytest.mark.parametrize(
+@table(
     "change",
     [{"num_steps": 3}, {"num_layers": 2}, {"num_heads": 4}, {"grid": (4, 4, 8)}, {"candidates": CANDIDATES[:2]}],
-    ids=str,
 )
 def test_logs_of_different_searches_do_not_mix(change: dict[str, Any]) -> None:
     log = log_of({})
@@ -281,7 +281,7 @@ BROKEN_LOGS = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN_LOGS)
+@table("name", BROKEN_LOGS)
 def test_a_broken_log_is_named(name: str, tmp_path: Path) -> None:
     search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState())
     assert tuned_call(tmp_path).isfinite().all()

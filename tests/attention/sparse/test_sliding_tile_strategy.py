@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sparse_oracle import random_qkv
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionConfig,
@@ -101,7 +102,7 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
+@table("name", BAD_FILES)
 def test_a_bad_file_fails_when_the_option_is_set(name: str, tmp_path: Path) -> None:
     content, message = BAD_FILES[name]
     path = tmp_path / "bad.json"
@@ -112,9 +113,7 @@ def test_a_bad_file_fails_when_the_option_is_set(name: str, tmp_path: Path) -> N
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("missing.json", "missing.json: no such file"), ("", "got an empty text"), ("a\0b", "NUL")]
-)
+@table(("name", "said"), [("missing.json", "missing.json: no such file"), ("", "got an empty text"), ("a\0b", "NUL")])
 def test_a_missing_file_fails_when_the_option_is_set(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"mask_strategy_file_path: .*{said}"):
         AttentionSpec(NAME, {"mask_strategy_file_path": name})
@@ -125,7 +124,7 @@ def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
         AttentionSpec(NAME, {"mask_strategy_file_path": str(tmp_path)})
 
 
-@pytest.mark.parametrize("skip", [0, 15])
+@table("skip", [0, 15])
 def test_a_file_for_more_steps_layers_or_heads_fails_at_the_first_call(skip: int, tmp_path: Path) -> None:
     options = {"mask_strategy_file_path": write(tmp_path / "s.json", 3, 4, 2), "skip_time_steps": skip}
     fits, first = LayerInfo(0, 4), StepInfo(0, 3)
@@ -274,7 +273,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
+@table(("options", "message"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
 def test_a_bad_option_fails_when_it_is_set(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AttentionSpec(NAME, options)
@@ -293,8 +292,8 @@ BAD_TOGETHER: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_TOGETHER, ids=[str(options) for options, _ in BAD_TOGETHER])
-@pytest.mark.parametrize("ask", [run, plan])
+@table(("options", "message"), BAD_TOGETHER, ids=[str(options) for options, _ in BAD_TOGETHER])
+@table("ask", [run, plan])
 def test_options_that_do_not_go_together_fail_at_the_first_call(
     options: dict[str, Any], message: str, ask: Any, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from sparse_oracle import random_qkv
+from tables import table
 
 from diffusion_runtime.attention import TokenLayout, list_backends, plan_attention
 from diffusion_runtime.attention.backends.registry import find_backend
@@ -33,7 +34,7 @@ def test_options_are_those_of_sglang() -> None:
     assert NAME in [info.name for info in list_backends()]
 
 
-@pytest.mark.parametrize(
+@table(
     ("key", "value", "message"),
     [
         ("svg2_num_q_centroids", 0, "svg2_num_q_centroids: expected 1 or more, got 0"),

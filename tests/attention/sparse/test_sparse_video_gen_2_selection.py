@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-import pytest
 import torch
+from tables import table
 
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_selection import keep_most_mass
 
@@ -38,8 +38,8 @@ def by_the_rule(scores: list[float], sizes: list[int], top_p: float, minimum: in
     return kept, margin
 
 
-@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.99])
-@pytest.mark.parametrize("minimum", [0, 3, 17])
+@table("top_p", [0.0, 0.3, 0.9, 0.99])
+@table("minimum", [0, 3, 17])
 def test_the_rule(top_p: float, minimum: int) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = 2 * torch.randn(4, 9, 17, generator=generator)
@@ -52,7 +52,7 @@ def test_the_rule(top_p: float, minimum: int) -> None:
             assert kept == expected or margin < 1e-6 < top_p
 
 
-@pytest.mark.parametrize("top_p", [0.2, 0.5, 0.9])
+@table("top_p", [0.2, 0.5, 0.9])
 def test_the_kept_mass_passes_top_p_and_is_minimal(top_p: float) -> None:
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(2, 5, 40, generator=generator)
@@ -87,7 +87,7 @@ def test_equals_go_by_index() -> None:
     assert kept_sets(torch.zeros(1, 1, 4), torch.ones(1, 4, dtype=torch.int32), 0.0, 3) == [[{0, 1, 2}]]
 
 
-@pytest.mark.parametrize("empty", [0, 2, 4])
+@table("empty", [0, 2, 4])
 def test_an_empty_cluster_has_no_mass_whatever_its_centroid(empty: int) -> None:
     sizes = torch.ones(1, 5, dtype=torch.int32)
     sizes[0, empty] = 0

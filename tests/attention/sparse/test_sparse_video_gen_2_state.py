@@ -9,6 +9,7 @@ import pytest
 import torch
 from kmeans_oracle import cluster_means, inertia
 from sparse_oracle import masked_attention, random_qkv
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionState,
@@ -56,7 +57,7 @@ def same(one: SparsePlan, other: SparsePlan) -> bool:
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@table(
     ("layers", "times", "num_layers", "num_steps", "dense_layers", "dense_steps"),
     [
         (0.03, 0.2, 40, 50, 1, 10),
@@ -185,7 +186,7 @@ def test_attention_and_its_plan_leave_the_same_behind() -> None:
         assert (out.double() - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("skipped", [{"min_tokens": 121}, {"svg2_first_layers_fp": 1.0}, {"svg2_top_p_kmeans": 1.0}])
+@table("skipped", [{"min_tokens": 121}, {"svg2_first_layers_fp": 1.0}, {"svg2_top_p_kmeans": 1.0}])
 def test_what_never_becomes_sparse_is_not_clustered(skipped: dict[str, Any]) -> None:
     """A NaN would be seen."""
     q, k, _ = random_qkv(GRID)
@@ -221,7 +222,7 @@ def test_the_same_seed_gives_the_same_plan_and_another_does_not() -> None:
     assert not same(plan_of(), plan_of(layer=LayerInfo(1, 2), svg2_first_layers_fp=0.0))
 
 
-@pytest.mark.parametrize(
+@table(
     ("layer", "step"),
     [
         (LayerInfo(), dataclasses.replace(SECOND, branch="uncond")),
@@ -263,10 +264,9 @@ def test_both_branches_at_once_are_the_two_one_by_one() -> None:
             assert torch.equal(alone[0], out[sample])
 
 
-@pytest.mark.parametrize(
+@table(
     "changed",
     [{"layout": TokenLayout((5, 4, 6))}, {"batch": 2}, {"heads": 3}, {"svg2_num_k_centroids": 14}, {"svg2_seed": 3}],
-    ids=str,
 )
 def test_another_shape_starts_anew(changed: dict[str, Any]) -> None:
     state = AttentionState()

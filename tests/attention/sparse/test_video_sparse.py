@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sparse_oracle import masked_attention, random_qkv
+from tables import table
 
 from diffusion_runtime.attention import TokenLayout, attention, plan_attention
 from diffusion_runtime.attention.sparse import video_sparse_coarse
@@ -89,7 +90,7 @@ def run(
 # --- which tiles ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 1), (4, 4, 4), (5, 6, 7), (21, 30, 52)])
+@table("grid", [(1, 1, 1), (4, 4, 4), (5, 6, 7), (21, 30, 52)])
 def test_tiles_hold_every_token_once(grid: Tile) -> None:
     layout = TokenLayout(grid)
     geometry = tile_geometry(layout, (4, 4, 4), "cpu")
@@ -104,8 +105,8 @@ def test_sizes_of_edge_tiles() -> None:
     assert geometry.sizes[0].tolist() == [64, 48, 32, 24, 16, 12, 8, 6]
 
 
-@pytest.mark.parametrize("tile", [(4, 4, 4), (4, 4, 8), (4, 8, 8)])
-@pytest.mark.parametrize("sparsity", [0.3, 0.6, 0.9, 1.0])
+@table("tile", [(4, 4, 4), (4, 4, 8), (4, 8, 8)])
+@table("sparsity", [0.3, 0.6, 0.9, 1.0])
 def test_selection_equals_the_definition(tile: Tile, sparsity: float) -> None:
     layout = TokenLayout((6, 11, 9), 2, 3)
     q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2, seed=3)
@@ -195,7 +196,7 @@ def test_heads_are_done_in_parts_when_there_are_many_tiles(monkeypatch: pytest.M
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
+@table("head_dim", [64, 72, 80, 96, 128, 256])
 def test_output_and_log_sum_exp(head_dim: int) -> None:
     q, k, v = random_qkv(RAGGED, num_heads=2, num_kv_heads=1, head_dim=head_dim, seed=1)
     out, lse = attention(q, k, v, backend=VSA, options={"sparsity": 0.6}, layout=RAGGED, return_lse=True)
@@ -205,7 +206,7 @@ def test_output_and_log_sum_exp(head_dim: int) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("layout", [TEXT, TEXT_FIRST], ids=["text after", "text before"])
+@table("layout", [TEXT, TEXT_FIRST], ids=["text after", "text before"])
 def test_text_of_unequal_lengths(layout: TokenLayout) -> None:
     q, k, v = random_qkv(layout, batch=2, num_heads=2, seed=2)
     options = {"sparsity": 0.5}
@@ -236,7 +237,7 @@ def test_values_of_tiles_that_are_not_kept_do_not_count() -> None:
         assert torch.equal(run((q, k, poisoned), RAGGED)[0, ~seen], out[0, ~seen])
 
 
-@pytest.mark.parametrize("grid", [(1, 9, 10), (1, 1, 3), (2, 3, 3)])
+@table("grid", [(1, 9, 10), (1, 1, 3), (2, 3, 3)])
 def test_images_and_grids_smaller_than_a_tile(grid: Tile) -> None:
     layout = TokenLayout(grid)
     q, k, v = random_qkv(layout, batch=2)
@@ -267,7 +268,7 @@ def test_a_plan_of_some_heads_is_a_part_of_the_whole_plan() -> None:
     assert torch.equal(part.to_dense_mask(), whole.heads(2, 4).to_dense_mask())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@table("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_choose_in_float32(dtype: torch.dtype) -> None:
     q, k, v = random_qkv(RAGGED, dtype=dtype, seed=5)
     scores, _ = coarse(q, k, v, RAGGED, 0.25)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sparse_oracle import masked_attention, random_qkv
+from tables import table
 
 from diffusion_runtime.attention import (
     AttentionConfig,
@@ -71,7 +72,7 @@ def run(*qkvg: torch.Tensor, step: int = 0, layer: int = 0, **options: Any) -> t
 # --- the gated branch -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [None, 0.6])
+@table("scale", [None, 0.6])
 def test_gate_times_the_coarse_branch_is_added(scale: float | None) -> None:
     q, k, v, gate = inputs(batch=2, num_heads=4, num_kv_heads=2)
     options = {"sparsity": 0.6}
@@ -116,7 +117,7 @@ DENSE: list[tuple[dict[str, Any], int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "step", "layer"), DENSE)
+@table(("options", "step", "layer"), DENSE)
 def test_dense_is_a_sparsity_of_0(options: dict[str, Any], step: int, layer: int) -> None:
     q, k, v, gate = inputs(batch=2)
     plain = attention(q, k, v, backend="torch_sdpa", layout=LAYOUT)
@@ -128,7 +129,7 @@ def test_dense_is_a_sparsity_of_0(options: dict[str, Any], step: int, layer: int
     assert plan_attention(q, k, backend=VSA, options=options, layout=LAYOUT, **where).is_dense  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "step", "layer"),
     [
         ({"dense_first_steps": 3}, 3, 0),
@@ -211,7 +212,7 @@ def test_both_spellings_of_sparsity_and_a_pair_list() -> None:
         assert torch.equal(attention(q, k, v, layout=LAYOUT), expected)
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "message"),
     [
         ({"sparsity": 1.1}, r"sparsity must lie in \[0, 1\], got 1.1"),
@@ -233,7 +234,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         run(*inputs()[:3], **options)
 
 
-@pytest.mark.parametrize("layout", [None, TokenLayout.text(213)])
+@table("layout", [None, TokenLayout.text(213)])
 def test_tokens_without_a_grid_are_refused(layout: TokenLayout | None) -> None:
     q, k, v, _ = inputs()
     with pytest.raises(ConfigError, match="needs to know where tokens sit"):
