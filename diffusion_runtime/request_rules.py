@@ -91,6 +91,11 @@ class RequestRules:
         try_scheduler(self.scheduler, sampler, num_steps, flow_shift, self.schedule.sigmas(num_steps))
 
     @property
+    def takes_image(self) -> bool:
+        """Whether requests may bring an image that the video starts from."""
+        return "image_path" in self.model_fields
+
+    @property
     def makes_sound(self) -> bool:
         """Whether what it makes is more than pictures."""
         return self.geometry.makes_sound

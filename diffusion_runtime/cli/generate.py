@@ -12,6 +12,7 @@ import typer
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags
 from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request_fields import SIZE, WHAT
 
 EPILOG = """[bold]One value of the attention config as a flag[/]
 
@@ -123,7 +124,7 @@ def _signature() -> inspect.Signature:
     """Every flag, in the order of the help."""
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     prompts, prompt_file = options.parameters_of(options.PromptFlags)
-    prompt, *others = options.request_parameters(options.WHAT)
+    prompt, *others = options.request_parameters(WHAT)
     return inspect.Signature(
         [
             context,
@@ -132,7 +133,7 @@ def _signature() -> inspect.Signature:
             prompt_file,
             *others,
             *options.parameters_of(options.SourceFlags),
-            *options.request_parameters(options.SIZE),
+            *options.request_parameters(SIZE),
             *options.parameters_of(options.RunFlags),
         ]
     )
