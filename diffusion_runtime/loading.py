@@ -342,7 +342,17 @@ def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig
         embeds_guidance=family.embeds_guidance(folder),
         takes_guidance=family.takes_guidance(folder),
         guidance_offset=family.guidance_offset,
-        takes_image=family.takes_image(folder),
+        model_fields=_model_fields(folder, family),
         needs_image=family.needs_image(folder),
         attention_layers=(),
     )
+
+
+def _model_fields(folder: Path, family: ModelFamily) -> frozenset[str]:
+    """The request fields that not every model uses and this one does."""
+    facts = {
+        "image_path": family.takes_image(folder),
+        "true_cfg_scale": family.embeds_guidance(folder),
+        "guidance_scale_2": len(family.transformer_components(folder)) > 1,
+    }
+    return frozenset(family.request_fields) | {name for name, holds in facts.items() if holds}

@@ -112,6 +112,9 @@ class Pipeline:
             remark = "no guidance to share: the processes of one half repeat the other's work; leave out --cfg-parallel"
             logger.warning(remark)
             recorder.note(remark)
+        for remark in dict.fromkeys(remark for request in batch for remark in self.rules.unused(request)):
+            logger.warning(remark)
+            recorder.note(remark)
         with device_guard(self.device), explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:
                 prompts = self._encode(batch, settings, recorder)
@@ -147,7 +150,7 @@ class Pipeline:
         return [
             GeneratedMedia(
                 frames=frames[index].numpy(),
-                fps=settings.fps,
+                fps=settings.size.fps,
                 recipe={**self.recipe, "request": request.to_dict(), "notes": list(prompts.notes[index])},
                 attention_report=recorder.report(),
                 timings=clock.timings(index),
@@ -196,17 +199,19 @@ class Pipeline:
                 size=settings.size,
                 guidance=settings.embedded_guidance,
                 image=None if image is None else image.repeat(len(conditions.lengths)),
+                request=settings.shared,
             )
             for branch, conditions in text.items()
         }
 
     def _image_condition(self, settings: BatchSettings) -> ImageCondition | None:
-        if settings.image_path is None:
+        path, size = settings.shared.image_path, settings.size
+        if path is None:
             return None
         if self._image_conditioner is None:
             self._image_conditioner = self._load_image_conditioner()
-        image = torch.from_numpy(read_image(settings.image_path, settings.height, settings.width))
-        return self._image_conditioner.encode(image, settings.size)
+        image = torch.from_numpy(read_image(path, size.height, size.width))
+        return self._image_conditioner.encode(image, size)
 
     def _predict(self, inputs: Mapping[str, DenoiserInputs], recorder: AttentionRecorder) -> Predict:
         """The transformer as a function of latents and step. inputs: by guidance branch."""

@@ -4,93 +4,179 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Self, get_args, get_type_hints
 
 from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.request_fields import (
+    GUIDANCE,
+    VIDEO,
+    WHAT,
+    Count,
+    ImageFile,
+    Number,
+    OneOf,
+    RequestField,
+    SeedNumber,
+    Text,
+)
+from diffusion_runtime.samplers import SAMPLERS as REGISTERED_SAMPLERS
 
 GUIDANCE_MODES = ("batched", "two_pass")
-# Far beyond what any model makes; a number above is a slip of the finger, and its square has no room in memory.
-MAX_COUNT = 1_000_000
-# What float32 holds without a loss, and half types do not overflow with at once.
-MAX_SCALE = 1e6
-SAMPLERS = ("flow_match_euler", "unipc")
+SAMPLERS = tuple(REGISTERED_SAMPLERS)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt and how to turn it into frames. None means: as the model's own defaults say.
 
-    prompt: what to show; at least one word.
-    negative_prompt: what guidance steers away from.
-    height, width: pixels; the model says which multiples it needs.
-    num_frames: 1 is an image; video models need 1 plus a multiple of their temporal factor.
-    fps: frames a second of the written video.
-    num_inference_steps: denoising steps, 1 or more.
-    guidance_scale: classifier-free guidance; 1 or less runs no negative branch. A model that was distilled from
-        guidance takes it as an input instead, and runs one branch.
-    true_cfg_scale: classifier-free guidance of such a model, on top; 1 or less runs no negative branch.
-    guidance_scale_2: guidance_scale of the second expert, at low noise; None is the same.
-    image_path: the image that a video starts from, for models that take one; None is text alone.
-    flow_shift: shift of the noise schedule towards high noise.
-    sampler: one of SAMPLERS.
-    guidance_mode: `batched` runs both branches in one forward, `two_pass` in two (half the memory, same result).
-    seed: of the CPU generator that draws the noise, so that every device starts alike.
+    Each field is declared here and nowhere else: flags, checks, the rules of a batch and what a diffusers pipeline is
+    given follow from its RequestField. Raises RequestError that names a field with a value it cannot have.
     """
 
-    prompt: str
-    negative_prompt: str | None = None
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    fps: int | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    true_cfg_scale: float | None = None
-    guidance_scale_2: float | None = None
-    flow_shift: float | None = None
-    sampler: str | None = None
-    guidance_mode: str | None = None
-    image_path: str | None = None
-    seed: int = 0
+    # What to show.
+    prompt: str = field(
+        metadata=RequestField(
+            help="The prompt as a flag; give it again for several.",
+            check=Text(needs_words=True),
+            panel=WHAT,
+            pipeline_parameters=("prompt",),
+            differs_in_batch=True,
+            repeatable=True,
+        ).as_metadata()
+    )
+    # What guidance steers away from.
+    negative_prompt: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="What to steer away from: once for all prompts, or once per prompt.",
+            check=Text(),
+            panel=WHAT,
+            pipeline_parameters=("negative_prompt",),
+            differs_in_batch=True,
+            repeatable=True,
+            used_with=GUIDANCE,
+        ).as_metadata(),
+    )
+    # Pixels; the model says which multiples it needs.
+    height: int | None = field(
+        default=None,
+        metadata=RequestField(help="Pixels.", check=Count(), pipeline_parameters=("height",)).as_metadata(),
+    )
+    width: int | None = field(
+        default=None,
+        metadata=RequestField(help="Pixels.", check=Count(), pipeline_parameters=("width",)).as_metadata(),
+    )
+    # 1 is an image; video models need 1 plus a multiple of their temporal factor.
+    num_frames: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="1 makes an image.",
+            check=Count(),
+            pipeline_parameters=("num_frames", "video_length", "frames"),
+        ).as_metadata(),
+    )
+    # Frames per second of the written video.
+    fps: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Frames per second of the file.",
+            check=Count(),
+            pipeline_parameters=("frame_rate", "fps"),
+            used_with=VIDEO,
+        ).as_metadata(),
+    )
+    # Denoising steps, 1 or more.
+    num_inference_steps: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Denoising steps.", check=Count(), pipeline_parameters=("num_inference_steps",)
+        ).as_metadata(),
+    )
+    # Classifier-free guidance; 1 or less runs no negative branch. A model that was distilled from guidance takes it as
+    # an input instead, and runs one branch.
+    guidance_scale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="How strongly to follow the prompt; 1 turns it off.",
+            check=Number(),
+            pipeline_parameters=("guidance_scale",),
+        ).as_metadata(),
+    )
+    # Classifier-free guidance of such a model, on top; 1 or less runs no negative branch.
+    true_cfg_scale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Guidance by a second branch, for models that take --guidance-scale as an input.",
+            check=Number(),
+            pipeline_parameters=("true_cfg_scale",),
+            may_stay_none=True,
+            refusal="guidance_scale is this model's classifier-free guidance; use that",
+        ).as_metadata(),
+    )
+    # guidance_scale of the second expert, at low noise; None is the same.
+    guidance_scale_2: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Guidance of the expert for low noise, in models with two; a --guidance-scale alone is that of both.",
+            check=Number(),
+            pipeline_parameters=("guidance_scale_2",),
+            may_stay_none=True,
+            refusal="this model has one expert, and guidance_scale is its scale; leave it out",
+        ).as_metadata(),
+    )
+    # Shift of the noise schedule towards high noise.
+    flow_shift: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Shift of the noise schedule towards high noise.", check=Number(minimum=1e-3)
+        ).as_metadata(),
+    )
+    sampler: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help=f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}.", check=OneOf(SAMPLERS)
+        ).as_metadata(),
+    )
+    # `batched` runs both branches in one forward, `two_pass` in two (half the memory, same result).
+    guidance_mode: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="batched, or two_pass: half the memory, same result.",
+            check=OneOf(GUIDANCE_MODES),
+            used_with=GUIDANCE,
+        ).as_metadata(),
+    )
+    # The image that a video starts from; None is text alone.
+    image_path: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="The image a video starts from, for models that take one.",
+            check=ImageFile(),
+            panel=WHAT,
+            pipeline_parameters=("image",),
+            may_stay_none=True,
+            refusal="this model makes {product} from text alone; leave it out",
+        ).as_metadata(),
+    )
+    # Of the CPU generator that draws the noise, so that every device starts alike.
+    seed: int = field(
+        default=0,
+        metadata=RequestField(
+            help="7, or several: 1,2 or 1-4 or the flag again. Each prompt is made with each.",
+            check=SeedNumber(),
+            panel=WHAT,
+            differs_in_batch=True,
+            repeatable=True,
+        ).as_metadata(),
+    )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prompt, str):
-            raise RequestError(f"prompt: expected a text, got {shown(self.prompt)}")
-        if not self.prompt.strip():
-            raise RequestError("prompt: expected at least one word, got an empty prompt")
-        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
-            raise RequestError(f"negative_prompt: expected a text, got {shown(self.negative_prompt)}")
-        for name in ("prompt", "negative_prompt"):
-            if not is_unicode(getattr(self, name) or ""):
-                raise RequestError(
-                    f"{name}: expected a text, got one with half of a character (a lone surrogate, or bytes that are "
-                    f"not UTF-8): {shown(getattr(self, name))}"
-                )
-        for name in ("height", "width", "num_frames", "fps", "num_inference_steps"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise RequestError(f"{name}: expected a whole number of 1 or more, got {shown(value)}")
-            if value is not None and value > MAX_COUNT:
-                raise RequestError(f"{name}: expected a whole number of at most {MAX_COUNT}, got {shown(value)}")
-        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            raise RequestError(f"seed: expected a whole number from 0 to 2**63 - 1, got {shown(self.seed)}")
-        for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
-            self._check_float(name, minimum=0.0)
-        if self.image_path is not None and (not isinstance(self.image_path, str) or not self.image_path):
-            raise RequestError(f"image_path: expected the path of an image, got {shown(self.image_path)}")
-        self._check_float("flow_shift", minimum=1e-3)
-        for name, allowed in (("sampler", SAMPLERS), ("guidance_mode", GUIDANCE_MODES)):
-            value = getattr(self, name)
-            if value is not None and value not in allowed:
-                raise RequestError(f"{name}: unknown value {shown(value)}.{nearest(value, allowed)}")
-
-    def _check_float(self, name: str, minimum: float) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= MAX_SCALE:
-            raise RequestError(f"{name}: expected a number from {minimum:g} to {MAX_SCALE:g}, got {shown(value)}")
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if value is not None or item.default is not None:
+                RequestField.of(item.metadata).check(item.name, value)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """This request with every None replaced by the value of the same name in `defaults`; as in `layered`, a
@@ -129,13 +215,10 @@ def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: half of a character, from JSON or from bytes that are not UTF-8, cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+# By name, in the order of the class.
+REQUEST_FIELDS: Mapping[str, RequestField] = MappingProxyType(
+    {item.name: RequestField.of(item.metadata) for item in dataclasses.fields(GenerationRequest)}
+)
 
 
 def request_field_types() -> dict[str, type]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -16,21 +16,19 @@ from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
+from diffusion_runtime.request_fields import GUIDANCE, VIDEO
 
-# What the requests of one batch may differ in.
-_OWN_FIELDS = ("prompt", "negative_prompt", "seed")
-# What a request may leave open although no model fills it.
-_MAY_STAY_NONE = ("true_cfg_scale", "guidance_scale_2", "image_path")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class RequestRules:
     """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
     how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance) or can be asked
-    for at all (ModelFamily.takes_guidance), what is added to its guidance_scale for classifier-free guidance, whether
-    it takes or needs an image, and its attention layers, with or without weights around them, whose options may ask for
-    a number of steps.
+    for at all (ModelFamily.takes_guidance), what is added to its guidance_scale for classifier-free guidance, which of
+    the fields that not every model uses it does (model_fields), whether it needs an image, and its attention layers,
+    with or without weights around them, whose options may ask for a number of steps.
     """
 
     defaults: Mapping[str, Any]
@@ -42,13 +40,14 @@ class RequestRules:
     embeds_guidance: bool = False
     takes_guidance: bool = True
     guidance_offset: float = 0.0
-    takes_image: bool = False
+    model_fields: frozenset[str] = frozenset()
     needs_image: bool = False
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
 
-        Raises RequestError for an unknown preset, sizes that do not divide, or a value that nothing gives; ConfigError
+        Raises RequestError for an unknown preset, sizes that do not divide, a value that nothing gives, or one of a
+        field that the model does not use; ConfigError
         for attention options made for other steps; ModelLoadError when nobody names a sampler there is.
         """
         if preset is not None:
@@ -58,6 +57,7 @@ class RequestRules:
         request = request.with_defaults(self.defaults)
         if request.sampler is None:
             raise self.scheduler.unknown_class_error()
+        self._refuse_unused(request)
         request = request.with_defaults(self._computed_defaults(request))
         settings = BatchSettings.of([request], self)
         self.geometry.sample_shape(settings.size)
@@ -69,10 +69,10 @@ class RequestRules:
         # What a sampler cannot do it says when it is made.
         options = self.scheduler.options_for(settings.sampler)
         build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
-        if settings.image_path is None and self.needs_image:
+        if request.image_path is None and self.needs_image:
             raise RequestError("image_path: this model makes videos from an image; say which: --image-path FILE")
-        if settings.image_path is not None:
-            self._check_image(settings.image_path, settings.height, settings.width)
+        if request.image_path is not None:
+            check_image(request.image_path, settings.size.height, settings.size.width)
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
         return request
@@ -89,6 +89,11 @@ class RequestRules:
             # Of an image of 1024 x 1024 pixels; what is tried does not depend on the size.
             flow_shift = self.schedule.flow_shift(4096, num_steps) or 1.0
         try_scheduler(self.scheduler, sampler, num_steps, flow_shift, self.schedule.sigmas(num_steps))
+
+    @property
+    def takes_image(self) -> bool:
+        """Whether requests may bring an image that the video starts from."""
+        return "image_path" in self.model_fields
 
     @property
     def makes_sound(self) -> bool:
@@ -134,37 +139,63 @@ class RequestRules:
         flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
         return {} if flow_shift is None else {"flow_shift": flow_shift}
 
-    def _check_image(self, image_path: str, height: int, width: int) -> None:
-        if not self.takes_image:
-            raise RequestError(f"image_path: this model makes {self._product} from text alone; leave it out")
-        check_image(image_path, height, width)
+    def _refuse_unused(self, request: GenerationRequest) -> None:
+        """Raises RequestError for a value of a field that this model does not use."""
+        for name, declared in REQUEST_FIELDS.items():
+            if declared.refusal is not None and name not in self.model_fields and is_set(request, name):
+                raise RequestError(f"{name}: {declared.refusal.format(product=self._product)}")
+
+    def unused(self, request: GenerationRequest) -> tuple[str, ...]:
+        """What a resolved request sets beside the model's defaults and its generation does not use, as sentences."""
+        reasons: dict[str | None, str] = {}
+        if not self.is_guided(request):
+            reasons[GUIDANCE] = "no second branch of guidance runs (a scale of 1 or less)"
+        if self.geometry.temporal_factor == 1:
+            reasons[VIDEO] = "this model makes images"
+        remarks = []
+        for name, declared in REQUEST_FIELDS.items():
+            value = getattr(request, name)
+            # An empty text asks for nothing.
+            if declared.used_with in reasons and value not in (_UNSET[name], self.defaults.get(name), ""):
+                remarks.append(f"{name}: {shown(value)} is not used: {reasons[declared.used_with]}")
+        return tuple(remarks)
 
 
 @dataclass(frozen=True)
 class BatchSettings:
     """What the requests of one batch have in common, with no None left that a model could fill.
 
-    rules: of the model.
+    rules: of the model. shared: the values, resolved; those in which requests may differ are the first one's.
     """
 
     num_requests: int
     rules: RequestRules
-    height: int
-    width: int
-    num_frames: int
-    fps: int
-    num_inference_steps: int
-    guidance_scale: float
-    true_cfg_scale: float | None
-    guidance_scale_2: float | None
-    guidance_mode: str
-    flow_shift: float
-    sampler: str
-    image_path: str | None
+    shared: GenerationRequest
 
     @property
     def size(self) -> ClipSize:
-        return ClipSize(self.height, self.width, self.num_frames, self.fps)
+        shared = self.shared
+        return ClipSize(_filled(shared.height), _filled(shared.width), _filled(shared.num_frames), _filled(shared.fps))
+
+    @property
+    def num_inference_steps(self) -> int:
+        return _filled(self.shared.num_inference_steps)
+
+    @property
+    def guidance_scale(self) -> float:
+        return _filled(self.shared.guidance_scale)
+
+    @property
+    def guidance_mode(self) -> str:
+        return _filled(self.shared.guidance_mode)
+
+    @property
+    def flow_shift(self) -> float:
+        return _filled(self.shared.flow_shift)
+
+    @property
+    def sampler(self) -> str:
+        return _filled(self.shared.sampler)
 
     @property
     def embedded_guidance(self) -> float | None:
@@ -175,9 +206,9 @@ class BatchSettings:
     def cfg_scales(self) -> tuple[float, float]:
         """The scale of classifier-free guidance for the first expert and for the second."""
         if self.rules.embeds_guidance:
-            scale = 1.0 if self.true_cfg_scale is None else self.true_cfg_scale
+            scale = 1.0 if self.shared.true_cfg_scale is None else self.shared.true_cfg_scale
             return scale, scale
-        second = self.guidance_scale if self.guidance_scale_2 is None else self.guidance_scale_2
+        second = self.guidance_scale if self.shared.guidance_scale_2 is None else self.shared.guidance_scale_2
         return self.guidance_scale + self.rules.guidance_offset, second + self.rules.guidance_offset
 
     @property
@@ -189,21 +220,18 @@ class BatchSettings:
         """Raises RequestError for no request, a field that is still None, and fields that differ within the batch."""
         if not batch:
             raise RequestError("a batch needs one request or more, got none")
-        shared = batch[0].to_dict()
-        for name in shared:
-            if shared[name] is None and name not in _MAY_STAY_NONE:
-                raise RequestError(f"{name}: the model has no default for it; say a value")
+        for name, declared in REQUEST_FIELDS.items():
             values = list(dict.fromkeys(getattr(request, name) for request in batch))
-            if len(values) > 1 and name not in _OWN_FIELDS:
+            if None in values and not declared.may_stay_none:
+                raise RequestError(f"{name}: the model has no default for it; say a value")
+            if len(values) > 1 and not declared.differs_in_batch:
                 raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
-        if shared["true_cfg_scale"] is not None and not rules.embeds_guidance:
-            raise RequestError("true_cfg_scale: guidance_scale is this model's classifier-free guidance; use that")
-        common = {name: value for name, value in shared.items() if name not in _OWN_FIELDS}
-        return cls(len(batch), rules, **common)
+        return cls(len(batch), rules, batch[0])
 
     def advice(self, dtype: torch.dtype) -> str:
         """What would need less memory."""
-        ways = [f"a smaller height, width or num_frames (now {self.height}, {self.width}, {self.num_frames})"]
+        size = self.size
+        ways = [f"a smaller height, width or num_frames (now {size.height}, {size.width}, {size.num_frames})"]
         if self.num_requests > 1:
             ways.append(f"fewer requests in a batch (now {self.num_requests})")
         if self.is_guided and self.guidance_mode == "batched":
@@ -211,3 +239,18 @@ class BatchSettings:
         if dtype == torch.float32:
             ways.append("dtype bfloat16")
         return f"These need less: {', '.join(ways)}"
+
+
+def is_set(request: GenerationRequest, name: str) -> bool:
+    """Whether a request says anything of a field."""
+    return bool(getattr(request, name) != _UNSET[name])
+
+
+# What every field is in a request that sets none.
+_UNSET = GenerationRequest("-").to_dict()
+
+
+def _filled(value: _T | None) -> _T:
+    """A value that `BatchSettings.of` has seen to."""
+    assert value is not None
+    return value

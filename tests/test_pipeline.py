@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from open_fields import OPEN_FIELDS
 from tiny_models import TINY_SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,12 +153,15 @@ def test_what_this_model_cannot_take_is_refused(pipeline: Pipeline) -> None:
         pipeline.resolve(GenerationRequest("a red circle", image_path="a.png"))
     with pytest.raises(RequestError, match="true_cfg_scale: guidance_scale is this model's"):
         pipeline.resolve(GenerationRequest("a red circle", true_cfg_scale=4.0))
+    # It was taken and had no effect.
+    with pytest.raises(RequestError, match="guidance_scale_2: this model has one expert"):
+        pipeline.resolve(GenerationRequest("a red circle", guidance_scale_2=4.0))
 
 
 def test_resolve_fills_every_field(pipeline: Pipeline) -> None:
     resolved = pipeline.resolve(GenerationRequest("a red circle", seed=3))
     open_fields = {name for name, value in resolved.to_dict().items() if value is None}
-    assert open_fields == {"true_cfg_scale", "guidance_scale_2", "image_path"}
+    assert open_fields == OPEN_FIELDS
     assert resolved.sampler == "unipc"
     assert resolved.flow_shift == 3.0
     assert pipeline.resolve(resolved) == resolved
@@ -328,8 +332,14 @@ def test_known_words_say_nothing(pipeline: Pipeline, caplog: pytest.LogCaptureFi
 
 def test_without_guidance_the_negative_prompt_is_not_read(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "diffusion_runtime"):
-        media = pipeline(request(guidance_scale=1.0, negative_prompt="plugh"))
-    assert caplog.text == ""
+        media = pipeline(request(guidance_scale=1.0, negative_prompt="plugh", guidance_mode="two_pass"))
+    # Nothing of the word that the text encoder does not know, and that both values have no effect.
+    remarks = [
+        f"{value} is not used: no second branch of guidance runs (a scale of 1 or less)"
+        for value in ("negative_prompt: 'plugh'", "guidance_mode: 'two_pass'")
+    ]
+    assert [record.getMessage() for record in caplog.records] == remarks
+    assert [note for note in media.attention_report.notes if "not used" in note] == remarks
     assert media.recipe["notes"] == []
 
 

@@ -9,7 +9,8 @@ from tables import table
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.request import layered, request_field_types
+from diffusion_runtime.request import REQUEST_FIELDS, SAMPLERS, layered, request_field_types
+from diffusion_runtime.request_fields import GUIDANCE, VIDEO
 
 
 @table(
@@ -77,3 +78,25 @@ def test_every_field_has_a_plain_type() -> None:
     assert types["height"] is int
     assert types["guidance_scale"] is float
     assert set(types) == set(GenerationRequest("a").to_dict())
+
+
+def test_declarations_agree_with_the_fields() -> None:
+    """One list of what is wrong: a declaration that its field's type or default contradicts."""
+    wrong = []
+    unset = GenerationRequest("a").to_dict()
+    for name, declared in REQUEST_FIELDS.items():
+        if declared.check.kind is not request_field_types()[name]:
+            wrong.append(f"{name}: the check is of {declared.check.kind.__name__}")
+        if declared.refusal is not None and not (declared.may_stay_none and unset[name] is None):
+            wrong.append(f"{name}: a field that only some models use must be open by default")
+        if declared.used_with not in (None, GUIDANCE, VIDEO):
+            wrong.append(f"{name}: used_with {declared.used_with}")
+        if declared.repeatable and not declared.differs_in_batch:
+            wrong.append(f"{name}: several values of one batch that must be equal")
+    assert not wrong
+
+
+def test_registered_samplers_are_what_a_request_and_the_help_name() -> None:
+    for name in SAMPLERS:
+        assert GenerationRequest("a", sampler=name).sampler == name
+        assert name in REQUEST_FIELDS["sampler"].help

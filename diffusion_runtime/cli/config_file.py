@@ -13,7 +13,7 @@ from diffusion_runtime.cli.attention_flags import overlay_attention, split_entri
 from diffusion_runtime.cli.prompts import parse_seeds
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError, UsageError, nearest, shown
-from diffusion_runtime.request import GenerationRequest, request_field_types
+from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest, request_field_types
 
 SECTIONS = ("runtime", "request", "presets")
 _BOOLEAN_KEYS = [item.name for item in dataclasses.fields(RuntimeConfig) if isinstance(item.default, bool)]
@@ -21,8 +21,9 @@ _BOOLEAN_KEYS = [item.name for item in dataclasses.fields(RuntimeConfig) if isin
 
 @dataclass(frozen=True)
 class FileConfig:
-    """runtime: RuntimeConfig fields; request: GenerationRequest fields, except that `prompt`, `negative_prompt` and
-    `seed` are lists; settings: the same, of --set; presets: name to GenerationRequest fields."""
+    """runtime: RuntimeConfig fields; request: GenerationRequest fields, except that repeatable ones
+    (`prompt`, `negative_prompt`, `seed`) are lists; settings: the same, of --set; presets: name to GenerationRequest
+    fields."""
 
     runtime: Mapping[str, Any] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +79,7 @@ def _nearest_file(path: Path) -> str:
 def _check_request(values: Mapping[str, Any], where: str, *, allow_prompt: bool = True) -> dict[str, Any]:
     """Checked values; `prompt` and `seed` become lists, and `negative_prompt` where a list of prompts is allowed."""
     known = request_field_types()
-    several = ("prompt", "negative_prompt", "seed") if allow_prompt else ()
+    several = [name for name, declared in REQUEST_FIELDS.items() if declared.repeatable and allow_prompt]
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known or (key in ("prompt", "seed") and not allow_prompt):

@@ -11,6 +11,7 @@ from diffusion_runtime.cli.outputs import Outputs
 from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
+from diffusion_runtime.request import REQUEST_FIELDS
 
 if TYPE_CHECKING:
     from diffusion_runtime.attention.select import Decision
@@ -20,18 +21,6 @@ if TYPE_CHECKING:
 # Laying out a table of thousands of rows takes longer than anybody reads.
 _MAX_ROWS = 100
 SCHEMA = "diffusion_runtime.dry_run/1"
-# Request fields that all items of one command share, in the order in which a reader wants them.
-_SHARED = (
-    "height",
-    "width",
-    "num_frames",
-    "fps",
-    "num_inference_steps",
-    "guidance_scale",
-    "flow_shift",
-    "sampler",
-    "guidance_mode",
-)
 
 
 def show_plan(
@@ -54,11 +43,15 @@ def show_plan(
     ]
     if description.degrees.num_processes > 1:
         facts.append(("processes", f"{description.degrees.num_processes}: {description.degrees}"))
-    chosen = {name: getattr(makeable[0], name) for name in _SHARED}
-    facts += [(name, "the pipeline's own" if value is None else value) for name, value in chosen.items()]
+    for name, declared in REQUEST_FIELDS.items():
+        value = getattr(makeable[0], name)
+        if not declared.differs_in_batch and not (value is None and declared.may_stay_none):
+            facts.append((name, "the pipeline's own" if value is None else value))
     negative_prompts = dict.fromkeys(request.negative_prompt or "" for request in makeable)
     facts.append(("negative_prompt", "\n".join(negative_prompts)))
     terminal.show(facts_table(facts, "\nWhat would run"))
+    for remark in dict.fromkeys(remark for request in makeable for remark in description.rules.unused(request)):
+        terminal.warn(remark)
     if description.attention:
         terminal.show(_attention_plan(description))
     else:

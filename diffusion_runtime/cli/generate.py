@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags
+from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request_fields import SIZE, WHAT
 
 EPILOG = """[bold]One value of the attention config as a flag[/]
 
@@ -32,53 +36,8 @@ diffusion-runtime generate "a ring" --attention-backend torch_sdpa --dry-run
 """
 
 
-# The parser reads the flags off this signature: its length is the number of flags there are.
-def generate(
-    context: typer.Context,
-    prompts: options.Prompts = None,
-    prompt: options.Prompt = None,
-    prompt_file: options.PromptFile = None,
-    negative_prompt: options.NegativePrompt = None,
-    image_path: options.ImagePath = None,
-    seed: options.Seed = None,
-    model_path: options.ModelPath = None,
-    lora_path: options.LoraPath = None,
-    lora_scale: options.LoraScale = None,
-    from_file: options.FromFile = None,
-    config: options.ConfigPath = None,
-    set_values: options.SetValues = None,
-    preset: options.Preset = None,
-    height: options.Height = None,
-    width: options.Width = None,
-    num_frames: options.NumFrames = None,
-    fps: options.Fps = None,
-    num_inference_steps: options.NumInferenceSteps = None,
-    guidance_scale: options.GuidanceScale = None,
-    true_cfg_scale: options.TrueCfgScale = None,
-    guidance_scale_2: options.GuidanceScale2 = None,
-    flow_shift: options.FlowShift = None,
-    sampler: options.Sampler = None,
-    guidance_mode: options.GuidanceMode = None,
-    attention_backend: options.AttentionBackend = None,
-    attention_backend_config: options.AttentionBackendConfig = None,
-    attention_config: options.AttentionConfigText = None,
-    attention_entry: options.AttentionEntries = None,
-    self_check: options.SelfCheck = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    backend: options.RuntimeBackend = None,
-    num_gpus: options.NumGpus = None,
-    ulysses_degree: options.UlyssesDegree = None,
-    ring_degree: options.RingDegree = None,
-    cfg_parallel: options.CfgParallel = None,
-    output_path: options.OutputPath = None,
-    file_format: options.Format = None,
-    as_json: options.Json = False,
-    dry_run: options.DryRun = False,
-    resume: options.Resume = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
-) -> None:
+# given: every flag of `_signature` below, by name.
+def generate(context: typer.Context, **given: Any) -> None:
     """Make videos or images from prompts.
 
     Without flags: the embedded model, its own size and steps, into outputs/.
@@ -95,59 +54,54 @@ def generate(
     from diffusion_runtime.cli.terminal import Terminal
     from diffusion_runtime.parallel.process_info import read_process_info
 
-    request: dict[str, Any] = {
-        "height": height,
-        "width": width,
-        "num_frames": num_frames,
-        "fps": fps,
-        "num_inference_steps": num_inference_steps,
-        "guidance_scale": guidance_scale,
-        "true_cfg_scale": true_cfg_scale,
-        "guidance_scale_2": guidance_scale_2,
-        "flow_shift": flow_shift,
-        "sampler": sampler,
-        "guidance_mode": guidance_mode,
-        "image_path": image_path,
-    }
+    what = _taken(options.PromptFlags, given)
+    source = _taken(options.SourceFlags, given)
+    run = _taken(options.RunFlags, given)
+    # What is left are request fields: `prompt`, `negative_prompt` and `seed` are lists, one request each.
+    request = {name: value for name, value in given.items() if name in REQUEST_FIELDS}
+    prompt = request.pop("prompt") or ()
     flags = Flags(
-        prompts=collect_prompts(prompts or (), prompt or (), prompt_file, attention_entry or ()),
-        negative_prompts=negative_prompt or (),
-        seeds=seed or (),
+        prompts=collect_prompts(what.prompts or (), prompt, what.prompt_file, run.attention_entry or ()),
+        negative_prompts=request.pop("negative_prompt") or (),
+        seeds=request.pop("seed") or (),
         request=request,
         runtime={
-            "model_path": model_path,
-            "backend": backend,
-            "device": device,
-            "dtype": dtype,
-            "self_check": self_check,
-            "lora": pair_loras(lora_path or (), lora_scale or ()),
+            "model_path": source.model_path,
+            "backend": run.backend,
+            "device": run.device,
+            "dtype": run.dtype,
+            "self_check": run.self_check,
+            "lora": pair_loras(source.lora_path or (), source.lora_scale or ()),
         },
         parallel={
-            "num_gpus": num_gpus,
-            "ulysses_degree": ulysses_degree,
-            "ring_degree": ring_degree,
-            "cfg_parallel": cfg_parallel,
+            "num_gpus": run.num_gpus,
+            "ulysses_degree": run.ulysses_degree,
+            "ring_degree": run.ring_degree,
+            "cfg_parallel": run.cfg_parallel,
         },
         attention=AttentionFlags(
-            attention_backend, attention_backend_config, attention_config, tuple(attention_entry or ())
+            run.attention_backend,
+            run.attention_backend_config,
+            run.attention_config,
+            tuple(run.attention_entry or ()),
         ),
-        config=config,
-        settings=set_values or (),
-        repeat=from_file,
-        preset=preset,
+        config=source.config,
+        settings=source.set_values or (),
+        repeat=source.from_file,
+        preset=source.preset,
     )
-    terminal = Terminal(quiet=quiet, verbose=verbose)
-    output_flags = OutputFlags(output_path, file_format, as_json, dry_run, resume)
-    num_typed = len(prompts or ()) + len(prompt or ())
-    command_line = CommandLine(context.obj, piped_prompts(prompt_file, flags.prompts, num_typed))
+    terminal = Terminal(quiet=run.quiet, verbose=run.verbose)
+    output_flags = OutputFlags(run.output_path, run.file_format, run.as_json, run.dry_run, run.resume)
+    num_typed = len(what.prompts or ()) + len(prompt)
+    command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))
     place = read_process_info()
-    if place is not None and dry_run:
+    if place is not None and run.dry_run:
         # Nothing is run, so nobody needs the others; one of them says what would be.
-        flags = replace(flags, parallel={**flags.parallel, "num_gpus": num_gpus or place.world_size})
+        flags = replace(flags, parallel={**flags.parallel, "num_gpus": run.num_gpus or place.world_size})
         if not place.is_first:
             raise typer.Exit
     elif place is not None:
-        RankRunner(place, terminal, SCHEMA if as_json else None).run(
+        RankRunner(place, terminal, SCHEMA if run.as_json else None).run(
             lambda together, voice: run_generate(flags, output_flags, voice, command_line, together)
         )
     try:
@@ -156,3 +110,35 @@ def generate(
     except KeyboardInterrupt as error:
         raise Interrupted from error
     raise typer.Exit(code)
+
+
+_Flags = TypeVar("_Flags", options.PromptFlags, options.SourceFlags, options.RunFlags)
+
+
+def _taken(flags: type[_Flags], given: Mapping[str, Any]) -> _Flags:
+    """Those of the given values that one class of flags holds."""
+    return flags(**{item.name: given[item.name] for item in fields(flags)})
+
+
+def _signature() -> inspect.Signature:
+    """Every flag, in the order of the help."""
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    prompts, prompt_file = options.parameters_of(options.PromptFlags)
+    prompt, *others = options.request_parameters(WHAT)
+    return inspect.Signature(
+        [
+            context,
+            prompts,
+            prompt,
+            prompt_file,
+            *others,
+            *options.parameters_of(options.SourceFlags),
+            *options.request_parameters(SIZE),
+            *options.parameters_of(options.RunFlags),
+        ]
+    )
+
+
+# The parser reads the flags off the signature and the annotations.
+generate.__signature__ = _signature()  # type: ignore[attr-defined]
+generate.__annotations__ = {item.name: item.annotation for item in _signature().parameters.values()}

@@ -1,13 +1,17 @@
-"""Every flag of `generate`, declared once: name, help, panel. Names and types only; nothing is decided here."""
+"""The flags of `generate`, declared once: name, help, panel. Those of request fields follow from GenerationRequest; the
+others stand here. Names and types only; nothing is decided here."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+import inspect
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
-WHAT = "What to make"
-SIZE = "Size and steps"
+from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request_fields import SIZE, WHAT
+
 ATTENTION = "Attention"
 WHERE = "Where it runs"
 OUTPUT = "Output"
@@ -20,26 +24,9 @@ def _flag(panel: str, text: str, *names: str, metavar: str | None = None) -> Any
 Prompts: TypeAlias = Annotated[
     list[str] | None, typer.Argument(metavar="PROMPT", help="What to show, in quotes.", show_default=False)
 ]
-Prompt: TypeAlias = Annotated[
-    list[str] | None, _flag(WHAT, "The prompt as a flag; give it again for several.", "--prompt", metavar="TEXT")
-]
 PromptFile: TypeAlias = Annotated[
     str | None,
     _flag(WHAT, "One prompt a line; # starts a comment; - reads standard input.", "--prompt-file", metavar="FILE"),
-]
-NegativePrompt: TypeAlias = Annotated[
-    list[str] | None,
-    _flag(
-        WHAT, "What to steer away from: once for all prompts, or once a prompt.", "--negative-prompt", metavar="TEXT"
-    ),
-]
-ImagePath: TypeAlias = Annotated[
-    str | None,
-    _flag(WHAT, "The image a video starts from, for models that take one.", "--image-path", metavar="FILE"),
-]
-Seed: TypeAlias = Annotated[
-    list[str] | None,
-    _flag(WHAT, "7, or several: 1,2 or 1-4 or the flag again. Each prompt is made with each.", "--seed", metavar="N"),
 ]
 ModelPath: TypeAlias = Annotated[
     str | None,
@@ -71,42 +58,6 @@ SetValues: TypeAlias = Annotated[
 
 Preset: TypeAlias = Annotated[
     str | None, _flag(SIZE, "draft, default, large, or one of --config.", "--preset", metavar="NAME")
-]
-Height: TypeAlias = Annotated[int | None, _flag(SIZE, "Pixels.", "--height", metavar="N")]
-Width: TypeAlias = Annotated[int | None, _flag(SIZE, "Pixels.", "--width", metavar="N")]
-NumFrames: TypeAlias = Annotated[int | None, _flag(SIZE, "1 makes an image.", "--num-frames", metavar="N")]
-Fps: TypeAlias = Annotated[int | None, _flag(SIZE, "Frames a second of the file.", "--fps", metavar="N")]
-NumInferenceSteps: TypeAlias = Annotated[
-    int | None, _flag(SIZE, "Denoising steps.", "--num-inference-steps", metavar="N")
-]
-GuidanceScale: TypeAlias = Annotated[
-    float | None, _flag(SIZE, "How strongly to follow the prompt; 1 turns it off.", "--guidance-scale", metavar="X")
-]
-TrueCfgScale: TypeAlias = Annotated[
-    float | None,
-    _flag(
-        SIZE,
-        "Guidance by a second branch, for models that take --guidance-scale as an input.",
-        "--true-cfg-scale",
-        metavar="X",
-    ),
-]
-GuidanceScale2: TypeAlias = Annotated[
-    float | None,
-    _flag(
-        SIZE,
-        "Guidance of the expert for low noise, in models with two; a --guidance-scale alone is that of both.",
-        "--guidance-scale-2",
-        metavar="X",
-    ),
-]
-FlowShift: TypeAlias = Annotated[
-    float | None, _flag(SIZE, "Shift of the noise schedule towards high noise.", "--flow-shift", metavar="X")
-]
-Sampler: TypeAlias = Annotated[str | None, _flag(SIZE, "flow_match_euler or unipc.", "--sampler", metavar="NAME")]
-GuidanceMode: TypeAlias = Annotated[
-    str | None,
-    _flag(SIZE, "batched, or two_pass: half the memory, same result.", "--guidance-mode", metavar="NAME"),
 ]
 
 AttentionBackend: TypeAlias = Annotated[
@@ -179,3 +130,71 @@ Resume: TypeAlias = Annotated[
 DryRun: TypeAlias = Annotated[bool, _flag(OUTPUT, "Say what would run; load no weights, write nothing.", "--dry-run")]
 Quiet: TypeAlias = Annotated[bool, _flag(OUTPUT, "Errors only, and the paths.", "--quiet", "-q")]
 Verbose: TypeAlias = Annotated[bool, _flag(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")]
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """Where prompts come from, beside --prompt."""
+
+    prompts: Prompts = None
+    prompt_file: PromptFile = None
+
+
+@dataclass(frozen=True)
+class SourceFlags:
+    """The model, and where other values come from."""
+
+    model_path: ModelPath = None
+    lora_path: LoraPath = None
+    lora_scale: LoraScale = None
+    from_file: FromFile = None
+    config: ConfigPath = None
+    set_values: SetValues = None
+    preset: Preset = None
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """How attention is chosen, where it runs, and what is written and said."""
+
+    attention_backend: AttentionBackend = None
+    attention_backend_config: AttentionBackendConfig = None
+    attention_config: AttentionConfigText = None
+    attention_entry: AttentionEntries = None
+    self_check: SelfCheck = None
+    device: Device = None
+    dtype: Dtype = None
+    backend: RuntimeBackend = None
+    num_gpus: NumGpus = None
+    ulysses_degree: UlyssesDegree = None
+    ring_degree: RingDegree = None
+    cfg_parallel: CfgParallel = None
+    output_path: OutputPath = None
+    file_format: Format = None
+    as_json: Json = False
+    dry_run: DryRun = False
+    resume: Resume = False
+    quiet: Quiet = False
+    verbose: Verbose = False
+
+
+def parameters_of(flags: type) -> list[inspect.Parameter]:
+    """The flags of one of the classes above, as parameters of a verb."""
+    hints = get_type_hints(flags, include_extras=True)
+    return [_parameter(item.name, hints[item.name], item.default) for item in fields(flags)]
+
+
+def request_parameters(panel: str) -> list[inspect.Parameter]:
+    """The flags of the request fields of one panel; None is a flag that was not given."""
+    parameters = []
+    for name, declared in REQUEST_FIELDS.items():
+        if declared.panel == panel:
+            flag = declared.flag or f"--{name.replace('_', '-')}"
+            kind: Any = list[str] if declared.repeatable else declared.check.kind
+            option = _flag(panel, declared.help, flag, metavar=declared.check.metavar)
+            parameters.append(_parameter(name, Annotated[kind | None, option], None))
+    return parameters
+
+
+def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

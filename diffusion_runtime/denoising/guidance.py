@@ -12,9 +12,7 @@ from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.parallel.branches import BranchExchange
-
-MODES = ("batched", "two_pass")
-
+from diffusion_runtime.request import GUIDANCE_MODES
 
 # (cond, uncond, scale) -> guided velocity, all float32 and of one shape.
 Combine: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -41,8 +39,8 @@ def with_guidance(
 
     Raises RequestError for an unknown mode.
     """
-    if mode not in MODES:
-        raise RequestError(f"guidance_mode: unknown value {mode!r}.{nearest(mode, MODES)}")
+    if mode not in GUIDANCE_MODES:
+        raise RequestError(f"guidance_mode: unknown value {mode!r}.{nearest(mode, GUIDANCE_MODES)}")
 
     def conditional(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         return predict(latents, dataclasses.replace(step, branch="cond")).float()

@@ -1,19 +1,17 @@
-"""Sampler name -> sampler."""
+"""Sampler name -> sampler, as diffusion_runtime/samplers.py registers them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, cast
 
-from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.interface import Sampler
-from diffusion_runtime.denoising.unipc import UniPCSampler
 from diffusion_runtime.errors import RequestError, nearest
+from diffusion_runtime.samplers import SAMPLERS
 
-_SAMPLERS: dict[str, type[FlowMatchEulerSampler] | type[UniPCSampler]] = {
-    "flow_match_euler": FlowMatchEulerSampler,
-    "unipc": UniPCSampler,
-}
+# (num_steps, flow_shift, options, sigmas) -> sampler: how every registered class is called.
+_SamplerClass: TypeAlias = Callable[[int, float, Mapping[str, Any], tuple[float, ...] | None], Sampler]
 
 
 def build_sampler(
@@ -27,6 +25,8 @@ def build_sampler(
 
     options: what SchedulerConfig.options_for(name) says. sigmas: what FlowSchedule.sigmas says.
     """
-    if name not in _SAMPLERS:
-        raise RequestError(f"sampler: unknown value {name!r}.{nearest(name, _SAMPLERS)}")
-    return _SAMPLERS[name](num_steps, flow_shift, options, sigmas)
+    if name not in SAMPLERS:
+        raise RequestError(f"sampler: unknown value {name!r}.{nearest(name, SAMPLERS)}")
+    module, _, class_name = SAMPLERS[name].implementation.partition(":")
+    sampler_class = cast(_SamplerClass, getattr(importlib.import_module(module), class_name))
+    return sampler_class(num_steps, flow_shift, options, sigmas)

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, shown
+from diffusion_runtime.samplers import SAMPLERS
 from diffusion_runtime.untrusted.json_text import read_json_file
 
-# Class name in the folder -> the sampler behind it, and what that class calls the flow shift.
-SAMPLER_OF_CLASS = {"FlowMatchEulerDiscreteScheduler": "flow_match_euler", "UniPCMultistepScheduler": "unipc"}
-SHIFT_KEY = {"flow_match_euler": "shift", "unipc": "flow_shift"}
-# What makes such a scheduler integrate a velocity on a fixed schedule without drawing noise of its own.
-_REQUIRED: dict[str, dict[str, Any]] = {
-    "flow_match_euler": {"stochastic_sampling": False},
-    "unipc": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
+# Class name in the folder -> the sampler behind it.
+SAMPLER_OF_CLASS = {
+    sampler.scheduler_class: name for name, sampler in SAMPLERS.items() if sampler.scheduler_class is not None
 }
+# Sampler -> what its class calls the flow shift.
+SHIFT_KEY = {name: sampler.shift_key for name, sampler in SAMPLERS.items() if sampler.shift_key is not None}
 # How the shift follows the size: a shift for the size at hand is given to the sampler instead.
 _SHIFT_BY_SIZE = (
     "use_dynamic_shifting",
@@ -101,7 +100,7 @@ def read_scheduler_config(folder: Path) -> SchedulerConfig:
 
 def _check_is_flow_matching(config: SchedulerConfig) -> None:
     sampler = config.sampler
-    for key, wanted in _REQUIRED.get(sampler or "", {}).items():
+    for key, wanted in (SAMPLERS[sampler].required if sampler is not None else {}).items():
         actual = config.values.get(key, _CLASS_DEFAULTS[key])
         if actual != wanted:
             raise ModelLoadError(

@@ -12,20 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion_runtime.diffusers_bridge.frames import PICTURE_FIELDS, VIDEO_FIELDS
+from diffusion_runtime.request import REQUEST_FIELDS
 
 # Request field -> the parameters of `__call__` it may fill; a pipeline's first one counts.
 PARAMETER_NAMES: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("prompt",),
-    "negative_prompt": ("negative_prompt",),
-    "height": ("height",),
-    "width": ("width",),
-    "num_frames": ("num_frames", "video_length", "frames"),
-    "fps": ("frame_rate", "fps"),
-    "num_inference_steps": ("num_inference_steps",),
-    "guidance_scale": ("guidance_scale",),
-    "true_cfg_scale": ("true_cfg_scale",),
-    "guidance_scale_2": ("guidance_scale_2",),
-    "image_path": ("image",),
+    name: declared.pipeline_parameters for name, declared in REQUEST_FIELDS.items() if declared.pipeline_parameters
 }
 _FILLED = frozenset(name for names in PARAMETER_NAMES.values() for name in names)
 # What every call gets beside the request.

@@ -23,7 +23,11 @@ from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.folder import refuse_other_pipelines, refuse_unknown_index_keys
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+
+# Of inputs that no pipeline made: a transformer run on its own.
+_PLAIN_REQUEST = GenerationRequest("(no request)")
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,15 @@ class DenoiserInputs:
 
     text: the prompts, on the model's device and in its dtype. size: of the clip. guidance: the scale that a model
     distilled from guidance takes as an input, None for others. image: what the video starts from, if anything.
+    request: the values that the requests of the batch share, resolved; its prompt, negative prompt and seed are those
+    of the first one.
     """
 
     text: Conditions
     size: ClipSize
     guidance: float | None = None
     image: ImageCondition | None = None
+    request: GenerationRequest = _PLAIN_REQUEST
 
 
 class DiffusionTransformer(nn.Module, ABC):
@@ -132,6 +139,8 @@ class ModelFamily(ABC):
     name: for messages. transformer_classes: the class names in model_index.json that it loads. pipeline_classes: those
     whose work it does; index_keys: what model_index.json may say beside components. diffusers_components: what classes
     of diffusers compute.
+    request_fields: those that not every model uses (RequestField.refusal) and this family does, beside the ones that
+    loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2.
     roles: (role, category) of its attention layers. defaults: request values where neither the request nor the
     folder's generation.json says any. guidance_offset: what is added to its guidance_scale to make it
     the factor of uncond + factor * (cond - uncond).
@@ -144,6 +153,7 @@ class ModelFamily(ABC):
     diffusers_components: ClassVar[tuple[DiffusersComponent, ...]]
     roles: ClassVar[tuple[tuple[str, str], ...]]
     defaults: ClassVar[Mapping[str, Any]]
+    request_fields: ClassVar[tuple[str, ...]] = ()
     # Whether its decoder has LatentDecoder.splits_rows, so that every process needs one.
     decoder_splits_rows: ClassVar[bool] = False
     guidance_offset: ClassVar[float] = 0.0

@@ -25,7 +25,7 @@ ROWS = [
     {"parallel"},
     {"kernels"},
     {"config", "request", "media", "hardware", "device_guard"},
-    {"untrusted"},
+    {"untrusted", "request_fields", "samplers"},
     {"errors"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

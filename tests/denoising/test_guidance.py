@@ -7,9 +7,10 @@ import torch
 from tables import table
 
 from diffusion_runtime.attention.info import StepInfo
-from diffusion_runtime.denoising.guidance import MODES, with_guidance
+from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.request import GUIDANCE_MODES
 
 CONDITION = {"cond": 2.0, "uncond": -1.0}
 
@@ -73,7 +74,7 @@ def test_an_unknown_mode_names_the_nearest() -> None:
         with_guidance(recording_predict([]), 3.0, "two-pass")
 
 
-@table("mode", MODES)
+@table("mode", GUIDANCE_MODES)
 def test_a_scale_of_each_step_and_a_combination_of_the_models_own(mode: str) -> None:
     """Steps whose scale is 1 or less run one branch; `combine` sees both velocities in float32."""
     branches: list[str] = []

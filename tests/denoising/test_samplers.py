@@ -12,8 +12,7 @@ from tables import table
 from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.errors import ModelLoadError, RequestError
-
-SAMPLERS = ("flow_match_euler", "unipc")
+from diffusion_runtime.samplers import SAMPLERS
 
 
 def noise_and_target() -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +49,7 @@ def test_timesteps_that_round_to_the_same_number_are_all_taken() -> None:
     torch.testing.assert_close(latents, target, atol=2e-5, rtol=0)
 
 
-@table("name", SAMPLERS)
+@table("name", ["flow_match_euler", "unipc"])
 def test_latents_equal_a_loop_written_out_with_diffusers(name: str) -> None:
     noise, _ = noise_and_target()
     if name == "unipc":

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from open_fields import OPEN_FIELDS
 
 from diffusion_runtime import load_pipeline
 from diffusion_runtime.attention import AttentionPolicy
@@ -51,7 +52,7 @@ def test_the_defaults_complete_a_request_but_for_the_shift(tiny_flux1_folder: Pa
     defaults = Flux1Family().request_defaults(tiny_flux1_folder)
     request = GenerationRequest(prompt="a cat").with_defaults(defaults)
     open_fields = {name for name, value in request.to_dict().items() if value is None}
-    assert open_fields == {"true_cfg_scale", "guidance_scale_2", "image_path", "flow_shift"}
+    assert open_fields == OPEN_FIELDS | {"flow_shift"}
     assert Flux1Family().embeds_guidance(tiny_flux1_folder)
 
 

@@ -1,0 +1,171 @@
+"""How a request field is declared: metadata of a dataclass field, which flags, checks and model rules follow from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from diffusion_runtime.errors import RequestError, nearest, shown
+
+# Panels of `generate --help`.
+WHAT = "What to make"
+SIZE = "Size and steps"
+
+# What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; a
+# video, not an image.
+GUIDANCE = "guidance"
+VIDEO = "video"
+
+# Far beyond what any model makes; a number above is a typo, and its square has no room in memory.
+MAX_COUNT = 1_000_000
+# What float32 holds without a loss, and half types do not overflow with at once.
+MAX_SCALE = 1e6
+
+_KEY = "diffusion_runtime.request_field"
+
+
+class Check(Protocol):
+    """What values a field may have. metavar: of its flag; kind: of its text on the command line."""
+
+    @property
+    def metavar(self) -> str: ...
+
+    @property
+    def kind(self) -> type: ...
+
+    def __call__(self, name: str, value: object) -> None:
+        """Raises RequestError that names the field and says what was expected; value: anything but None."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that UTF-8 can encode. needs_words: whether at least one word must stand in it."""
+
+    needs_words: bool = False
+    metavar: ClassVar[str] = "TEXT"
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, str):
+            raise RequestError(f"{name}: expected a text, got {shown(value)}")
+        if self.needs_words and not value.strip():
+            raise RequestError(f"{name}: expected at least one word, got an empty {name}")
+        if not is_unicode(value):
+            raise RequestError(
+                f"{name}: expected a text, got one with half of a character (a lone surrogate, or bytes that are "
+                f"not UTF-8): {shown(value)}"
+            )
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """The path of an image; whether it can be read is the model's rules to check."""
+
+    metavar: ClassVar[str] = "FILE"
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name}: expected the path of an image, got {shown(value)}")
+
+
+@dataclass(frozen=True)
+class Count:
+    """A whole number from 1 to MAX_COUNT."""
+
+    metavar: ClassVar[str] = "N"
+    kind: ClassVar[type] = int
+
+    def __call__(self, name: str, value: object) -> None:
+        if type(value) is not int or value < 1:
+            raise RequestError(f"{name}: expected a whole number of 1 or more, got {shown(value)}")
+        if value > MAX_COUNT:
+            raise RequestError(f"{name}: expected a whole number of at most {MAX_COUNT}, got {shown(value)}")
+
+
+@dataclass(frozen=True)
+class SeedNumber:
+    """What a generator takes: a whole number of 63 bits."""
+
+    metavar: ClassVar[str] = "N"
+    kind: ClassVar[type] = int
+
+    def __call__(self, name: str, value: object) -> None:
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise RequestError(f"{name}: expected a whole number from 0 to 2**63 - 1, got {shown(value)}")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number from `minimum` to `maximum`, both allowed; no NaN, no infinity."""
+
+    minimum: float = 0.0
+    maximum: float = MAX_SCALE
+    metavar: ClassVar[str] = "X"
+    kind: ClassVar[type] = float
+
+    def __call__(self, name: str, value: object) -> None:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not self.minimum <= value <= self.maximum:  # type: ignore[operator]
+            raise RequestError(
+                f"{name}: expected a number from {self.minimum:g} to {self.maximum:g}, got {shown(value)}"
+            )
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of several names."""
+
+    names: Sequence[str]
+    metavar: ClassVar[str] = "NAME"
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        if value not in self.names:
+            raise RequestError(f"{name}: unknown value {shown(value)}.{nearest(value, self.names)}")
+
+
+@dataclass(frozen=True)
+class RequestField:
+    """What is declared of one field of GenerationRequest beside its name, type and default.
+
+    help: of its flag. flag: its name, None for `--name` with hyphens. check: of its values. panel: of its help.
+    pipeline_parameters: what diffusers' pipelines call it, the first one they have counts; empty for none.
+    differs_in_batch: whether the requests of one batch may differ in it. repeatable: whether its flag may be given
+    several times, once per prompt or to make each prompt with each.
+    may_stay_none: whether a request may leave it open although no model fills it.
+    refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
+    do; {product} stands for images or videos. None for a field of every model.
+    used_with: GUIDANCE or VIDEO for a field that counts only then; a generation without it says that it was not used.
+    """
+
+    help: str
+    check: Check
+    panel: str = SIZE
+    flag: str | None = None
+    pipeline_parameters: tuple[str, ...] = ()
+    differs_in_batch: bool = False
+    repeatable: bool = False
+    may_stay_none: bool = False
+    refusal: str | None = None
+    used_with: str | None = None
+
+    def as_metadata(self) -> dict[str, RequestField]:
+        """For `dataclasses.field(metadata=...)`."""
+        return {_KEY: self}
+
+    @staticmethod
+    def of(metadata: Any) -> RequestField:
+        """What `as_metadata` put into a dataclass field's metadata. Raises KeyError for a field without."""
+        declared: RequestField = metadata[_KEY]
+        return declared
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: half of a character, from JSON or from bytes that are not UTF-8, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

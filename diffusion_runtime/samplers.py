@@ -1,0 +1,41 @@
+"""Registry of samplers (ODE solvers): the one place that names them. Imports no torch, so that flags and checks of a
+request read it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RegisteredSampler:
+    """implementation: `module:class`, imported when one is built. A model folder asks for it by scheduler_class, the
+    diffusers class in scheduler_config.json, which calls the flow shift shift_key; None for a sampler that only a
+    request chooses. required: the settings with which that class integrates a velocity on a fixed schedule and draws no
+    noise of its own.
+    """
+
+    implementation: str
+    scheduler_class: str | None = None
+    shift_key: str | None = None
+    required: Mapping[str, Any] = field(default_factory=dict)
+
+
+SAMPLERS: Mapping[str, RegisteredSampler] = MappingProxyType(
+    {
+        "flow_match_euler": RegisteredSampler(
+            "diffusion_runtime.denoising.flow_match_euler:FlowMatchEulerSampler",
+            scheduler_class="FlowMatchEulerDiscreteScheduler",
+            shift_key="shift",
+            required={"stochastic_sampling": False},
+        ),
+        "unipc": RegisteredSampler(
+            "diffusion_runtime.denoising.unipc:UniPCSampler",
+            scheduler_class="UniPCMultistepScheduler",
+            shift_key="flow_shift",
+            required={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": False},
+        ),
+    }
+)

@@ -1,0 +1,91 @@
+"""What a model says about requests: which fields it uses, and in which the requests of one batch may differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from diffusion_runtime import GenerationRequest
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request_fields import OneOf
+from diffusion_runtime.request_rules import BatchSettings, RequestRules
+
+DEFAULTS: dict[str, Any] = {
+    "negative_prompt": "",
+    "height": 32,
+    "width": 32,
+    "num_frames": 1,
+    "fps": 1,
+    "num_inference_steps": 2,
+    "guidance_scale": 3.0,
+    "flow_shift": 1.0,
+    "sampler": "flow_match_euler",
+    "guidance_mode": "batched",
+}
+IMAGES = RequestRules(
+    defaults=DEFAULTS,
+    presets={},
+    geometry=LatentGeometry(num_channels=4, temporal_factor=1, spatial_factor=8, patch=(1, 2, 2)),
+    scheduler=SchedulerConfig("FlowMatchEulerDiscreteScheduler"),
+    attention_layers=(),
+)
+
+
+def another(name: str, value: Any) -> Any:
+    """A value that the field may have beside `value`."""
+    check = REQUEST_FIELDS[name].check
+    if isinstance(check, OneOf):
+        return next(choice for choice in check.names if choice != value)
+    return f"{value}." if check.kind is str else check.kind((value or 0) + 16)
+
+
+def test_requests_of_one_batch_may_differ_in_what_is_declared_so_and_nothing_else() -> None:
+    first = IMAGES.resolve(GenerationRequest("a"))
+    wrong = []
+    for name, declared in REQUEST_FIELDS.items():
+        other = dataclasses.replace(first, **{name: another(name, getattr(first, name))})
+        try:
+            BatchSettings.of([first, other], IMAGES)
+            is_refused = False
+        except RequestError as error:
+            is_refused = str(error).startswith(f"{name}: the requests of one batch must agree")
+        if is_refused == declared.differs_in_batch:
+            wrong.append(name)
+    assert not wrong
+
+
+def test_what_only_some_models_use_is_refused_by_the_others() -> None:
+    specific = {name for name, declared in REQUEST_FIELDS.items() if declared.refusal is not None}
+    assert {"image_path", "true_cfg_scale", "guidance_scale_2"} <= specific
+    taken = []
+    for name in specific:
+        request = GenerationRequest("a", **{name: another(name, None)})
+        with pytest.raises(RequestError, match=rf"^{name}: .*\w; (leave it out|use that)$"):
+            IMAGES.resolve(request)
+        # The one switch: nothing else has to know the field.
+        rules = dataclasses.replace(IMAGES, model_fields=frozenset({name}))
+        if REQUEST_FIELDS[name].check.kind is not str:
+            taken.append(getattr(rules.resolve(request), name))
+    assert taken
+    with pytest.raises(RequestError, match="image_path: this model makes images from text alone; leave it out"):
+        IMAGES.resolve(GenerationRequest("a", image_path="  "))
+
+
+def test_what_a_generation_does_not_use_is_said() -> None:
+    def said(**values: Any) -> tuple[str, ...]:
+        return IMAGES.unused(IMAGES.resolve(GenerationRequest("a", **values)))
+
+    assert said() == ()
+    assert said(negative_prompt="blue", guidance_mode="two_pass") == ()
+    assert said(fps=24) == ("fps: 24 is not used: this model makes images",)
+    assert said(guidance_scale=1.0, negative_prompt="blue", guidance_mode="two_pass") == (
+        "negative_prompt: 'blue' is not used: no second branch of guidance runs (a scale of 1 or less)",
+        "guidance_mode: 'two_pass' is not used: no second branch of guidance runs (a scale of 1 or less)",
+    )
+    # What the model's own defaults say was not asked for.
+    assert said(guidance_scale=1.0, negative_prompt="", guidance_mode="batched", fps=1) == ()
