@@ -8,6 +8,7 @@
     ├── DeviceMemoryError                 4   the device ran out of memory
     ├── BatchFailedError                  5   some items of a batch failed, the others are on disk
     ├── PipelineBusyError                 1   a second generation on a pipeline that is generating
+    ├── PipelineClosedError               1   a generation on a pipeline that was closed
     ├── ModelLoadError                    1   a model folder, hub id or checkpoint that cannot be used
     │   └── InstallationError                 installed packages that keep every model from being loaded
     └── OutputError                       1   a result that cannot be written or read
@@ -72,6 +73,10 @@ class BatchFailedError(DiffusionRuntimeError):
 
 class PipelineBusyError(DiffusionRuntimeError):
     """A second generation on a pipeline that is generating: it makes one at a time."""
+
+
+class PipelineClosedError(DiffusionRuntimeError):
+    """A generation on a pipeline whose memory was given back."""
 
 
 class ModelLoadError(DiffusionRuntimeError):

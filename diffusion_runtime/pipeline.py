@@ -22,6 +22,7 @@ from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, GeneratedMedia
 from diffusion_runtime.media.images import read_image
+from diffusion_runtime.memory.release import release_device_memory
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.interface import (
     DenoiserInputs,
@@ -100,6 +101,16 @@ class Pipeline:
         """
         with self._one_generation.held():
             return self._generate(requests, on_progress)
+
+    def close(self) -> None:
+        """Give the memory of the model back. A later generation raises PipelineClosedError.
+
+        Raises PipelineBusyError while a generation runs, and PipelineClosedError the second time.
+        """
+        with self._one_generation.held():
+            self._one_generation.close()
+            del self.text_encoder, self.transformer, self.decoder, self._image_conditioner, self._load_image_conditioner
+            release_device_memory(self.device)
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None) -> list[GeneratedMedia]:

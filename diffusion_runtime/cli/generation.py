@@ -22,12 +22,13 @@ from diffusion_runtime.cli.resume import find_finished
 from diffusion_runtime.cli.settings import Flags, Settings, settle
 from diffusion_runtime.cli.tables import attention_table, remarks_of, seconds_text
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
-from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import DiffusionRuntimeError
 
 if TYPE_CHECKING:
     from diffusion_runtime.description import PipelineDescription
-    from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
+    from diffusion_runtime.generation_pipeline import GenerationRules
+    from diffusion_runtime.loading import Prepared
+    from diffusion_runtime.parallel.world import World
     from diffusion_runtime.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.generate/1"
@@ -69,8 +70,8 @@ def run_generate(
         terminal.warn(note)
     if output_flags.dry_run:
         outputs.check_without_writing()
-        _, description, items = _settle_degrees(settings, outputs)
-        return show_plan(description, items, outputs, terminal, as_json=output_flags.as_json)
+        prepared, items = _prepare(settings, outputs)
+        return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
     made = outputs.prepare() if together.is_first else ()
     try:
         if together.world is None and settings.runtime.parallel.num_processes > 1:
@@ -86,7 +87,8 @@ def _launch(
     """Check what can be checked once, then run the command in several processes."""
     # The first process says again what is said on the way.
     with Terminal(quiet=True).log():
-        _, description, items = _settle_degrees(settings, outputs)
+        prepared, items = _prepare(settings, outputs)
+    description = prepared.description
     if output_flags.resume:
         find_finished([item.request for item in items if item.failure is None], outputs, description.to_dict())
     schema = SCHEMA if output_flags.as_json else None
@@ -94,24 +96,22 @@ def _launch(
     return launch_processes(command_line, settings.runtime.parallel.num_processes, device, outputs, terminal, schema)
 
 
-def _settle_degrees(settings: Settings, outputs: Outputs) -> tuple[RuntimeConfig, PipelineDescription, list[Item]]:
-    """How processes share the work, once the requests are known: guidance branches are of use to those that have two.
+def _prepare(settings: Settings, outputs: Outputs, world: World | None = None) -> tuple[Prepared, list[Item]]:
+    """The model, opened once, and every item, its request checked against the model."""
+    from diffusion_runtime.loading import prepare
 
-    The model's own defaults decide what a look at it assumes; where the requests say else, it is looked at again.
-    """
-    from diffusion_runtime.loading import inspect_pipeline
+    prepared = prepare(settings.runtime, world, is_guided=lambda rules: _are_guided(rules, settings))
+    return prepared, resolve_all(prepared.rules, settings, outputs)
 
-    runtime = settings.runtime
-    description = inspect_pipeline(runtime)
-    items = resolve_all(description.rules, settings, outputs)
-    parallel = runtime.parallel
-    if parallel.num_processes > 1 and parallel.cfg_parallel is None and description.degrees.branches > 1:
-        guided = [description.rules.is_guided(item.request) for item in items if item.failure is None]
-        if not all(guided):
-            runtime = dataclasses.replace(runtime, parallel=dataclasses.replace(parallel, cfg_parallel=False))
-            description = inspect_pipeline(runtime)
-            items = resolve_all(description.rules, settings, outputs)
-    return runtime, description, items
+
+def _are_guided(rules: RequestRules, settings: Settings) -> bool:
+    """Whether all requests that can be made run two branches of guidance, which processes could share then."""
+    resolved = []
+    for request in settings.requests:
+        # What is wrong is said with the items.
+        with contextlib.suppress(DiffusionRuntimeError):
+            resolved.append(rules.resolve(request, settings.preset_for(rules.presets)))
+    return all(rules.is_guided(request) for request in resolved)
 
 
 def _generate(
@@ -127,10 +127,9 @@ def _generate(
     tune_cpu_allocator()
     load_started = time.perf_counter()
     terminal.say(f"loading {settings.runtime.model_path}")
-    from diffusion_runtime.loading import load_pipeline
-
     # The requests are checked against the model before its weights are read, which may take minutes.
-    runtime, description, items = _settle_degrees(settings, outputs)
+    prepared, items = _prepare(settings, outputs, together.world)
+    description = prepared.description
     _warn_of_another_model(settings, description, terminal)
     if description.degrees.num_processes > 1:
         degrees = description.degrees
@@ -142,7 +141,7 @@ def _generate(
             terminal.say(f"done already: {each.path}")
         if not items:
             return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, together)
-    pipeline = load_pipeline(runtime, on_stage=lambda stage: terminal.say(f"  {stage}"), world=together.world)
+    pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"))
     load_seconds = time.perf_counter() - load_started
     prints_paths = together.is_first and not output_flags.as_json
     result = run_batch(
@@ -214,7 +213,7 @@ def _warn_of_another_model(settings: Settings, description: PipelineDescription,
         terminal.warn(f"{now['path']} has changed since the file of --from was made; the result will differ")
 
 
-def resolve_all(rules: RequestRules | PassthroughRules, settings: Settings, outputs: Outputs) -> list[Item]:
+def resolve_all(rules: GenerationRules, settings: Settings, outputs: Outputs) -> list[Item]:
     """Every request with the model's values filled in; one that cannot be is an item with its failure.
 
     Raises the first error when it is every item's.

@@ -28,6 +28,7 @@ from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.images import open_picture
+from diffusion_runtime.memory.release import release_device_memory
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
@@ -87,6 +88,17 @@ class DiffusersPipeline:
             raise RequestError("a batch needs one request or more, got none")
         with self._one_generation.held():
             return [self._generate(request, on_progress) for request in [self.resolve(each) for each in requests]]
+
+    def close(self) -> None:
+        """Give the memory of the model back. A later generation raises PipelineClosedError.
+
+        Raises PipelineBusyError while a generation runs, and PipelineClosedError the second time.
+        """
+        with self._one_generation.held():
+            self._one_generation.close()
+            self._planned.clear()
+            del self.pipeline
+            release_device_memory(self.device)
 
     def _generate(self, request: GenerationRequest, on_progress: OnProgress | None) -> GeneratedMedia:
         arguments = self._arguments(request)

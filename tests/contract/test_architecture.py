@@ -16,7 +16,7 @@ ROWS = [
     {"loading", "quality", "diagnosis", "benchmark"},
     {"description"},
     {"diffusers_bridge"},
-    {"pipeline"},
+    {"pipeline", "generation_pipeline"},
     {"request_rules", "progress", "one_generation"},
     {"models"},
     {"text_encoders", "denoising", "memory"},
