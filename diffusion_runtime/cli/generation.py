@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.batch import BatchResult, Done, Item, run_batch
-from diffusion_runtime.cli.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.cli.dry_run import show_plan
-from diffusion_runtime.cli.failures import INTERRUPTED, Failure
-from diffusion_runtime.cli.interruptions import interruptions
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
-from diffusion_runtime.cli.outputs import Outputs, remove_empty
-from diffusion_runtime.cli.resume import find_finished
 from diffusion_runtime.cli.settings import Flags, Settings, settle
-from diffusion_runtime.cli.tables import attention_table, remarks_of, seconds_text
+from diffusion_runtime.cli.tables import attention_table, remarks_of
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.session.batch import BatchResult, Done, Item, run_batch
+from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
+from diffusion_runtime.session.failures import INTERRUPTED, Failure
+from diffusion_runtime.session.interruptions import interruptions
+from diffusion_runtime.session.outputs import Outputs, remove_empty
+from diffusion_runtime.session.reporter import seconds_text
+from diffusion_runtime.session.resume import find_finished
 
 if TYPE_CHECKING:
     from diffusion_runtime.description import PipelineDescription

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 # Top row first. A module may import rows below its own and its own folder, nothing else.
 ROWS = [
     {"cli"},
+    {"session"},
     {"loading", "quality", "diagnosis", "benchmark"},
     {"description"},
     {"diffusers_bridge"},
@@ -55,7 +56,6 @@ OWN_TEXTS = {
     "attention/self_check.py",
     "attention/self_check_cache.py",
     "cli/generation.py",
-    "cli/resume.py",
     "cli/terminal.py",
     "media/reading.py",
     "models/shared_decoder.py",
@@ -64,6 +64,7 @@ OWN_TEXTS = {
     "parallel/process_state.py",
     "parallel/watchdog.py",
     "parallel/world.py",
+    "session/resume.py",
     "text_encoders/shared.py",
 }
 # Calls that would let a model folder, a config or a prompt from a stranger run code.

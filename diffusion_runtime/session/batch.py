@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.coordinator import Coordinator, SingleProcessCoordinator
-from diffusion_runtime.cli.failures import INTERRUPTED, Failure
-from diffusion_runtime.cli.outputs import Outputs
-from diffusion_runtime.cli.progress import ProgressLike, show_progress
-from diffusion_runtime.cli.tables import seconds_text
-from diffusion_runtime.cli.terminal import Terminal
 from diffusion_runtime.errors import BatchFailedError
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
+from diffusion_runtime.session.failures import INTERRUPTED, Failure
+from diffusion_runtime.session.outputs import Outputs
+from diffusion_runtime.session.reporter import Reporter, seconds_text
 
 if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
+    from diffusion_runtime.progress import OnProgress
 
 MAX_TITLE_CHARACTERS = 40
 
@@ -112,14 +111,14 @@ class BatchResult:
 
 
 # Makes one item; the second argument receives its progress.
-Generate = Callable[[GenerationRequest, Callable[[ProgressLike], None]], "GeneratedMedia"]
+Generate = Callable[[GenerationRequest, "OnProgress"], "GeneratedMedia"]
 
 
 def run_batch(
     items: Sequence[Item],
     generate: Generate,
     outputs: Outputs,
-    terminal: Terminal,
+    reporter: Reporter,
     on_file: Callable[[Path], None] | None,
     together: Coordinator | None = None,
 ) -> BatchResult:
@@ -140,7 +139,7 @@ def run_batch(
     interrupted = False
     try:
         for number, item in enumerate(items, start=1):
-            _run_item(item, number, len(items), generate, outputs, terminal, together, outcomes)
+            _run_item(item, number, len(items), generate, outputs, reporter, together, outcomes)
             tell()
     except KeyboardInterrupt:
         interrupted = True
@@ -155,20 +154,20 @@ def _run_item(
     num_items: int,
     generate: Generate,
     outputs: Outputs,
-    terminal: Terminal,
+    reporter: Reporter,
     together: Coordinator,
     outcomes: list[Outcome],
 ) -> None:
     """outcomes: where this one's is added, for a file as soon as it has its name."""
     request = item.request
     if item.failure is not None:
-        terminal.error(f"{title_of(request, number, num_items)}: {item.failure.message}", item.failure.trace)
+        reporter.error(f"{title_of(request, number, num_items)}: {item.failure.message}", item.failure.trace)
         outcomes.append(Outcome(request, item.failure))
         return
     started = time.perf_counter()
     target = outputs.target(request)
     path = None
-    with show_progress(terminal, title_of(request, number, num_items)) as view:
+    with reporter.progress(title_of(request, number, num_items)) as view:
         media, failure = together.attempt(lambda: generate(request, view.update))
         write_started = time.perf_counter()
         if media is not None:
@@ -176,7 +175,7 @@ def _run_item(
             save = functools.partial(media.save, target, overwrite=False, on_published=finish)
             path, failure = together.attempt(lambda: together.path_from_first(save))
     if failure is not None:
-        terminal.error(f"{title_of(request, number, num_items)}: {failure.message}", failure.trace)
+        reporter.error(f"{title_of(request, number, num_items)}: {failure.message}", failure.trace)
         outcomes.append(Outcome(request, failure))
         return
     assert media is not None
@@ -184,8 +183,8 @@ def _run_item(
     if not together.is_first:
         finish(path)
     if path != target and outputs.file is not None:
-        terminal.say(f"{target} exists already (or its sidecar does); this one is {path.name}")
-    terminal.say(f"wrote {path}" + (f" ({seconds_text(outcomes[-1].timings)})" if num_items > 1 else ""))
+        reporter.say(f"{target} exists already (or its sidecar does); this one is {path.name}")
+    reporter.say(f"wrote {path}" + (f" ({seconds_text(outcomes[-1].timings)})" if num_items > 1 else ""))
 
 
 def _finish(

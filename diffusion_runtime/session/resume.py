@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.cli.outputs import Outputs
 from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.session.outputs import Outputs
 
 # What of a recipe's `model` and of each row of its `attention` must be the same. The device may be another one, and so
 # may the way in which processes share the work: neither changes what is made.

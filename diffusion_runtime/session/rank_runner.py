@@ -1,4 +1,4 @@
-"""A command as one of several processes: join the others, stay quiet unless it is this one's turn, end with them."""
+"""Rank runner: a program as one of several processes joins the others, reports failures once, and ends with them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from diffusion_runtime.cli.coordinator import MultiProcessCoordinator
-from diffusion_runtime.cli.failures import INTERRUPTED, Failure, Interrupted
-from diffusion_runtime.cli.interruptions import interruptions, remove_unfinished_files
-from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
 from diffusion_runtime.parallel.orphans import end_with_launcher
 from diffusion_runtime.parallel.process_info import ProcessInfo
+from diffusion_runtime.session.coordinator import MultiProcessCoordinator
+from diffusion_runtime.session.failures import INTERRUPTED, Failure, Interrupted
+from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
 
 if TYPE_CHECKING:
     from diffusion_runtime.parallel.world import World
@@ -26,23 +25,22 @@ _SECONDS_TO_BE_TOLD = 5.0
 # A process that is told to end without a word looks this long for the reason, which another one may be saying.
 _SECONDS_TO_LEARN_WHY = 2.0
 
-Work = Callable[[MultiProcessCoordinator, Terminal], int]
+Work = Callable[[MultiProcessCoordinator], int]
 
 
 class RankRunner:
-    """One process of a run. schema: of the JSON object that a failure is said as, None for text alone."""
+    """One process of a run. report: tells the user why the run failed, on the process that finds out. verbose: torch's
+    C++ code may log."""
 
-    def __init__(self, place: ProcessInfo, terminal: Terminal, schema: str | None) -> None:
+    def __init__(self, place: ProcessInfo, report: Callable[[RankFailure], None], *, verbose: bool = False) -> None:
         self._place = place
-        # Whose fault it was is said by whoever finds out; everything else by the first process.
-        self._stderr = terminal
-        self._terminal = terminal if place.is_first else Terminal(quiet=True, silent=True)
-        self._schema = schema
+        self._report = report
+        self._verbose = verbose
         self._is_announcing = False
 
     def run(self, work: Work) -> NoReturn:
         """Do `work` together with the other processes, and end the process with the exit code that all have."""
-        if not self._stderr.verbose:
+        if not self._verbose:
             # torch's C++ code says on standard error whatever it also raises. Read when torch is loaded.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         end_with_launcher(self._place)
@@ -55,8 +53,7 @@ class RankRunner:
             from diffusion_runtime.parallel.world import World
 
             world = World.join(self._place, announce=self._announce, describe=_describe)
-            with self._terminal.log():
-                code = work(MultiProcessCoordinator(world), self._terminal)
+            code = work(MultiProcessCoordinator(world))
             if code == INTERRUPTED:
                 code = self._end_interrupted(world, is_reported=True)
             else:
@@ -135,7 +132,7 @@ class RankRunner:
         """Tell the user, or the launcher who will. It may be called in the watch's thread."""
         self._is_announcing = True
         if is_reported or not self._place.is_launched:
-            report_failure(self._stderr, failure, self._schema)
+            self._report(failure)
             # torchrun shows what stands in this file at the end.
             failure = dataclasses.replace(failure, message="said above", trace="said above", is_reported=True)
         if self._place.error_file is not None:
@@ -162,14 +159,6 @@ class RankRunner:
             except (OSError, ValueError):
                 continue
         os._exit(code)
-
-
-def report_failure(terminal: Terminal, failure: RankFailure, schema: str | None) -> None:
-    """One message on standard error and, where results are JSON, one object on standard output."""
-    terminal.error(failure.message, failure.trace)
-    if schema is not None:
-        said = {"error": failure.message, "kind": failure.kind, "exit_code": failure.exit_code}
-        put_failure_on_stdout(schema, said)
 
 
 def _describe(rank: int, error: BaseException) -> RankFailure:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from diffusion_runtime.cli.failures import Failure
+from diffusion_runtime.session.failures import Failure
 
 if TYPE_CHECKING:
     from diffusion_runtime.parallel.world import World

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from diffusion_runtime.cli.failures import INTERRUPTED
+from diffusion_runtime.session.failures import INTERRUPTED
 
 _LINE = b"error: interrupted twice: ended at once, files that were not finished are gone\n"
 
