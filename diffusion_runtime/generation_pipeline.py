@@ -33,6 +33,9 @@ class GenerationRules(Protocol):
     def is_guided(self, request: GenerationRequest, /) -> bool:
         """Whether a resolved request runs two branches of guidance."""
 
+    def batch_key(self, request: GenerationRequest, /) -> tuple[tuple[str, Any], ...]:
+        """Resolved requests whose keys are equal may be given to one `generate`. Hashable."""
+
 
 class GenerationPipeline(Protocol):
     """A loaded model. One generation at a time: a second call meanwhile is an error."""
@@ -53,7 +56,8 @@ class GenerationPipeline(Protocol):
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
     ) -> list[GeneratedMedia]:
-        """Several, in the order of the requests."""
+        """Several, in the order of the requests. on_progress: may raise Cancelled for some of them, which the result
+        leaves out."""
 
     def close(self) -> None:
         """Give the memory of the model back; a later generation is a PipelineClosedError."""

@@ -32,7 +32,7 @@ from diffusion_runtime.memory.release import release_device_memory
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
-from diffusion_runtime.progress import OnProgress
+from diffusion_runtime.progress import Cancellations, OnProgress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
 
@@ -77,7 +77,8 @@ class DiffusersPipeline:
     ) -> list[GeneratedMedia]:
         """Each request for itself, one after the other: pipelines differ too much in what they batch.
 
-        on_progress: called as steps begin and end; what it raises ends the generation.
+        on_progress: called as steps begin and end; what it raises ends the generation. A Cancelled that names requests
+        ends those alone: the result leaves them out.
 
         Raises RequestError for no request and for values that the pipeline does not take, before any work;
         PipelineBusyError at once while another generation of this pipeline runs; BackendUnavailableError when a call
@@ -87,7 +88,15 @@ class DiffusersPipeline:
         if not requests:
             raise RequestError("a batch needs one request or more, got none")
         with self._one_generation.held():
-            return [self._generate(request, on_progress) for request in [self.resolve(each) for each in requests]]
+            batch = [self.resolve(each) for each in requests]
+            cancellations = Cancellations(len(batch), on_progress)
+            made = []
+            for index, request in enumerate(batch):
+                if cancellations.is_wanted(index):
+                    media = self._generate(request, None if on_progress is None else cancellations.watch)
+                    if cancellations.is_wanted(index):
+                        made.append(media)
+            return made
 
     def close(self) -> None:
         """Give the memory of the model back. A later generation raises PipelineClosedError.

@@ -62,6 +62,10 @@ class PassthroughRules:
         """Whether a resolved request runs two guidance branches; here they never run on processes of their own."""
         return False
 
+    def batch_key(self, _request: GenerationRequest) -> tuple[tuple[str, Any], ...]:
+        """The same for every request: each is made for itself, so any may be given to one `generate`."""
+        return ()
+
     def arguments(self, request: GenerationRequest) -> dict[str, Any]:
         """What a resolved request says, as keyword arguments of the pipeline's call; no image, no generator."""
         fields = {field: value for field, value in request.to_dict().items() if field != "image_path"}
