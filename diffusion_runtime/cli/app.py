@@ -49,7 +49,7 @@ def main() -> None:
     interruptions.install()
     code = run(sys.argv[1:])
     # The interpreter takes a moment to end, in which an interruption would be a traceback.
-    interruptions.all_is_said(code)
+    interruptions.all_is_reported(code)
     remove_unfinished_files()
     sys.exit(code)
 
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         failure = Failure(UsageError.__name__, _parser_message(error), UsageError.exit_code, "")
     except (Exception, KeyboardInterrupt) as error:
         failure = Failure.of(error)
-    with interruptions.saying() if failure.exit_code == INTERRUPTED else contextlib.nullcontext():
+    with interruptions.reporting() if failure.exit_code == INTERRUPTED else contextlib.nullcontext():
         terminal.error(failure.message, failure.trace)
         if "--json" in arguments:
             verb = next((argument for argument in arguments if not argument.startswith("-")), "generate")

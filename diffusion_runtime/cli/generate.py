@@ -151,11 +151,11 @@ def generate(
             raise typer.Exit
     elif place is not None:
         # The failing rank is reported by the rank that detects it; everything else by rank 0.
-        voice = terminal if place.is_first else Terminal(quiet=True, silent=True)
+        rank_terminal = terminal if place.is_first else Terminal(quiet=True, silent=True)
 
         def work(coordinator: Coordinator) -> int:
-            with voice.log():
-                return run_generate(flags, output_flags, voice, command_line, coordinator)
+            with rank_terminal.log():
+                return run_generate(flags, output_flags, rank_terminal, command_line, coordinator)
 
         schema = SCHEMA if as_json else None
         RankRunner(place, lambda failure: report_failure(terminal, failure, schema), verbose=verbose).run(work)

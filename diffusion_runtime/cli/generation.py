@@ -51,18 +51,18 @@ def run_generate(
     output_flags: OutputFlags,
     terminal: Terminal,
     command_line: CommandLine,
-    together: Coordinator | None = None,
+    coordinator: Coordinator | None = None,
 ) -> int:
     """The verb: returns its exit code. Raises DiffusionRuntimeError for whatever stops it before the first item.
 
-    command_line: what it is to run again where several processes are asked for. together: the processes that run it
+    command_line: what it is to run again where several processes are asked for. coordinator: the processes that run it
     already, each of which calls this.
     """
     started = time.perf_counter()
-    together = SingleProcessCoordinator() if together is None else together
+    coordinator = SingleProcessCoordinator() if coordinator is None else coordinator
     settings = settle(flags)
-    if together.world is not None:
-        settings = settings.on_processes(together.world.size)
+    if coordinator.world is not None:
+        settings = settings.on_processes(coordinator.world.size)
     outputs = Outputs.parse(output_flags.output_path, output_flags.file_format)
     for request in settings.requests:
         if request.num_frames is not None:
@@ -73,11 +73,11 @@ def run_generate(
         outputs.check_without_writing()
         prepared, items = _prepare(settings, outputs)
         return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
-    made = outputs.prepare() if together.is_first else ()
+    made = outputs.prepare() if coordinator.is_first else ()
     try:
-        if together.world is None and settings.runtime.parallel.num_processes > 1:
+        if coordinator.world is None and settings.runtime.parallel.num_processes > 1:
             return _launch(settings, outputs, output_flags, terminal, command_line)
-        return _generate(settings, outputs, output_flags, terminal, together, started)
+        return _generate(settings, outputs, output_flags, terminal, coordinator, started)
     finally:
         remove_empty(made)
 
@@ -120,7 +120,7 @@ def _generate(
     outputs: Outputs,
     output_flags: OutputFlags,
     terminal: Terminal,
-    together: Coordinator,
+    coordinator: Coordinator,
     started: float,
 ) -> int:
     from diffusion_runtime.memory.allocator import tune_cpu_allocator
@@ -129,7 +129,7 @@ def _generate(
     load_started = time.perf_counter()
     terminal.say(f"loading {settings.runtime.model_path}")
     # The requests are checked against the model before its weights are read, which may take minutes.
-    prepared, items = _prepare(settings, outputs, together.world)
+    prepared, items = _prepare(settings, outputs, coordinator.world)
     description = prepared.description
     _warn_of_another_model(settings, description, terminal)
     if description.degrees.num_processes > 1:
@@ -137,42 +137,46 @@ def _generate(
         terminal.say(f"{degrees.num_processes} processes: {degrees} ({degrees.reason})")
     done: tuple[Done, ...] = ()
     if output_flags.resume:
-        items, done = _skip_finished(items, outputs, description, together)
+        items, done = _skip_finished(items, outputs, description, coordinator)
         for each in done:
             terminal.say(f"done already: {each.path}")
         if not items:
-            return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, together)
+            return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, coordinator)
     pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"))
     load_seconds = time.perf_counter() - load_started
-    prints_paths = together.is_first and not output_flags.as_json
+    prints_paths = coordinator.is_first and not output_flags.as_json
     result = run_batch(
         items,
         lambda request, on_progress: pipeline(request, on_progress=on_progress),
         outputs,
         terminal,
         put_path_on_stdout if prints_paths else None,
-        together,
+        coordinator,
     )
     result = dataclasses.replace(result, done=done)
     timings = {"load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
     try:
-        return _end(result, timings, output_flags, terminal, together)
+        return _end(result, timings, output_flags, terminal, coordinator)
     except KeyboardInterrupt:
-        return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, together)
+        return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, coordinator)
 
 
 def _end(
-    result: BatchResult, timings: dict[str, float], output_flags: OutputFlags, terminal: Terminal, together: Coordinator
+    result: BatchResult,
+    timings: dict[str, float],
+    output_flags: OutputFlags,
+    terminal: Terminal,
+    coordinator: Coordinator,
 ) -> int:
     _say_end(result, timings, terminal)
     if not result.interrupted:
         # What is said of a run is one JSON object: the results once nobody can fail to bring them, or an error.
-        together.agree(None)
-    if output_flags.as_json and together.is_first:
+        coordinator.agree(None)
+    if output_flags.as_json and coordinator.is_first:
         text = json_text(to_json_object(result, timings))
-        if together.world is None:
+        if coordinator.world is None:
             # Interrupted within the object, or by who has read it: there must not be a second one.
-            interruptions.all_is_said(INTERRUPTED)
+            interruptions.all_is_reported(INTERRUPTED)
             put_on_stdout(text)
         else:
             from diffusion_runtime.media.publish import uninterrupted
@@ -180,13 +184,13 @@ def _end(
             # Too late: all is made, and this says it.
             with contextlib.suppress(KeyboardInterrupt), uninterrupted():
                 put_on_stdout(text)
-    if together.world is None:
-        interruptions.all_is_said(result.exit_code)
+    if coordinator.world is None:
+        interruptions.all_is_reported(result.exit_code)
     return result.exit_code
 
 
 def _skip_finished(
-    items: list[Item], outputs: Outputs, description: PipelineDescription, together: Coordinator
+    items: list[Item], outputs: Outputs, description: PipelineDescription, coordinator: Coordinator
 ) -> tuple[list[Item], tuple[Done, ...]]:
     """The items that are still to be made, and those that an earlier run made. The first process looks."""
     requests = [item.request for item in items if item.failure is None]
@@ -195,7 +199,7 @@ def _skip_finished(
         found = find_finished(requests, outputs, description.to_dict())
         return json.dumps([None if path is None else str(path) for path in found])
 
-    found: Iterator[str | None] = iter(json.loads(together.from_first(look)))
+    found: Iterator[str | None] = iter(json.loads(coordinator.from_first(look)))
     waiting: list[Item] = []
     done: list[Done] = []
     for item in items:
@@ -262,7 +266,7 @@ def _say_end(result: BatchResult, timings: dict[str, float], terminal: Terminal)
         for remark in remarks_of(reports):
             terminal.say(remark)
     if result.interrupted:
-        with interruptions.saying():
+        with interruptions.reporting():
             terminal.error(f"interrupted: {len(result.finished)} of {result.num_items} finished{_listed(result)}")
     elif result.failures and result.num_items > 1:
         lines = [

@@ -55,7 +55,7 @@ def launch_processes(
         def end_at_once(is_reported: bool) -> None:
             remove_abandoned_files(outputs.folder)
             if is_reported:
-                interruptions.leave_saying_to_others()
+                interruptions.leave_reporting_to_others()
             interruptions.end_at_once()
 
         arguments = command_line.again(Path(folder) / "prompts.txt")
@@ -68,7 +68,7 @@ def launch_processes(
                 end_at_once=end_at_once,
             )
         except RunInterrupted as interrupted:
-            with interruptions.saying():
+            with interruptions.reporting():
                 if not interrupted.is_reported:
                     said = f"interrupted: files that were finished are in {outputs.folder}"
                     report_failure(terminal, RankFailure.of_interruption(said), schema)

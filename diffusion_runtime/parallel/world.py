@@ -235,7 +235,7 @@ class World:
         """End the run on all processes; returns why it ended, which another process may have said before."""
         return self._watch.end(failure)
 
-    def end_without_a_word(self, failure: RankFailure) -> None:
+    def end_unreported(self, failure: RankFailure) -> None:
         """The same for a reason that the user has been told already."""
         self._board.end(failure)
 

@@ -1,1 +1,1 @@
-"""Running requests together: several processes in step, batches, failures, interruptions, and what is made already."""
+"""Sessions: coordinator and rank runner of several processes, batch runner, failures, interruptions, resume."""

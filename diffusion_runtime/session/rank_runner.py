@@ -20,9 +20,9 @@ from diffusion_runtime.session.interruptions import interruptions, remove_unfini
 if TYPE_CHECKING:
     from diffusion_runtime.parallel.world import World
 
-# An interrupted process waits so long for the first one to say what was finished: it may be in the middle of a step.
+# How long an interrupted rank waits for rank 0 to report what was finished: rank 0 may be in the middle of a step.
 _SECONDS_TO_BE_TOLD = 5.0
-# A process that is told to end without a word looks this long for the reason, which another one may be saying.
+# How long a rank that got SIGTERM looks for the reason, which another rank may be reporting.
 _SECONDS_TO_LEARN_WHY = 2.0
 
 Work = Callable[[MultiProcessCoordinator], int]
@@ -39,14 +39,14 @@ class RankRunner:
         self._is_announcing = False
 
     def run(self, work: Work) -> NoReturn:
-        """Do `work` together with the other processes, and end the process with the exit code that all have."""
+        """Do `work` on this rank, and end the process with the exit code that all ranks have."""
         if not self._verbose:
             # torch's C++ code says on standard error whatever it also raises. Read when torch is loaded.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         end_with_launcher(self._place)
         signal.signal(signal.SIGTERM, self._end_quietly)
         if self._place.is_launched or not self._place.is_first:
-            interruptions.leave_saying_to_others()
+            interruptions.leave_reporting_to_others()
         world: World | None = None
         code: int | None = None
         try:
@@ -59,7 +59,7 @@ class RankRunner:
             else:
                 world.agree(None)
                 world.leave()
-                self._record_what_was_said(code)
+                self._record_as_reported(code)
         except KeyboardInterrupt as error:
             # Once the work is done all is said, and a late interruption has nothing to add.
             code = self._fail(error, world) if code is None else code
@@ -113,11 +113,11 @@ class RankRunner:
         if self._place.is_first:
             failure = RankFailure.of_interruption(Failure.of(Interrupted()).message)
             if not is_reported:
-                with interruptions.saying():
+                with interruptions.reporting():
                     self._announce(failure, is_reported=True)
-            self._record_what_was_said(INTERRUPTED)
+            self._record_as_reported(INTERRUPTED)
             if world is not None:
-                world.end_without_a_word(failure)
+                world.end_unreported(failure)
             return INTERRUPTED
         if self._learn_why(world, _SECONDS_TO_BE_TOLD, by_signal=False) is None:
             rank = self._place.rank
@@ -139,8 +139,8 @@ class RankRunner:
             failure.write(self._place.error_file)
         self._is_announcing = False
 
-    def _record_what_was_said(self, code: int) -> None:
-        """For the launcher: this exit code needs no further word."""
+    def _record_as_reported(self, code: int) -> None:
+        """For the launcher: the failure behind this exit code was reported."""
         if code and self._place.error_file is not None:
             RankFailure(self._place.rank, "", "said above", code, is_reported=True).write(self._place.error_file)
 
