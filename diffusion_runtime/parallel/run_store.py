@@ -84,7 +84,7 @@ def connect(place: ProcessInfo, timeout: timedelta) -> RunStore:
     Raises ConfigError when another run uses the same port, DiffusionRuntimeError when nobody answers in time.
     """
     if place.world_size == 1 and not place.port:
-        return RunStore(dist.HashStore(), "diffusion_runtime/")
+        return RunStore(dist.HashStore(), "diffusion_runtime/")  # type: ignore[attr-defined]
     meeting = f"{place.address}:{place.port}"
     # An IPv6 address stands in brackets in an URL.
     host = f"[{place.address}]" if ":" in place.address else place.address
