@@ -329,8 +329,8 @@ def _prepare_model(
     transformer, self_checks = _self_checker(config, rules, degrees).settle(
         lambda: _build_transformer(family, folder, policy), lambda built: built.attention_layers()
     )
-    policy.check_rules(layer.layer for layer in transformer.attention_layers())
     layers = tuple(transformer.attention_layers())
+    policy.check_rules(layer.layer for layer in layers)
     description = PipelineDescription(
         config=config,
         folder=folder,
