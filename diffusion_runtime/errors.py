@@ -8,6 +8,8 @@
     ├── DeviceMemoryError                 4   the device ran out of memory
     ├── BatchFailedError                  5   some items of a batch failed, the others are on disk
     ├── PipelineBusyError                 1   a second generation on a pipeline that is generating
+    ├── Cancelled                         1   requests that whoever watched their progress cancelled
+    ├── PipelineClosedError               1   a generation on a pipeline that was closed
     ├── ModelLoadError                    1   a model folder, hub id or checkpoint that cannot be used
     │   └── InstallationError                 installed packages that keep every model from being loaded
     └── OutputError                       1   a result that cannot be written or read
@@ -72,6 +74,21 @@ class BatchFailedError(DiffusionRuntimeError):
 
 class PipelineBusyError(DiffusionRuntimeError):
     """A second generation on a pipeline that is generating: it makes one at a time."""
+
+
+class Cancelled(DiffusionRuntimeError):
+    """Raised by an on_progress to cancel requests: the other requests of the batch go on.
+
+    request_indices: which requests of the batch, from 0; None for all of them.
+    """
+
+    def __init__(self, request_indices: Iterable[int] | None = None) -> None:
+        super().__init__("cancelled while it was being made")
+        self.request_indices = None if request_indices is None else tuple(request_indices)
+
+
+class PipelineClosedError(DiffusionRuntimeError):
+    """A generation on a pipeline whose memory was given back."""
 
 
 class ModelLoadError(DiffusionRuntimeError):

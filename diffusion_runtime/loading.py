@@ -1,4 +1,4 @@
-"""load_pipeline and inspect_pipeline: the only place where parts are chosen and put together."""
+"""prepare, load_pipeline and inspect_pipeline: the only place where parts are chosen and put together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
@@ -22,7 +23,9 @@ from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.diffusers_bridge.choice import is_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
+from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
+from diffusion_runtime.generation_pipeline import GenerationPipeline, GenerationRules
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.memory.primitive_cache import bound_primitive_cache
 from diffusion_runtime.memory.shortage import explain_memory_shortage
@@ -54,28 +57,161 @@ _HEAD_GROUPS = 2
 OnStage = Callable[[str], None]
 
 
+class Prepared(Protocol):
+    """A model whose attention is decided and whose weights are still on disk."""
+
+    @property
+    def description(self) -> PipelineDescription:
+        """What `load` puts together, as far as it is known without weights and self-checks."""
+
+    @property
+    def rules(self) -> GenerationRules:
+        """What the model says about requests."""
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        """Its attention layers in the order in which they run; empty where they are known once weights are loaded."""
+
+    def load(self, on_stage: OnStage | None = None) -> GenerationPipeline:
+        """Read the weights. on_stage: called with a phrase before each part is loaded.
+
+        Raises BackendUnavailableError for an attention choice whose self-check fails here, before any weight is read;
+        then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it does not fit.
+        """
+
+
 @dataclass(frozen=True)
-class _Prepared:
-    """A model whose attention is settled and whose weights are still on disk. transformer: on the meta device. loras:
-    read, and not yet merged."""
+class PreparedModel:
+    """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
+    the model together, None for one alone."""
 
     description: PipelineDescription
     family: ModelFamily
     transformer: DiffusionTransformer
+    policy: AttentionPolicy
     device: torch.device
     dtype: torch.dtype
     loras: tuple[Lora, ...]
     mesh: ProcessMesh
+    world: World | None
+
+    @property
+    def rules(self) -> RequestRules:
+        assert isinstance(self.description.rules, RequestRules)
+        return self.description.rules
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        return self.rules.attention_layers
+
+    def load(self, on_stage: OnStage | None = None) -> Pipeline:
+        """As `Prepared.load`. Raises besides ConfigError where several processes are asked for and none were joined."""
+        say: OnStage = on_stage if on_stage is not None else lambda _: None
+        world, config = self.world, self.description.config
+        if world is None and self.mesh.size > 1:
+            raise ConfigError(
+                f"parallel: {self.mesh.size} processes are asked for, and this one has joined no others; start it with "
+                "torchrun and give load_pipeline the world of `with join_processes() as world`"
+            )
+        bound_primitive_cache()
+        say("choosing attention")
+        checked = self._check_attention()
+        description, family = checked.description, self.family
+        folder = resolve_model_folder(config.model_path)
+        check_component_files(folder)
+        advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
+        with device_guard(self.device), explain_memory_shortage("loading", advice):
+            say("loading the text encoder")
+            text_encoder = self._load_text_encoder(folder)
+            say("loading the transformer")
+            transformer = family.load_transformer(folder, checked.transformer, self.device, self.dtype, self.loras)
+            say("loading the decoder")
+            decoder = self._load_decoder(folder)
+        if world is not None:
+            world.wait_for_all()
+            world.enable_hang_detection(config.parallel.timeout)
+        return Pipeline(
+            text_encoder=text_encoder,
+            transformer=transformer,
+            decoder=decoder,
+            rules=checked.rules,
+            load_image_conditioner=lambda: family.load_image_conditioner(folder, self.device, self.dtype),
+            device=self.device,
+            dtype=self.dtype,
+            recipe=description.to_dict(),
+            mesh=self.mesh,
+            remarks=remarks_on(description.self_checks),
+        )
+
+    def _check_attention(self) -> PreparedModel:
+        """The same with every due self-check made; a failed one makes layers decide again."""
+        from_first = None if self.world is None else self.world.from_first
+        checker = _self_checker(self.description.config, self.rules, self.description.degrees)
+        checker = dataclasses.replace(checker, may_run=True, from_first=from_first)
+        # Loading fills the transformer, so a second `load` needs another one.
+        is_empty = all(parameter.is_meta for parameter in self.transformer.parameters())
+        transformer, self_checks = checker.settle(
+            lambda: _build_transformer(self.family, self.description.folder, self.policy),
+            lambda built: built.attention_layers(),
+            self.transformer if is_empty else None,
+        )
+        layers = tuple(transformer.attention_layers())
+        description = dataclasses.replace(
+            self.description,
+            rules=dataclasses.replace(self.rules, attention_layers=layers),
+            attention=planned_attention(layers),
+            self_checks=self_checks,
+        )
+        return dataclasses.replace(self, description=description, transformer=transformer)
+
+    def _load_text_encoder(self, folder: Path) -> TextEncoder:
+        def load() -> TextEncoder:
+            return self.family.load_text_encoder(folder, self.device, self.dtype)
+
+        return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
+
+    def _load_decoder(self, folder: Path) -> LatentDecoder:
+        def load() -> LatentDecoder:
+            return self.family.load_decoder(folder, self.device, self.dtype)
+
+        if self.world is None:
+            return load()
+        is_needed = self.world.is_first or self.family.decoder_splits_rows
+        return SharedDecoder(load() if is_needed else None, self.world)
 
 
 @dataclass(frozen=True)
-class _PreparedPassthrough:
+class PreparedPassthrough:
     """A pipeline of diffusers' own, still on disk."""
 
     description: PipelineDescription
     plan: PassthroughPlan
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def rules(self) -> PassthroughRules:
+        return self.plan.rules
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        return self.plan.layers
+
+    def load(self, on_stage: OnStage | None = None) -> DiffusersPipeline:
+        """As `Prepared.load`."""
+        say: OnStage = on_stage if on_stage is not None else lambda _: None
+        config = self.description.config
+        bound_primitive_cache()
+        say("choosing attention")
+        plan, self_checks = SelfChecker(enabled=config.self_check).settle(
+            lambda: _plan_passthrough(config, self.description.folder, self.device, self.dtype),
+            lambda built: built.layers,
+            self.plan,
+        )
+        plan = dataclasses.replace(plan, self_checks=self_checks)
+        say("loading diffusers' pipeline")
+        recipe = _describe_passthrough(config, self.description.folder, plan, self.device, self.dtype).to_dict()
+        return load_passthrough(resolve_model_folder(config.model_path), plan, self.device, self.dtype, recipe)
 
 
 def load_pipeline(
@@ -90,7 +226,7 @@ def load_pipeline(
     self_check: bool = True,
     on_stage: OnStage | None = None,
     world: World | None = None,
-) -> Pipeline | DiffusersPipeline:
+) -> GenerationPipeline:
     """Load a model: `shapes` (embedded), a diffusers folder or a hub id; or all that a RuntimeConfig says.
 
     backend: `native` is our own transformer, `diffusers` diffusers' own pipeline behind the same call; `auto` takes the
@@ -116,65 +252,7 @@ def load_pipeline(
         "lora": lora,
         "self_check": self_check,
     }
-    config = _runtime_config(model, keywords)
-    check_diffusers_import()
-    if world is not None:
-        config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
-    say: OnStage = on_stage if on_stage is not None else lambda _: None
-    bound_primitive_cache()
-    say("choosing attention")
-    passthrough = _prepare_passthrough(config, is_loading=True)
-    if passthrough is not None:
-        say("loading diffusers' pipeline")
-        recipe = passthrough.description.to_dict()
-        folder = resolve_model_folder(config.model_path)
-        return load_passthrough(folder, passthrough.plan, passthrough.device, passthrough.dtype, recipe)
-    prepared = _prepare(config, world, is_loading=True)
-    description, family = prepared.description, prepared.family
-    assert isinstance(description.rules, RequestRules)
-    folder = resolve_model_folder(config.model_path)
-    check_component_files(folder)
-    advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
-    with device_guard(prepared.device), explain_memory_shortage("loading", advice):
-        say("loading the text encoder")
-        text_encoder = _load_text_encoder(prepared, folder, world)
-        say("loading the transformer")
-        transformer = family.load_transformer(
-            folder, prepared.transformer, prepared.device, prepared.dtype, prepared.loras
-        )
-        say("loading the decoder")
-        decoder = _load_decoder(prepared, folder, world)
-    if world is not None:
-        world.wait_for_all()
-        world.enable_hang_detection(config.parallel.timeout)
-    return Pipeline(
-        text_encoder=text_encoder,
-        transformer=transformer,
-        decoder=decoder,
-        rules=description.rules,
-        load_image_conditioner=lambda: family.load_image_conditioner(folder, prepared.device, prepared.dtype),
-        device=prepared.device,
-        dtype=prepared.dtype,
-        recipe=description.to_dict(),
-        mesh=prepared.mesh,
-        remarks=remarks_on(description.self_checks),
-    )
-
-
-def _load_text_encoder(prepared: _Prepared, folder: Path, world: World | None) -> TextEncoder:
-    def load() -> TextEncoder:
-        return prepared.family.load_text_encoder(folder, prepared.device, prepared.dtype)
-
-    return load() if world is None else SharedTextEncoder(load() if world.is_first else None, world)
-
-
-def _load_decoder(prepared: _Prepared, folder: Path, world: World | None) -> LatentDecoder:
-    def load() -> LatentDecoder:
-        return prepared.family.load_decoder(folder, prepared.device, prepared.dtype)
-
-    if world is None:
-        return load()
-    return SharedDecoder(load() if world.is_first or prepared.family.decoder_splits_rows else None, world)
+    return prepare(_runtime_config(model, keywords), world).load(on_stage)
 
 
 def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
@@ -183,9 +261,28 @@ def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
 
     Raises what `load_pipeline` raises before it reads weights.
     """
+    return prepare(config).description
+
+
+def prepare(
+    config: RuntimeConfig, world: World | None = None, *, is_guided: Callable[[RequestRules], bool] | None = None
+) -> Prepared:
+    """Open a model and decide its attention, from the folder's json alone: no weight is read or downloaded, and no
+    self-check is made. `load` of the result reads the weights.
+
+    world: the processes that run the model together, each of which must prepare and load it alike. is_guided: whether
+    every request that will come runs two branches of guidance, asked where processes could share them; None: the
+    model's own defaults decide.
+
+    Raises what `load_pipeline` raises before it reads weights, self-checks aside.
+    """
     check_diffusers_import()
-    passthrough = _prepare_passthrough(config)
-    return _prepare(config).description if passthrough is None else passthrough.description
+    if world is not None:
+        config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
+    folder = resolve_model_folder(config.model_path, weights=False)
+    if is_passthrough(config.backend, folder):
+        return _prepare_passthrough(config, folder)
+    return _prepare_model(config, folder, world, is_guided)
 
 
 def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> RuntimeConfig:
@@ -199,8 +296,9 @@ def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> 
     return model
 
 
-def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: bool = False) -> _Prepared:
-    folder = resolve_model_folder(config.model_path, weights=False)
+def _prepare_model(
+    config: RuntimeConfig, folder: Path, world: World | None, is_guided: Callable[[RequestRules], bool] | None
+) -> PreparedModel:
     family = family_for_folder(folder)
     check_components(folder)
     refuse_quantised_components(folder)
@@ -208,6 +306,10 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     rules = _request_rules(folder, family, read_scheduler_config(folder))
     rules.try_scheduler()
     degrees = _settle_degrees(config, folder, family, rules)
+    is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
+    if is_open and is_guided is not None and not is_guided(rules):
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cfg_parallel=False))
+        degrees = _settle_degrees(config, folder, family, rules)
     device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
     mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
@@ -223,26 +325,20 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
         self_check=config.self_check,
     )
-    checker = SelfChecker(
-        enabled=config.self_check,
-        may_run=is_loading,
-        from_first=None if world is None else world.from_first,
-        # Of one call of self-attention: a ring's part of the grid.
-        num_keys=() if rules.num_default_tokens is None else (-(-rules.num_default_tokens // degrees.ring),),
-    )
-    # Every attention layer settles its backend when it is made, so a choice that cannot run ends here.
-    transformer, self_checks = checker.settle(
+    # Every attention layer decides when it is made, so a choice that cannot run ends here.
+    transformer, self_checks = _self_checker(config, rules, degrees).settle(
         lambda: _build_transformer(family, folder, policy), lambda built: built.attention_layers()
     )
-    policy.check_rules(layer.layer for layer in transformer.attention_layers())
+    layers = tuple(transformer.attention_layers())
+    policy.check_rules(layer.layer for layer in layers)
     description = PipelineDescription(
         config=config,
         folder=folder,
         family=family.name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        rules=dataclasses.replace(rules, attention_layers=tuple(transformer.attention_layers())),
-        attention=planned_attention(transformer.attention_layers()),
+        rules=dataclasses.replace(rules, attention_layers=layers),
+        attention=planned_attention(layers),
         libraries=(
             LibraryAttention("text_encoder", "transformers", "its own choice"),
             LibraryAttention("vae", "diffusers", "its own choice"),
@@ -253,7 +349,15 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     loras = tuple(read_lora(lora) for lora in config.lora)
     for lora in loras:
         lora.check_components(family.transformer_components(folder))
-    return _Prepared(description, family, transformer, device, dtype, loras, mesh)
+    return PreparedModel(description, family, transformer, policy, device, dtype, loras, mesh, world)
+
+
+def _self_checker(config: RuntimeConfig, rules: RequestRules, degrees: Degrees) -> SelfChecker:
+    """One that makes no check: what was kept of earlier ones is all it knows."""
+    tokens = rules.num_default_tokens
+    # Of one call of self-attention: a ring's part of the grid.
+    num_keys = () if tokens is None else (-(-tokens // degrees.ring),)
+    return SelfChecker(enabled=config.self_check, may_run=False, num_keys=num_keys)
 
 
 def _build_transformer(family: ModelFamily, folder: Path, policy: AttentionPolicy) -> DiffusionTransformer:
@@ -266,17 +370,24 @@ def _build_transformer(family: ModelFamily, folder: Path, policy: AttentionPolic
         ) from error
 
 
-def _prepare_passthrough(config: RuntimeConfig, *, is_loading: bool = False) -> _PreparedPassthrough | None:
-    """The same for a folder that diffusers' own pipeline runs; None for every other."""
-    folder = resolve_model_folder(config.model_path, weights=False)
-    if not is_passthrough(config.backend, folder):
-        return None
+def _prepare_passthrough(config: RuntimeConfig, folder: Path) -> PreparedPassthrough:
+    """The same for a folder that diffusers' own pipeline runs."""
     check_components(folder)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    checker = SelfChecker(enabled=config.self_check, may_run=is_loading)
-    plan = plan_passthrough(config, folder, device, dtype, os.environ, checker)
-    description = PipelineDescription(
+    plan = _plan_passthrough(config, folder, device, dtype)
+    return PreparedPassthrough(_describe_passthrough(config, folder, plan, device, dtype), plan, device, dtype)
+
+
+def _plan_passthrough(config: RuntimeConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> PassthroughPlan:
+    checker = SelfChecker(enabled=config.self_check, may_run=False)
+    return plan_passthrough(config, folder, device, dtype, os.environ, checker)
+
+
+def _describe_passthrough(
+    config: RuntimeConfig, folder: Path, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype
+) -> PipelineDescription:
+    return PipelineDescription(
         config=config,
         folder=folder,
         family=plan.rules.pipeline_class,
@@ -287,7 +398,6 @@ def _prepare_passthrough(config: RuntimeConfig, *, is_loading: bool = False) -> 
         libraries=plan.libraries,
         self_checks=plan.self_checks,
     )
-    return _PreparedPassthrough(description, plan, device, dtype)
 
 
 def _settle_degrees(config: RuntimeConfig, folder: Path, family: ModelFamily, rules: RequestRules) -> Degrees:

@@ -22,6 +22,7 @@ from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, GeneratedMedia
 from diffusion_runtime.media.images import read_image
+from diffusion_runtime.memory.release import release_device_memory
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.interface import (
     DenoiserInputs,
@@ -33,7 +34,7 @@ from diffusion_runtime.models.interface import (
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.progress import OnProgress, StageClock
+from diffusion_runtime.progress import Cancellations, OnProgress, StageClock
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import BatchSettings, RequestRules
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
@@ -92,7 +93,9 @@ class Pipeline:
     ) -> list[GeneratedMedia]:
         """One batch, each request with its own prompt, negative prompt and seed; the results equal single runs.
 
-        on_progress: called before and after every step; what it raises ends the generation.
+        on_progress: called before and after every step; what it raises ends the generation. A Cancelled that names
+        requests ends those alone: the result leaves them out, the others equal what they would have been (a batch is
+        denoised whole; cancelled requests are not decoded).
 
         Raises what `resolve` raises and RequestError for requests that do not belong together, before any work;
         PipelineBusyError at once while another generation of this pipeline runs; DeviceMemoryError when memory runs
@@ -101,11 +104,23 @@ class Pipeline:
         with self._one_generation.held():
             return self._generate(requests, on_progress)
 
+    def close(self) -> None:
+        """Give the memory of the model back. A later generation raises PipelineClosedError.
+
+        Raises PipelineBusyError while a generation runs, and PipelineClosedError the second time.
+        """
+        with self._one_generation.held():
+            self._one_generation.close()
+            del self.text_encoder, self.transformer, self.decoder, self._image_conditioner, self._load_image_conditioner
+            release_device_memory(self.device)
+
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None) -> list[GeneratedMedia]:
         batch = [self.resolve(request) for request in requests]
         settings = BatchSettings.of(batch, self.rules)
-        recorder, clock = AttentionRecorder(), StageClock(self.device, on_progress)
+        cancellations = Cancellations(len(batch), on_progress)
+        watch = None if on_progress is None else cancellations.watch
+        recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
         for remark in self._remarks:
             recorder.note(remark)
         if self.mesh.branch.size > 1 and not settings.is_guided:
@@ -138,14 +153,17 @@ class Pipeline:
                 latents = sampler.sample(noise, self._with_expert(guided), lambda step, _: done(step.index + 1))
                 latents = self.transformer.settle(latents, inputs["cond"])
                 _check_finite(latents, self.dtype)
-            frames, sounds = [], []
+            frames: dict[int, torch.Tensor] = {}
+            sounds: dict[int, Audio | None] = {}
             # One after the other: the decoder's activations are what needs the most memory.
             for index in range(len(batch)):
+                if not cancellations.is_wanted(index):
+                    continue
                 with clock.stage("decode", 1, index) as done:
                     recorder.record_library("vae", self.decoder.library, self.decoder.implementation)
                     parts = self.rules.geometry.parts(latents[index : index + 1], settings.size)
-                    frames.append(_to_uint8(self.decoder.decode(parts.video)[0]))
-                    sounds.append(self._sound(parts.audio, recorder))
+                    frames[index] = _to_uint8(self.decoder.decode(parts.video)[0])
+                    sounds[index] = self._sound(parts.audio, recorder)
                     done(1)
         return [
             GeneratedMedia(
@@ -157,6 +175,7 @@ class Pipeline:
                 audio=sounds[index],
             )
             for index, request in enumerate(batch)
+            if cancellations.is_wanted(index)
         ]
 
     def _sound(self, latents: torch.Tensor | None, recorder: AttentionRecorder) -> Audio | None:

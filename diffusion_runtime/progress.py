@@ -10,6 +10,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from diffusion_runtime.errors import Cancelled
+
 Stage: TypeAlias = Literal["text", "denoise", "decode"]
 
 
@@ -28,6 +30,31 @@ class Progress:
 
 
 OnProgress: TypeAlias = Callable[[Progress], None]
+
+
+class Cancellations:
+    """Which requests of a batch were cancelled: those that `on_progress` named in a Cancelled."""
+
+    def __init__(self, num_requests: int, on_progress: OnProgress | None) -> None:
+        self._waiting = dict.fromkeys(range(num_requests))
+        self._on_progress = on_progress
+
+    def is_wanted(self, request_index: int) -> bool:
+        return request_index in self._waiting
+
+    def watch(self, progress: Progress) -> None:
+        """An on_progress. Raises Cancelled once no request is left."""
+        if self._on_progress is None:
+            return
+        try:
+            self._on_progress(progress)
+        except Cancelled as cancelled:
+            if cancelled.request_indices is None:
+                raise
+            for index in cancelled.request_indices:
+                self._waiting.pop(index, None)
+            if not self._waiting:
+                raise
 
 
 class StageClock:

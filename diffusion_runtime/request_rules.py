@@ -121,6 +121,13 @@ class RequestRules:
         """Whether a resolved request runs two branches of guidance."""
         return BatchSettings.of([request], self).is_guided
 
+    def batch_key(self, request: GenerationRequest) -> tuple[tuple[str, Any], ...]:
+        """What the requests of one batch have in common: those whose keys are equal may be given to one `generate`.
+
+        request: a resolved one.
+        """
+        return tuple((name, value) for name, value in request.to_dict().items() if name not in _OWN_FIELDS)
+
     @property
     def _product(self) -> str:
         return "images" if self.geometry.temporal_factor == 1 else "videos"

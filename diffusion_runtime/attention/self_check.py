@@ -103,16 +103,20 @@ class SelfChecker:
     num_keys: tuple[int, ...] = ()
 
     def settle(
-        self, build: Callable[[], Built], layers_of: Callable[[Built], Iterable[AttentionLayer]]
+        self,
+        build: Callable[[], Built],
+        layers_of: Callable[[Built], Iterable[AttentionLayer]],
+        built: Built | None = None,
     ) -> tuple[Built, tuple[SelfCheck, ...]]:
         """What `build` makes of choices that pass, and how they were checked. build: makes a model's attention layers,
-        which choose; it is called again, and chooses otherwise, after a check that failed.
+        which choose; it is called again, and chooses otherwise, after a check that failed. built: what it made already,
+        which is checked first.
 
         Raises BackendUnavailableError when a choice fails that has no other candidate, and what `build` raises.
         """
         failed: list[SelfCheck] = []
         while True:
-            built = build()
+            built = build() if built is None else built
             checks = self._check(list(layers_of(built)))
             wrong = [check for check in checks if check.status == "failed"]
             failed += wrong
@@ -122,6 +126,7 @@ class SelfChecker:
                 use = check.use
                 reason = f"its self-check failed here: {check.problem} ({use}); fix: {_FIX}"
                 remember_wrong(use.backend, use.head_dim, use.dtype, reason)
+            built = None
 
     def _check(self, layers: Sequence[AttentionLayer]) -> list[SelfCheck]:
         uses = uses_of(layers)

@@ -17,15 +17,15 @@ from diffusion_runtime.cli.bench import bench
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
 from diffusion_runtime.cli.dotted_flags import rewrite_dotted_flags
-from diffusion_runtime.cli.failures import INTERRUPTED, Failure
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
-from diffusion_runtime.cli.interruptions import interruptions, remove_unfinished_files
 from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
 from diffusion_runtime.cli.repeated_flags import CheckedCommand
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
+from diffusion_runtime.session.failures import INTERRUPTED, Failure
+from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
 
 # What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -49,7 +49,7 @@ def main() -> None:
     interruptions.install()
     code = run(sys.argv[1:])
     # The interpreter takes a moment to end, in which an interruption would be a traceback.
-    interruptions.all_is_said(code)
+    interruptions.all_is_reported(code)
     remove_unfinished_files()
     sys.exit(code)
 
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         failure = Failure(UsageError.__name__, _parser_message(error), UsageError.exit_code, "")
     except (Exception, KeyboardInterrupt) as error:
         failure = Failure.of(error)
-    with interruptions.saying() if failure.exit_code == INTERRUPTED else contextlib.nullcontext():
+    with interruptions.reporting() if failure.exit_code == INTERRUPTED else contextlib.nullcontext():
         terminal.error(failure.message, failure.trace)
         if "--json" in arguments:
             verb = next((argument for argument in arguments if not argument.startswith("-")), "generate")

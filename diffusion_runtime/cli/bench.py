@@ -51,7 +51,7 @@ def attention(
         str | None,
         typer.Option(
             "--backends",
-            help="Which, sparse ones too: fa,torch_sdpa. Without it: every dense one that is usable and a rival here.",
+            help="Which, sparse ones too: fa,torch_sdpa. Default: all usable dense backends that are timed by default.",
             metavar="NAMES",
             show_default=False,
             rich_help_panel=_WHAT,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.batch import Item
-from diffusion_runtime.cli.outputs import Outputs
 from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.session.batch import Item
+from diffusion_runtime.session.outputs import Outputs
 
 if TYPE_CHECKING:
     from diffusion_runtime.attention.select import Decision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -13,6 +13,9 @@ from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags
 from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.request_fields import SIZE, WHAT
+
+if TYPE_CHECKING:
+    from diffusion_runtime.session.coordinator import Coordinator
 
 EPILOG = """[bold]One value of the attention config as a flag[/]
 
@@ -44,15 +47,15 @@ def generate(context: typer.Context, **given: Any) -> None:
     Each file carries its recipe, and has a .json beside it that says what ran.
     Flags come before --config, then --from, then --preset, then the model.
     """
-    from diffusion_runtime.cli.failures import Interrupted
     from diffusion_runtime.cli.generation import SCHEMA, OutputFlags, run_generate
-    from diffusion_runtime.cli.launching import CommandLine, piped_prompts
+    from diffusion_runtime.cli.launching import CommandLine, piped_prompts, report_failure
     from diffusion_runtime.cli.lora_flags import pair_loras
     from diffusion_runtime.cli.prompts import collect_prompts
-    from diffusion_runtime.cli.rank_runner import RankRunner
     from diffusion_runtime.cli.settings import Flags
     from diffusion_runtime.cli.terminal import Terminal
     from diffusion_runtime.parallel.process_info import read_process_info
+    from diffusion_runtime.session.failures import Interrupted
+    from diffusion_runtime.session.rank_runner import RankRunner
 
     what = _taken(options.PromptFlags, given)
     source = _taken(options.SourceFlags, given)
@@ -101,9 +104,15 @@ def generate(context: typer.Context, **given: Any) -> None:
         if not place.is_first:
             raise typer.Exit
     elif place is not None:
-        RankRunner(place, terminal, SCHEMA if run.as_json else None).run(
-            lambda together, voice: run_generate(flags, output_flags, voice, command_line, together)
-        )
+        # The failing rank is reported by the rank that detects it; everything else by rank 0.
+        rank_terminal = terminal if place.is_first else Terminal(quiet=True, silent=True)
+
+        def work(coordinator: Coordinator) -> int:
+            with rank_terminal.log():
+                return run_generate(flags, output_flags, rank_terminal, command_line, coordinator)
+
+        schema = SCHEMA if run.as_json else None
+        RankRunner(place, lambda failure: report_failure(terminal, failure, schema), verbose=run.verbose).run(work)
     try:
         with terminal.log():
             code = run_generate(flags, output_flags, terminal, command_line)

@@ -11,23 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.batch import BatchResult, Done, Item, run_batch
-from diffusion_runtime.cli.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.cli.dry_run import show_plan
-from diffusion_runtime.cli.failures import INTERRUPTED, Failure
-from diffusion_runtime.cli.interruptions import interruptions
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
-from diffusion_runtime.cli.outputs import Outputs, remove_empty
-from diffusion_runtime.cli.resume import find_finished
 from diffusion_runtime.cli.settings import Flags, Settings, settle
-from diffusion_runtime.cli.tables import attention_table, remarks_of, seconds_text
+from diffusion_runtime.cli.tables import attention_table, remarks_of
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
-from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.session.batch import BatchResult, Done, Item, run_batch
+from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
+from diffusion_runtime.session.failures import INTERRUPTED, Failure
+from diffusion_runtime.session.interruptions import interruptions
+from diffusion_runtime.session.outputs import Outputs, remove_empty
+from diffusion_runtime.session.reporter import seconds_text
+from diffusion_runtime.session.resume import find_finished
 
 if TYPE_CHECKING:
     from diffusion_runtime.description import PipelineDescription
-    from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
+    from diffusion_runtime.generation_pipeline import GenerationRules
+    from diffusion_runtime.loading import Prepared
+    from diffusion_runtime.parallel.world import World
     from diffusion_runtime.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.generate/1"
@@ -49,18 +51,18 @@ def run_generate(
     output_flags: OutputFlags,
     terminal: Terminal,
     command_line: CommandLine,
-    together: Coordinator | None = None,
+    coordinator: Coordinator | None = None,
 ) -> int:
     """The verb: returns its exit code. Raises DiffusionRuntimeError for whatever stops it before the first item.
 
-    command_line: what it is to run again where several processes are asked for. together: the processes that run it
+    command_line: what it is to run again where several processes are asked for. coordinator: the processes that run it
     already, each of which calls this.
     """
     started = time.perf_counter()
-    together = SingleProcessCoordinator() if together is None else together
+    coordinator = SingleProcessCoordinator() if coordinator is None else coordinator
     settings = settle(flags)
-    if together.world is not None:
-        settings = settings.on_processes(together.world.size)
+    if coordinator.world is not None:
+        settings = settings.on_processes(coordinator.world.size)
     outputs = Outputs.parse(output_flags.output_path, output_flags.file_format)
     for request in settings.requests:
         if request.num_frames is not None:
@@ -69,13 +71,13 @@ def run_generate(
         terminal.warn(note)
     if output_flags.dry_run:
         outputs.check_without_writing()
-        _, description, items = _settle_degrees(settings, outputs)
-        return show_plan(description, items, outputs, terminal, as_json=output_flags.as_json)
-    made = outputs.prepare() if together.is_first else ()
+        prepared, items = _prepare(settings, outputs)
+        return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
+    made = outputs.prepare() if coordinator.is_first else ()
     try:
-        if together.world is None and settings.runtime.parallel.num_processes > 1:
+        if coordinator.world is None and settings.runtime.parallel.num_processes > 1:
             return _launch(settings, outputs, output_flags, terminal, command_line)
-        return _generate(settings, outputs, output_flags, terminal, together, started)
+        return _generate(settings, outputs, output_flags, terminal, coordinator, started)
     finally:
         remove_empty(made)
 
@@ -86,7 +88,8 @@ def _launch(
     """Check what can be checked once, then run the command in several processes."""
     # The first process says again what is said on the way.
     with Terminal(quiet=True).log():
-        _, description, items = _settle_degrees(settings, outputs)
+        prepared, items = _prepare(settings, outputs)
+    description = prepared.description
     if output_flags.resume:
         find_finished([item.request for item in items if item.failure is None], outputs, description.to_dict())
     schema = SCHEMA if output_flags.as_json else None
@@ -94,24 +97,22 @@ def _launch(
     return launch_processes(command_line, settings.runtime.parallel.num_processes, device, outputs, terminal, schema)
 
 
-def _settle_degrees(settings: Settings, outputs: Outputs) -> tuple[RuntimeConfig, PipelineDescription, list[Item]]:
-    """How processes share the work, once the requests are known: guidance branches are of use to those that have two.
+def _prepare(settings: Settings, outputs: Outputs, world: World | None = None) -> tuple[Prepared, list[Item]]:
+    """The model, opened once, and every item, its request checked against the model."""
+    from diffusion_runtime.loading import prepare
 
-    The model's own defaults decide what a look at it assumes; where the requests say else, it is looked at again.
-    """
-    from diffusion_runtime.loading import inspect_pipeline
+    prepared = prepare(settings.runtime, world, is_guided=lambda rules: _are_guided(rules, settings))
+    return prepared, resolve_all(prepared.rules, settings, outputs)
 
-    runtime = settings.runtime
-    description = inspect_pipeline(runtime)
-    items = resolve_all(description.rules, settings, outputs)
-    parallel = runtime.parallel
-    if parallel.num_processes > 1 and parallel.cfg_parallel is None and description.degrees.branches > 1:
-        guided = [description.rules.is_guided(item.request) for item in items if item.failure is None]
-        if not all(guided):
-            runtime = dataclasses.replace(runtime, parallel=dataclasses.replace(parallel, cfg_parallel=False))
-            description = inspect_pipeline(runtime)
-            items = resolve_all(description.rules, settings, outputs)
-    return runtime, description, items
+
+def _are_guided(rules: RequestRules, settings: Settings) -> bool:
+    """Whether all requests that can be made run two branches of guidance, which processes could share then."""
+    resolved = []
+    for request in settings.requests:
+        # What is wrong is said with the items.
+        with contextlib.suppress(DiffusionRuntimeError):
+            resolved.append(rules.resolve(request, settings.preset_for(rules.presets)))
+    return all(rules.is_guided(request) for request in resolved)
 
 
 def _generate(
@@ -119,7 +120,7 @@ def _generate(
     outputs: Outputs,
     output_flags: OutputFlags,
     terminal: Terminal,
-    together: Coordinator,
+    coordinator: Coordinator,
     started: float,
 ) -> int:
     from diffusion_runtime.memory.allocator import tune_cpu_allocator
@@ -127,52 +128,55 @@ def _generate(
     tune_cpu_allocator()
     load_started = time.perf_counter()
     terminal.say(f"loading {settings.runtime.model_path}")
-    from diffusion_runtime.loading import load_pipeline
-
     # The requests are checked against the model before its weights are read, which may take minutes.
-    runtime, description, items = _settle_degrees(settings, outputs)
+    prepared, items = _prepare(settings, outputs, coordinator.world)
+    description = prepared.description
     _warn_of_another_model(settings, description, terminal)
     if description.degrees.num_processes > 1:
         degrees = description.degrees
         terminal.say(f"{degrees.num_processes} processes: {degrees} ({degrees.reason})")
     done: tuple[Done, ...] = ()
     if output_flags.resume:
-        items, done = _skip_finished(items, outputs, description, together)
+        items, done = _skip_finished(items, outputs, description, coordinator)
         for each in done:
             terminal.say(f"done already: {each.path}")
         if not items:
-            return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, together)
-    pipeline = load_pipeline(runtime, on_stage=lambda stage: terminal.say(f"  {stage}"), world=together.world)
+            return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, coordinator)
+    pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"))
     load_seconds = time.perf_counter() - load_started
-    prints_paths = together.is_first and not output_flags.as_json
+    prints_paths = coordinator.is_first and not output_flags.as_json
     result = run_batch(
         items,
         lambda request, on_progress: pipeline(request, on_progress=on_progress),
         outputs,
         terminal,
         put_path_on_stdout if prints_paths else None,
-        together,
+        coordinator,
     )
     result = dataclasses.replace(result, done=done)
     timings = {"load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
     try:
-        return _end(result, timings, output_flags, terminal, together)
+        return _end(result, timings, output_flags, terminal, coordinator)
     except KeyboardInterrupt:
-        return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, together)
+        return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, coordinator)
 
 
 def _end(
-    result: BatchResult, timings: dict[str, float], output_flags: OutputFlags, terminal: Terminal, together: Coordinator
+    result: BatchResult,
+    timings: dict[str, float],
+    output_flags: OutputFlags,
+    terminal: Terminal,
+    coordinator: Coordinator,
 ) -> int:
     _say_end(result, timings, terminal)
     if not result.interrupted:
         # What is said of a run is one JSON object: the results once nobody can fail to bring them, or an error.
-        together.agree(None)
-    if output_flags.as_json and together.is_first:
+        coordinator.agree(None)
+    if output_flags.as_json and coordinator.is_first:
         text = json_text(to_json_object(result, timings))
-        if together.world is None:
+        if coordinator.world is None:
             # Interrupted within the object, or by who has read it: there must not be a second one.
-            interruptions.all_is_said(INTERRUPTED)
+            interruptions.all_is_reported(INTERRUPTED)
             put_on_stdout(text)
         else:
             from diffusion_runtime.media.publish import uninterrupted
@@ -180,13 +184,13 @@ def _end(
             # Too late: all is made, and this says it.
             with contextlib.suppress(KeyboardInterrupt), uninterrupted():
                 put_on_stdout(text)
-    if together.world is None:
-        interruptions.all_is_said(result.exit_code)
+    if coordinator.world is None:
+        interruptions.all_is_reported(result.exit_code)
     return result.exit_code
 
 
 def _skip_finished(
-    items: list[Item], outputs: Outputs, description: PipelineDescription, together: Coordinator
+    items: list[Item], outputs: Outputs, description: PipelineDescription, coordinator: Coordinator
 ) -> tuple[list[Item], tuple[Done, ...]]:
     """The items that are still to be made, and those that an earlier run made. The first process looks."""
     requests = [item.request for item in items if item.failure is None]
@@ -195,7 +199,7 @@ def _skip_finished(
         found = find_finished(requests, outputs, description.to_dict())
         return json.dumps([None if path is None else str(path) for path in found])
 
-    found: Iterator[str | None] = iter(json.loads(together.from_first(look)))
+    found: Iterator[str | None] = iter(json.loads(coordinator.from_first(look)))
     waiting: list[Item] = []
     done: list[Done] = []
     for item in items:
@@ -214,7 +218,7 @@ def _warn_of_another_model(settings: Settings, description: PipelineDescription,
         terminal.warn(f"{now['path']} has changed since the file of --from was made; the result will differ")
 
 
-def resolve_all(rules: RequestRules | PassthroughRules, settings: Settings, outputs: Outputs) -> list[Item]:
+def resolve_all(rules: GenerationRules, settings: Settings, outputs: Outputs) -> list[Item]:
     """Every request with the model's values filled in; one that cannot be is an item with its failure.
 
     Raises the first error when it is every item's.
@@ -262,7 +266,7 @@ def _say_end(result: BatchResult, timings: dict[str, float], terminal: Terminal)
         for remark in remarks_of(reports):
             terminal.say(remark)
     if result.interrupted:
-        with interruptions.saying():
+        with interruptions.reporting():
             terminal.error(f"interrupted: {len(result.finished)} of {result.num_items} finished{_listed(result)}")
     elif result.failures and result.num_items > 1:
         lines = [

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.tables import attention_table, facts_table, remarks_of, seconds_text
+from diffusion_runtime.cli.tables import attention_table, facts_table, remarks_of
 from diffusion_runtime.cli.terminal import json_text, printable, put_on_stdout
+from diffusion_runtime.session.reporter import seconds_text
 
 if TYPE_CHECKING:
     from diffusion_runtime.media import MediaFile

@@ -7,11 +7,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diffusion_runtime.cli.failures import INTERRUPTED
-from diffusion_runtime.cli.interruptions import interruptions
-from diffusion_runtime.cli.outputs import Outputs
-from diffusion_runtime.cli.terminal import Terminal
+from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout
+from diffusion_runtime.session.failures import INTERRUPTED
+from diffusion_runtime.session.interruptions import interruptions
+from diffusion_runtime.session.outputs import Outputs
+
+if TYPE_CHECKING:
+    from diffusion_runtime.parallel.failure import RankFailure
 
 PROMPT_FILE_FLAG = "--prompt-file"
 
@@ -41,7 +45,6 @@ def launch_processes(
     command_line: CommandLine, num_processes: int, device: str, outputs: Outputs, terminal: Terminal, schema: str | None
 ) -> int:
     """Run the command in `num_processes` processes; returns the exit code, which is what one process would have."""
-    from diffusion_runtime.cli.rank_runner import report_failure
     from diffusion_runtime.media.publish import remove_abandoned_files
     from diffusion_runtime.parallel.failure import RankFailure
     from diffusion_runtime.parallel.launch import Interrupted as RunInterrupted
@@ -52,7 +55,7 @@ def launch_processes(
         def end_at_once(is_reported: bool) -> None:
             remove_abandoned_files(outputs.folder)
             if is_reported:
-                interruptions.leave_saying_to_others()
+                interruptions.leave_reporting_to_others()
             interruptions.end_at_once()
 
         arguments = command_line.again(Path(folder) / "prompts.txt")
@@ -65,7 +68,7 @@ def launch_processes(
                 end_at_once=end_at_once,
             )
         except RunInterrupted as interrupted:
-            with interruptions.saying():
+            with interruptions.reporting():
                 if not interrupted.is_reported:
                     said = f"interrupted: files that were finished are in {outputs.folder}"
                     report_failure(terminal, RankFailure.of_interruption(said), schema)
@@ -75,6 +78,14 @@ def launch_processes(
     if not failure.is_reported:
         report_failure(terminal, failure, schema)
     return failure.exit_code
+
+
+def report_failure(terminal: Terminal, failure: RankFailure, schema: str | None) -> None:
+    """One message on standard error and, where results are JSON, one object on standard output."""
+    terminal.error(failure.message, failure.trace)
+    if schema is not None:
+        said = {"error": failure.message, "kind": failure.kind, "exit_code": failure.exit_code}
+        put_failure_on_stdout(schema, said)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError, RequestE
 from diffusion_runtime.untrusted.files import read_file
 
 MAX_PROMPT_FILE_BYTES = 16 * 1024 * 1024
-# More seeds than this in one range is a slip of the finger, not a wish.
+# Upper bound of seeds per range; a larger range is almost certainly a typo.
 MAX_SEEDS = 10_000
 # Weeks of work for the fastest model; a list of more is a file of something else.
 MAX_ITEMS = 50_000

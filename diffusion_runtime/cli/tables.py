@@ -92,8 +92,3 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 def _mappings(value: object) -> list[Mapping[str, Any]]:
     """The mappings in a list; a report may come from a stranger's file and hold anything."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
-
-
-def seconds_text(timings: Mapping[str, Any]) -> str:
-    """`text 0.1 s, denoise 4.2 s`."""
-    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in timings.items() if isinstance(seconds, int | float))

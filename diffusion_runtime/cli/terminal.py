@@ -9,6 +9,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from diffusion_runtime.errors import OutputError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from diffusion_runtime.session.reporter import ProgressView
 
 _PACKAGE_LOGGER = "diffusion_runtime"
 # Libraries that talk while they load; what they say is of use to whoever looks for a fault.
@@ -55,6 +58,12 @@ class Terminal:
         """A table or the like."""
         if not self.quiet:
             self._print(renderable)
+
+    def progress(self, title: str) -> AbstractContextManager[ProgressView]:
+        """Shows the progress of one generation below a line with its title."""
+        from diffusion_runtime.cli.progress import show_progress
+
+        return show_progress(self, title)
 
     def _line(self, text: str, style: str) -> None:
         from rich.text import Text

@@ -28,10 +28,11 @@ from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.images import open_picture
+from diffusion_runtime.memory.release import release_device_memory
 from diffusion_runtime.memory.shortage import explain_memory_shortage
 from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
-from diffusion_runtime.progress import OnProgress
+from diffusion_runtime.progress import Cancellations, OnProgress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
 
@@ -76,7 +77,8 @@ class DiffusersPipeline:
     ) -> list[GeneratedMedia]:
         """Each request for itself, one after the other: pipelines differ too much in what they batch.
 
-        on_progress: called as steps begin and end; what it raises ends the generation.
+        on_progress: called as steps begin and end; what it raises ends the generation. A Cancelled that names requests
+        ends those alone: the result leaves them out.
 
         Raises RequestError for no request and for values that the pipeline does not take, before any work;
         PipelineBusyError at once while another generation of this pipeline runs; BackendUnavailableError when a call
@@ -86,7 +88,26 @@ class DiffusersPipeline:
         if not requests:
             raise RequestError("a batch needs one request or more, got none")
         with self._one_generation.held():
-            return [self._generate(request, on_progress) for request in [self.resolve(each) for each in requests]]
+            batch = [self.resolve(each) for each in requests]
+            cancellations = Cancellations(len(batch), on_progress)
+            made = []
+            for index, request in enumerate(batch):
+                if cancellations.is_wanted(index):
+                    media = self._generate(request, None if on_progress is None else cancellations.watch)
+                    if cancellations.is_wanted(index):
+                        made.append(media)
+            return made
+
+    def close(self) -> None:
+        """Give the memory of the model back. A later generation raises PipelineClosedError.
+
+        Raises PipelineBusyError while a generation runs, and PipelineClosedError the second time.
+        """
+        with self._one_generation.held():
+            self._one_generation.close()
+            self._planned.clear()
+            del self.pipeline
+            release_device_memory(self.device)
 
     def _generate(self, request: GenerationRequest, on_progress: OnProgress | None) -> GeneratedMedia:
         arguments = self._arguments(request)

@@ -66,6 +66,10 @@ class PassthroughRules:
         """What a resolved request sets and its generation does not use: nothing, as far as a signature says."""
         return ()
 
+    def batch_key(self, _request: GenerationRequest) -> tuple[tuple[str, Any], ...]:
+        """The same for every request: each is made for itself, so any may be given to one `generate`."""
+        return ()
+
     def arguments(self, request: GenerationRequest) -> dict[str, Any]:
         """What a resolved request says, as keyword arguments of the pipeline's call; no image, no generator."""
         fields = {field: value for field, value in request.to_dict().items() if field != "image_path"}

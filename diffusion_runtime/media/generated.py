@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy
 
-from diffusion_runtime.errors import OutputError
+from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import encode
 from diffusion_runtime.media.formats import FORMATS_WITH_SOUND, SOUND_FORMATS, check_format, format_of
@@ -112,6 +113,28 @@ class GeneratedMedia:
         if sound_file is not None:
             logger.warning("%s cannot carry sound; it is in %s", path, path.with_suffix(".wav"))
         return path
+
+    def to_bytes(self, file_format: str) -> bytes:
+        """The file that `save` would write in one of media.FORMATS, its recipe inside; there is no sidecar.
+
+        Raises ConfigError for a format that is unknown or cannot hold what was made, a sound included, and OutputError
+        when writing fails: encoders need room for the file in the system's temporary folder.
+        """
+        chosen = check_format(file_format, self.num_frames, has_sound=self.audio is not None)
+        if self.audio is not None and chosen not in (*FORMATS_WITH_SOUND, *SOUND_FORMATS):
+            carriers = ", ".join(dict.fromkeys((*FORMATS_WITH_SOUND, *SOUND_FORMATS)))
+            raise ConfigError(f"format: {chosen} cannot carry the sound of this video; use one of {carriers}")
+        recipe = to_json(self.recipe)
+        embedded = recipe if len(recipe) <= MAX_EMBEDDED_CHARACTERS else None
+        try:
+            with (
+                tempfile.TemporaryDirectory(prefix="diffusion-runtime-") as folder,
+                temporary_file(Path(folder)) as media_file,
+                self._written(chosen, embedded, media_file),
+            ):
+                return media_file.read_bytes()
+        except OSError as error:
+            raise OutputError(f"cannot write {chosen} to memory: {error.strerror or error}") from error
 
     @contextlib.contextmanager
     def _written(self, file_format: str, recipe: str | None, media_file: Path) -> Iterator[Path | None]:

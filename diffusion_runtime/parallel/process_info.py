@@ -21,9 +21,9 @@ class ProcessInfo:
     """This process among all.
 
     rank: from 0 to world_size - 1; local_rank: among the local_world_size of this machine, which is also the number of
-    its device. address, port: where the processes meet. attempt: how often the launcher has started them again.
-    is_launched: our own launcher is the parent. has_agent: torch's elastic launcher is, in whichever form.
-    error_file: where a launcher reads why this process failed.
+    its device. address, port: where the processes meet; port 0 for a process alone, which meets nobody. attempt: how
+    often the launcher has started them again. is_launched: our own launcher is the parent. has_agent: torch's elastic
+    launcher is, in whichever form. error_file: where a launcher reads why this process failed.
     """
 
     rank: int

@@ -79,13 +79,17 @@ class RunStore:
 
 
 def connect(place: ProcessInfo, timeout: timedelta) -> RunStore:
-    """The board of this process's run.
+    """The board of this process's run, where its ProcessInfo says. A process alone needs no port.
 
     Raises ConfigError when another run uses the same port, DiffusionRuntimeError when nobody answers in time.
     """
+    if place.world_size == 1 and not place.port:
+        return RunStore(dist.HashStore(), "diffusion_runtime/")  # type: ignore[attr-defined]
     meeting = f"{place.address}:{place.port}"
+    # An IPv6 address stands in brackets in an URL.
+    host = f"[{place.address}]" if ":" in place.address else place.address
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        store, _, _ = next(rendezvous(f"tcp://{host}:{place.port}", place.rank, place.world_size, timeout=timeout))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise DiffusionRuntimeError(_no_answer(place, meeting, timeout)) from error

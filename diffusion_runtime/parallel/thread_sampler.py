@@ -78,6 +78,10 @@ class ThreadSampler:
             place, now - self._idle_since, now - self._process_idle_since, now - self._waiting_since, waits
         )
 
+    def forget_waiting(self) -> None:
+        """A wait that is seen at the next look began now."""
+        self._waiting_since = time.monotonic()
+
     def _seconds_computed(self) -> float:
         try:
             return time.clock_gettime(time.pthread_getcpuclockid(self._thread_id))

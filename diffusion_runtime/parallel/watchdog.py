@@ -8,13 +8,14 @@ loaded other threads' work counts too, and what is read and written: a download 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -53,17 +54,25 @@ class _Heartbeat:
 class Watchdog:
     """The thread, and what its main thread tells it.
 
-    announce: called at most once, on the process that is believed, with why the run ends.
+    announce: called at most once, on the process that is believed, with why the run ends. thread: the one that runs
+    the model, whose waiting and hanging is judged; None for the thread that makes this.
     """
 
-    def __init__(self, board: RunStore, place: ProcessInfo, announce: Callable[[RankFailure], None]) -> None:
+    def __init__(
+        self,
+        board: RunStore,
+        place: ProcessInfo,
+        announce: Callable[[RankFailure], None],
+        thread: threading.Thread | None = None,
+    ) -> None:
         self._board = board
         self._place = place
         self._announce = announce
-        self._observer = ThreadSampler(threading.main_thread().ident or 0)
+        self._observer = ThreadSampler((threading.current_thread() if thread is None else thread).ident or 0)
         self._count = 0
         self._timeout = LOADING_TIMEOUT_SECONDS
         self._is_loading = True
+        self._is_idle = False
         self._stopped = threading.Event()
         self._store_loss_reported = threading.Lock()
         self._looked = time.monotonic()
@@ -83,6 +92,15 @@ class Watchdog:
         """From now on a main thread that does not move for `timeout` seconds is at fault, whatever other threads do."""
         self._timeout = timeout
         self._is_loading = False
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """In the block this process waits for work that nobody has to give: however long, no other is at fault."""
+        self._is_idle = True
+        try:
+            yield
+        finally:
+            self._is_idle = False
 
     def stop(self) -> None:
         """Leave the run in order: nobody misses this process afterwards."""
@@ -126,6 +144,10 @@ class Watchdog:
 
     def _beat(self, *, has_left: bool) -> None:
         self._count += 1
+        is_idle = self._is_idle
+        if is_idle:
+            # What comes after is a wait of its own.
+            self._observer.forget_waiting()
         seen = self._observer.look()
         beat = _Heartbeat(
             count=self._count,
@@ -135,8 +157,8 @@ class Watchdog:
             place=seen.place,
             idle_seconds=seen.idle_seconds,
             process_idle_seconds=seen.process_idle_seconds,
-            waiting_seconds=seen.waiting_seconds,
-            waits=seen.waits,
+            waiting_seconds=0.0 if is_idle else seen.waiting_seconds,
+            waits=is_idle or seen.waits,
             has_left=has_left,
         )
         self._board.set(f"beat/{self._place.rank}", json.dumps(vars(beat)))

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 from typing import TypeAlias
@@ -27,7 +28,7 @@ from diffusion_runtime.parallel.process_info import ProcessInfo
 from diffusion_runtime.parallel.rank_group import RankGroup
 from diffusion_runtime.parallel.run_store import RunStore, connect
 from diffusion_runtime.parallel.signs_of_life import SILENT_SECONDS
-from diffusion_runtime.parallel.watchdog import Watchdog
+from diffusion_runtime.parallel.watchdog import BEAT_SECONDS, Watchdog
 
 MEETING_SECONDS = 60.0
 # How long a process that failed waits for the others to fail alike, which shows that all of them are still in step.
@@ -65,16 +66,18 @@ class World:
         *,
         announce: Callable[[RankFailure], None],
         describe: Describe | None = None,
+        thread: threading.Thread | None = None,
     ) -> World:
         """Meet the other processes. announce: told once, on one process, why the run ends before its end.
 
-        describe: what an error that ends the run says to people; by default its type and first line.
+        describe: what an error that ends the run says to people; by default its type and first line. thread: the one
+        that will run the model, which the watchdog looks at; None for the one that calls this.
 
         Raises ConfigError when another run uses the same port, DiffusionRuntimeError when the others do not come.
         """
         end_with_launcher(place)
         board = connect(place, timedelta(seconds=MEETING_SECONDS))
-        watch = Watchdog(board, place, announce)
+        watch = Watchdog(board, place, announce, thread)
         watch.start()
         return cls(place, board, watch, describe if describe is not None else describe_error)
 
@@ -137,6 +140,10 @@ class World:
     def enable_hang_detection(self, timeout: float) -> None:
         """From here on a process that does not move for `timeout` seconds while others wait for it ends the run."""
         self._watch.enable_hang_detection(timeout)
+
+    def idle(self) -> AbstractContextManager[None]:
+        """A block in which this process waits for work, however long; nobody is at fault for that."""
+        return self._watch.idle()
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What `make` returns on the first process, on all of them; it is called there alone.
@@ -214,7 +221,6 @@ class World:
         return dataclasses.replace(failure, message=lost)
 
     def _wait_for_ending(self, seconds: float) -> None:
-        assert threading.current_thread() is threading.main_thread()
         deadline = time.monotonic() + seconds
         try:
             while time.monotonic() < deadline:
@@ -229,7 +235,7 @@ class World:
         """End the run on all processes; returns why it ended, which another process may have said before."""
         return self._watch.end(failure)
 
-    def end_without_a_word(self, failure: RankFailure) -> None:
+    def end_unreported(self, failure: RankFailure) -> None:
         """The same for a reason that the user has been told already."""
         self._board.end(failure)
 
@@ -249,6 +255,15 @@ class World:
         deadline = time.monotonic() + SILENT_SECONDS
         others = [f"left/{rank}" for rank in range(1, self.size)]
         self._board.wait(others, give_up=lambda: time.monotonic() >= deadline or self._board.ending() is not None)
+
+    def leave_failed(self, failure: RankFailure) -> None:
+        """End the run on the others because of `failure`; this process goes on, to end in its own way."""
+        # Else the watchdog would end it, as it does the others.
+        self._watch.stop()
+        self.end(failure)
+        if self.is_first and self.size > 1 and not self.place.has_agent:
+            # The store stands in this process: the others need a moment to read why.
+            time.sleep(4 * BEAT_SECONDS)
 
 
 class _Patience:

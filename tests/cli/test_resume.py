@@ -10,10 +10,10 @@ import pytest
 from cli_support import Command
 from sample_media import make_media
 
-from diffusion_runtime.cli.outputs import Outputs
-from diffusion_runtime.cli.resume import find_finished
 from diffusion_runtime.media import Audio
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.session.outputs import Outputs
+from diffusion_runtime.session.resume import find_finished
 
 
 def written() -> list[str]:

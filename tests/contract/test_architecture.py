@@ -13,10 +13,11 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 # Top row first. A module may import rows below its own and its own folder, nothing else.
 ROWS = [
     {"cli"},
+    {"session"},
     {"loading", "quality", "diagnosis", "benchmark"},
     {"description"},
     {"diffusers_bridge"},
-    {"pipeline"},
+    {"pipeline", "generation_pipeline"},
     {"request_rules", "progress", "one_generation"},
     {"models"},
     {"text_encoders", "denoising", "memory"},
@@ -49,14 +50,14 @@ EXEMPT = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - EXEMPT)
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "base", "misc"}
 # What is read of files and JSON elsewhere: messages between processes of one run, a file of the system, our own values;
-# media/reading.py opens what it has checked.
+# media/generated.py and media/reading.py open what they wrote or have checked.
 OWN_TEXTS = {
     "attention/measured_cache.py",
     "attention/self_check.py",
     "attention/self_check_cache.py",
     "cli/generation.py",
-    "cli/resume.py",
     "cli/terminal.py",
+    "media/generated.py",
     "media/reading.py",
     "models/shared_decoder.py",
     "parallel/failure.py",
@@ -64,6 +65,8 @@ OWN_TEXTS = {
     "parallel/process_state.py",
     "parallel/watchdog.py",
     "parallel/world.py",
+    "session/following.py",
+    "session/resume.py",
     "text_encoders/shared.py",
 }
 # Calls that would let a model folder, a config or a prompt from a stranger run code.

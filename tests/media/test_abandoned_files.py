@@ -10,8 +10,8 @@ import pytest
 from cli_support import process_environment
 from sample_media import make_media
 
-from diffusion_runtime.cli.outputs import Outputs
 from diffusion_runtime.media import publish
+from diffusion_runtime.session.outputs import Outputs
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kept by POSIX locks")
 # Begins a file, says so, and goes on living until its input ends.

@@ -1,4 +1,4 @@
-"""`--resume`: which results of a run that was interrupted are there already.
+"""Resume: which results of an interrupted run exist already (`--resume`).
 
 A result is done when its file and its sidecar are both there and were made by the same request, model and attention.
 """
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.cli.outputs import Outputs
 from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.session.outputs import Outputs
 
 # What of a recipe's `model` and of each row of its `attention` must be the same. The device may be another one, and so
 # may the way in which processes share the work: neither changes what is made.
@@ -62,7 +62,7 @@ def find_finished(
 
 
 def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What two recipes of the same result have in common, in JSON's types."""
+    """The recipe fields that determine the output, as JSON values."""
     import json
 
     model = recipe.get("model")

@@ -1,4 +1,4 @@
-"""Where results go: folder, name, format. Checked before anything is loaded."""
+"""Output paths: folder, file name and format of results, checked before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command as one of several processes: join the others, stay quiet unless it is this one's turn, end with them."""
+"""Rank runner: a program as one of several processes joins the others, reports failures once, and ends with them."""
 
 from __future__ import annotations
 
@@ -10,59 +10,56 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from diffusion_runtime.cli.coordinator import MultiProcessCoordinator
-from diffusion_runtime.cli.failures import INTERRUPTED, Failure, Interrupted
-from diffusion_runtime.cli.interruptions import interruptions, remove_unfinished_files
-from diffusion_runtime.cli.terminal import Terminal, put_failure_on_stdout
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
 from diffusion_runtime.parallel.orphans import end_with_launcher
 from diffusion_runtime.parallel.process_info import ProcessInfo
+from diffusion_runtime.session.coordinator import MultiProcessCoordinator
+from diffusion_runtime.session.failures import INTERRUPTED, Failure, Interrupted
+from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
 
 if TYPE_CHECKING:
     from diffusion_runtime.parallel.world import World
 
-# An interrupted process waits so long for the first one to say what was finished: it may be in the middle of a step.
+# How long an interrupted rank waits for rank 0 to report what was finished: rank 0 may be in the middle of a step.
 _SECONDS_TO_BE_TOLD = 5.0
-# A process that is told to end without a word looks this long for the reason, which another one may be saying.
+# How long a rank that got SIGTERM looks for the reason, which another rank may be reporting.
 _SECONDS_TO_LEARN_WHY = 2.0
 
-Work = Callable[[MultiProcessCoordinator, Terminal], int]
+Work = Callable[[MultiProcessCoordinator], int]
 
 
 class RankRunner:
-    """One process of a run. schema: of the JSON object that a failure is said as, None for text alone."""
+    """One process of a run. report: tells the user why the run failed, on the process that finds out. verbose: torch's
+    C++ code may log."""
 
-    def __init__(self, place: ProcessInfo, terminal: Terminal, schema: str | None) -> None:
+    def __init__(self, place: ProcessInfo, report: Callable[[RankFailure], None], *, verbose: bool = False) -> None:
         self._place = place
-        # Whose fault it was is said by whoever finds out; everything else by the first process.
-        self._stderr = terminal
-        self._terminal = terminal if place.is_first else Terminal(quiet=True, silent=True)
-        self._schema = schema
+        self._report = report
+        self._verbose = verbose
         self._is_announcing = False
 
     def run(self, work: Work) -> NoReturn:
-        """Do `work` together with the other processes, and end the process with the exit code that all have."""
-        if not self._stderr.verbose:
+        """Do `work` on this rank, and end the process with the exit code that all ranks have."""
+        if not self._verbose:
             # torch's C++ code says on standard error whatever it also raises. Read when torch is loaded.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         end_with_launcher(self._place)
         signal.signal(signal.SIGTERM, self._end_quietly)
         if self._place.is_launched or not self._place.is_first:
-            interruptions.leave_saying_to_others()
+            interruptions.leave_reporting_to_others()
         world: World | None = None
         code: int | None = None
         try:
             from diffusion_runtime.parallel.world import World
 
             world = World.join(self._place, announce=self._announce, describe=_describe)
-            with self._terminal.log():
-                code = work(MultiProcessCoordinator(world), self._terminal)
+            code = work(MultiProcessCoordinator(world))
             if code == INTERRUPTED:
                 code = self._end_interrupted(world, is_reported=True)
             else:
                 world.agree(None)
                 world.leave()
-                self._record_what_was_said(code)
+                self._record_as_reported(code)
         except KeyboardInterrupt as error:
             # Once the work is done all is said, and a late interruption has nothing to add.
             code = self._fail(error, world) if code is None else code
@@ -116,11 +113,11 @@ class RankRunner:
         if self._place.is_first:
             failure = RankFailure.of_interruption(Failure.of(Interrupted()).message)
             if not is_reported:
-                with interruptions.saying():
+                with interruptions.reporting():
                     self._announce(failure, is_reported=True)
-            self._record_what_was_said(INTERRUPTED)
+            self._record_as_reported(INTERRUPTED)
             if world is not None:
-                world.end_without_a_word(failure)
+                world.end_unreported(failure)
             return INTERRUPTED
         if self._learn_why(world, _SECONDS_TO_BE_TOLD, by_signal=False) is None:
             rank = self._place.rank
@@ -135,15 +132,15 @@ class RankRunner:
         """Tell the user, or the launcher who will. It may be called in the watch's thread."""
         self._is_announcing = True
         if is_reported or not self._place.is_launched:
-            report_failure(self._stderr, failure, self._schema)
+            self._report(failure)
             # torchrun shows what stands in this file at the end.
             failure = dataclasses.replace(failure, message="said above", trace="said above", is_reported=True)
         if self._place.error_file is not None:
             failure.write(self._place.error_file)
         self._is_announcing = False
 
-    def _record_what_was_said(self, code: int) -> None:
-        """For the launcher: this exit code needs no further word."""
+    def _record_as_reported(self, code: int) -> None:
+        """For the launcher: the failure behind this exit code was reported."""
         if code and self._place.error_file is not None:
             RankFailure(self._place.rank, "", "said above", code, is_reported=True).write(self._place.error_file)
 
@@ -162,14 +159,6 @@ class RankRunner:
             except (OSError, ValueError):
                 continue
         os._exit(code)
-
-
-def report_failure(terminal: Terminal, failure: RankFailure, schema: str | None) -> None:
-    """One message on standard error and, where results are JSON, one object on standard output."""
-    terminal.error(failure.message, failure.trace)
-    if schema is not None:
-        said = {"error": failure.message, "kind": failure.kind, "exit_code": failure.exit_code}
-        put_failure_on_stdout(schema, said)
 
 
 def _describe(rank: int, error: BaseException) -> RankFailure:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first one ends what runs in order, a second one the process at once, with one line."""
+"""Signal handlers for SIGINT (Ctrl-C) and SIGTERM: the first signal ends the run in order, a second one at once."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from diffusion_runtime.cli.failures import INTERRUPTED
+from diffusion_runtime.session.failures import INTERRUPTED
 
 _LINE = b"error: interrupted twice: ended at once, files that were not finished are gone\n"
 
 
 class Interruptions:
-    """What signals mean to this process, from `install` on. Handlers belong to a process, and so does this."""
+    """The signal handlers of this process, from `install` on."""
 
     def __init__(self) -> None:
         self._num_signals = 0
-        self._is_saying = False
-        self._is_said = False
+        self._is_reporting = False
+        self._is_reported = False
         self._exit_code: int | None = None
 
     def install(self) -> None:
         signal.signal(signal.SIGINT, self.handle)
-        # A polite kill ends like Ctrl-C does: finished items stay, unfinished files go.
+        # SIGTERM is handled like SIGINT: finished outputs stay, partial files are removed.
         signal.signal(signal.SIGTERM, self.handle)
 
     def handle(self, *_: object) -> None:
@@ -34,31 +34,31 @@ class Interruptions:
             self._end(self._exit_code)
         if self._num_signals == 1:
             raise KeyboardInterrupt
-        if not self._is_saying:
+        if not self._is_reporting:
             self.end_at_once()
 
     @contextlib.contextmanager
-    def saying(self) -> Iterator[None]:
-        """The block says that the run was interrupted; a second signal waits for it, and has nothing to add."""
-        self._is_saying = True
+    def reporting(self) -> Iterator[None]:
+        """The block reports that the run was interrupted; a second signal waits until it has."""
+        self._is_reporting = True
         try:
             yield
         finally:
-            self._is_said, self._is_saying = True, False
+            self._is_reported, self._is_reporting = True, False
             if self._num_signals > 1:
                 self.end_at_once()
 
-    def all_is_said(self, exit_code: int) -> None:
-        """Whatever comes now ends the process with this code, without a word."""
+    def all_is_reported(self, exit_code: int) -> None:
+        """A signal from now on ends the process with this code and no message."""
         self._exit_code = exit_code
 
-    def leave_saying_to_others(self) -> None:
-        """This process is one of several, and another one speaks."""
-        self._is_said = True
+    def leave_reporting_to_others(self) -> None:
+        """Another process of the run reports interruptions; this one prints nothing."""
+        self._is_reported = True
 
     def end_at_once(self) -> None:
-        """What a second signal does: one line, unless it is said, and no unwinding."""
-        if not self._is_said:
+        """What a second signal does: one line, unless it was reported, and no unwinding."""
+        if not self._is_reported:
             with contextlib.suppress(OSError):
                 os.write(2, _LINE)
         self._end(INTERRUPTED)
@@ -72,7 +72,7 @@ class Interruptions:
 
 
 def remove_unfinished_files() -> None:
-    """What this process was writing, if it has come that far."""
+    """Remove the temporary files of this process."""
     # Nothing is imported for it: where the module is missing, no file was begun.
     publish = sys.modules.get("diffusion_runtime.media.publish")
     if publish is not None:

@@ -1,4 +1,4 @@
-"""An exception as a user sees it: one message, one kind, one exit code."""
+"""Failure: an exception as a user sees it, with one message, one kind and one exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the processes that run one command stay in step: one of them writes, all know whether it succeeded."""
+"""Coordinator: rank 0 writes, and all ranks agree on success or failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from diffusion_runtime.cli.failures import Failure
+from diffusion_runtime.session.failures import Failure
 
 if TYPE_CHECKING:
     from diffusion_runtime.parallel.world import World
@@ -27,11 +27,11 @@ class Coordinator(ABC):
 
     @abstractmethod
     def agree(self, error: Exception | None) -> Failure | None:
-        """What all processes make of an error that this one met, or did not: the same on all of them."""
+        """The failure that all ranks agree on, None for success. error: what this rank met, None for nothing."""
 
     @abstractmethod
     def from_first(self, make: Callable[[], str]) -> str:
-        """What `make` returns on the first process, which alone calls it."""
+        """What `make` returns on rank 0, on every rank; only rank 0 calls it."""
 
     def attempt(self, work: Callable[[], Made]) -> tuple[Made | None, Failure | None]:
         """What `work` makes, or why it could not; on all processes alike."""

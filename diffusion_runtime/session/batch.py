@@ -1,4 +1,4 @@
-"""Prompts x seeds, one after another: an item that fails does not stop the others, Ctrl-C keeps what is finished."""
+"""Batch runner: items one after another; a failed one does not stop the others, Ctrl-C keeps what is finished."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_runtime.cli.coordinator import Coordinator, SingleProcessCoordinator
-from diffusion_runtime.cli.failures import INTERRUPTED, Failure
-from diffusion_runtime.cli.outputs import Outputs
-from diffusion_runtime.cli.progress import ProgressLike, show_progress
-from diffusion_runtime.cli.tables import seconds_text
-from diffusion_runtime.cli.terminal import Terminal
 from diffusion_runtime.errors import BatchFailedError
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
+from diffusion_runtime.session.failures import INTERRUPTED, Failure
+from diffusion_runtime.session.outputs import Outputs
+from diffusion_runtime.session.reporter import Reporter, seconds_text
 
 if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
+    from diffusion_runtime.progress import OnProgress
 
 MAX_TITLE_CHARACTERS = 40
 
@@ -112,35 +111,35 @@ class BatchResult:
 
 
 # Makes one item; the second argument receives its progress.
-Generate = Callable[[GenerationRequest, Callable[[ProgressLike], None]], "GeneratedMedia"]
+Generate = Callable[[GenerationRequest, "OnProgress"], "GeneratedMedia"]
 
 
 def run_batch(
     items: Sequence[Item],
     generate: Generate,
     outputs: Outputs,
-    terminal: Terminal,
+    reporter: Reporter,
     on_file: Callable[[Path], None] | None,
-    together: Coordinator | None = None,
+    coordinator: Coordinator | None = None,
 ) -> BatchResult:
-    """Make every item. on_file: if any, told each file's path once the file is complete. together: the processes that
-    make them; None for one alone."""
-    together = SingleProcessCoordinator() if together is None else together
+    """Make every item. on_file: if any, told each file's path once the file is complete. coordinator: of the processes
+    that make them; None for one alone."""
+    coordinator = SingleProcessCoordinator() if coordinator is None else coordinator
     outcomes: list[Outcome] = []
-    num_told = 0
+    num_reported = 0
 
     def tell() -> None:
-        nonlocal num_told
-        for outcome in outcomes[num_told:]:
+        nonlocal num_reported
+        for outcome in outcomes[num_reported:]:
             # Before it is told: who reads it may interrupt at once, and must not read it twice.
-            num_told += 1
+            num_reported += 1
             if outcome.path is not None and on_file is not None:
                 on_file(outcome.path)
 
     interrupted = False
     try:
         for number, item in enumerate(items, start=1):
-            _run_item(item, number, len(items), generate, outputs, terminal, together, outcomes)
+            _run_item(item, number, len(items), generate, outputs, reporter, coordinator, outcomes)
             tell()
     except KeyboardInterrupt:
         interrupted = True
@@ -155,37 +154,37 @@ def _run_item(
     num_items: int,
     generate: Generate,
     outputs: Outputs,
-    terminal: Terminal,
-    together: Coordinator,
+    reporter: Reporter,
+    coordinator: Coordinator,
     outcomes: list[Outcome],
 ) -> None:
     """outcomes: where this one's is added, for a file as soon as it has its name."""
     request = item.request
     if item.failure is not None:
-        terminal.error(f"{title_of(request, number, num_items)}: {item.failure.message}", item.failure.trace)
+        reporter.error(f"{title_of(request, number, num_items)}: {item.failure.message}", item.failure.trace)
         outcomes.append(Outcome(request, item.failure))
         return
     started = time.perf_counter()
     target = outputs.target(request)
     path = None
-    with show_progress(terminal, title_of(request, number, num_items)) as view:
-        media, failure = together.attempt(lambda: generate(request, view.update))
+    with reporter.progress(title_of(request, number, num_items)) as view:
+        media, failure = coordinator.attempt(lambda: generate(request, view.update))
         write_started = time.perf_counter()
         if media is not None:
             finish = functools.partial(_finish, outcomes, request, media, started, write_started)
             save = functools.partial(media.save, target, overwrite=False, on_published=finish)
-            path, failure = together.attempt(lambda: together.path_from_first(save))
+            path, failure = coordinator.attempt(lambda: coordinator.path_from_first(save))
     if failure is not None:
-        terminal.error(f"{title_of(request, number, num_items)}: {failure.message}", failure.trace)
+        reporter.error(f"{title_of(request, number, num_items)}: {failure.message}", failure.trace)
         outcomes.append(Outcome(request, failure))
         return
     assert media is not None
     assert path is not None
-    if not together.is_first:
+    if not coordinator.is_first:
         finish(path)
     if path != target and outputs.file is not None:
-        terminal.say(f"{target} exists already (or its sidecar does); this one is {path.name}")
-    terminal.say(f"wrote {path}" + (f" ({seconds_text(outcomes[-1].timings)})" if num_items > 1 else ""))
+        reporter.say(f"{target} exists already (or its sidecar does); this one is {path.name}")
+    reporter.say(f"wrote {path}" + (f" ({seconds_text(outcomes[-1].timings)})" if num_items > 1 else ""))
 
 
 def _finish(

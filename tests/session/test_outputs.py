@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diffusion_runtime.cli.outputs import MAX_SLUG_BYTES, Outputs, remove_empty, slug
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.session.outputs import MAX_SLUG_BYTES, Outputs, remove_empty, slug
 
 VIDEO = GenerationRequest(prompt="A red circle, moving left!", num_frames=29, seed=7)
 IMAGE = GenerationRequest(prompt="a star", num_frames=1)

@@ -1,0 +1,1 @@
+"""Sessions: coordinator and rank runner of several processes, batch runner, failures, interruptions, resume."""

@@ -1,0 +1,107 @@
+"""A pipeline on several processes that serves requests as they come: rank 0 leads, the other ranks follow.
+
+Rank 0 gets requests, from a server for example; `generate` of its LeadingPipeline hands them to the ranks that are in
+`follow`, and all of them generate together. What is said of progress, and what is cancelled, is rank 0's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from diffusion_runtime.errors import Cancelled
+from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.parallel.world import World
+from diffusion_runtime.progress import OnProgress, Progress
+from diffusion_runtime.request import GenerationRequest
+
+
+@contextmanager
+def lead(pipeline: GenerationPipeline, world: World) -> Iterator[LeadingPipeline]:
+    """On rank 0, while the others are in `follow`; at the end of the block they are told to stop.
+
+    pipeline: as `load_pipeline(..., world=world)` returned it on every rank.
+    """
+    yield (leading := LeadingPipeline(pipeline, world))
+    leading.stop()
+
+
+def follow(pipeline: GenerationPipeline, world: World) -> None:
+    """On every rank but 0: generate what rank 0 is asked for, until it stops. The results are rank 0's to keep.
+
+    Raises RunEnded when an error meets only some of the ranks.
+    """
+    while True:
+        with world.idle():
+            told: dict[str, Any] = json.loads(world.from_first(lambda: ""))
+        if told["stop"]:
+            return
+        requests = [GenerationRequest.from_dict(values) for values in told["requests"]]
+        try:
+            pipeline.generate(requests, on_progress=_watched(world, None) if told["is_watched"] else None)
+        except Exception as error:
+            # Rank 0, which met it too, says it to whoever asked.
+            world.agree(world.failure_of(error))
+        else:
+            world.agree(None)
+
+
+class LeadingPipeline:
+    """Rank 0's side of `follow`: generates as its pipeline does, on all ranks. Use it from one thread at a time."""
+
+    def __init__(self, pipeline: GenerationPipeline, world: World) -> None:
+        self.pipeline = pipeline
+        self._world = world
+
+    def __call__(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> GeneratedMedia:
+        """One video or image. Raises what `generate` raises."""
+        return self.generate([request], on_progress=on_progress)[0]
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+    ) -> list[GeneratedMedia]:
+        """One batch, as GenerationPipeline.generate. on_progress: called on this rank alone; a Cancelled of its reaches
+        all ranks.
+
+        Raises what the pipeline raises, and RunEnded when an error meets only some of the ranks.
+        """
+        told = {
+            "stop": False,
+            "is_watched": on_progress is not None,
+            "requests": [request.to_dict() for request in requests],
+        }
+        self._world.from_first(lambda: json.dumps(told))
+        watch = None if on_progress is None else _watched(self._world, on_progress)
+        try:
+            made = self.pipeline.generate(requests, on_progress=watch)
+        except Exception as error:
+            self._world.agree(self._world.failure_of(error))
+            raise
+        self._world.agree(None)
+        return made
+
+    def stop(self) -> None:
+        """The other ranks return from `follow`."""
+        self._world.from_first(lambda: json.dumps({"stop": True}))
+
+
+def _watched(world: World, on_progress: OnProgress | None) -> OnProgress:
+    """An on_progress for every rank: what rank 0's raises is raised on all of them at the same step."""
+
+    def watch(progress: Progress) -> None:
+        def ask() -> str:
+            assert on_progress is not None
+            try:
+                on_progress(progress)
+            except Cancelled as cancelled:
+                return json.dumps({"cancelled": cancelled.request_indices})
+            return json.dumps({})
+
+        told = json.loads(world.from_first(ask))
+        if "cancelled" in told:
+            raise Cancelled(told["cancelled"])
+
+    return watch

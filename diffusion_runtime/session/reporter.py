@@ -1,0 +1,35 @@
+"""Reporter: whoever is told what a session does; the terminal, or a log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from diffusion_runtime.progress import Progress
+
+
+class ProgressView(Protocol):
+    """Shows the progress of one generation."""
+
+    def update(self, progress: Progress, /) -> None:
+        """One report of the pipeline."""
+
+
+class Reporter(Protocol):
+    """For people: lines, errors, progress."""
+
+    def say(self, text: str, /) -> None:
+        """One line."""
+
+    def error(self, text: str, trace: str = "", /) -> None:
+        """What failed; trace: where."""
+
+    def progress(self, title: str, /) -> AbstractContextManager[ProgressView]:
+        """A view for one generation."""
+
+
+def seconds_text(timings: Mapping[str, Any]) -> str:
+    """`text 0.1 s, denoise 4.2 s`."""
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in timings.items() if isinstance(seconds, int | float))

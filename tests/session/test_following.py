@@ -1,0 +1,38 @@
+"""Ranks that follow rank 0's requests, in a script of a user's own; alone, the same script is one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import process_environment
+
+SCRIPT = Path(__file__).with_name("follow_script.py")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_ranks_follow_until_they_are_told_to_stop(num_processes: int) -> None:
+    """Pictures, a request that no rank can make, requests that are cancelled, and a fault of the server's own."""
+    environment = process_environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    finished = subprocess.run(
+        [sys.executable, *(launcher if num_processes > 1 else ()), str(SCRIPT)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert finished.returncode == 0, finished.stderr
+    said = sorted(line for line in finished.stdout.splitlines() if line.startswith("rank "))
+    first, *others = [line.partition(": ")[2] for line in said]
+    assert others == ["stopped"] * (num_processes - 1)
+    before, kept, num_decoded, *failures, after = first.split()
+    assert max(int(before), int(kept), int(after)) <= 1
+    # Before and after the one that was not cancelled.
+    assert num_decoded == "2"
+    assert failures == ["RequestError", "Cancelled", "KeyError"]
