@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
 from diffusion_runtime.config import Degrees, RuntimeConfig
-from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.diffusers_bridge.choice import is_passthrough
@@ -33,8 +31,8 @@ from diffusion_runtime.models.component_files import (
     refuse_quantised_components,
 )
 from diffusion_runtime.models.diffusers_import import check_diffusers_import
-from diffusion_runtime.models.generation import generation_settings
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
+from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
 from diffusion_runtime.models.lora import Lora, read_lora
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.models.shared_decoder import SharedDecoder
@@ -60,7 +58,7 @@ class _Prepared:
     read, and not yet merged."""
 
     description: PipelineDescription
-    family: ModelFamily
+    model: Model[Any, Any]
     transformer: DiffusionTransformer
     device: torch.device
     dtype: torch.dtype
@@ -130,20 +128,18 @@ def load_pipeline(
         folder = resolve_model_folder(config.model_path)
         return load_passthrough(folder, passthrough.plan, passthrough.device, passthrough.dtype, recipe)
     prepared = _prepare(config, world, is_loading=True)
-    description, family = prepared.description, prepared.family
+    description, opened = prepared.description, prepared.model
     assert isinstance(description.rules, RequestRules)
     folder = resolve_model_folder(config.model_path)
     check_component_files(folder)
     advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
     with device_guard(prepared.device), explain_memory_shortage("loading", advice):
         say("loading the text encoder")
-        text_encoder = _load_text_encoder(prepared, folder, world)
+        text_encoder = _load_text_encoder(prepared, world)
         say("loading the transformer")
-        transformer = family.load_transformer(
-            folder, prepared.transformer, prepared.device, prepared.dtype, prepared.loras
-        )
+        transformer = opened.load_transformer(prepared.transformer, prepared.device, prepared.dtype, prepared.loras)
         say("loading the decoder")
-        decoder = _load_decoder(prepared, folder, world)
+        decoder = _load_decoder(prepared, world)
     if world is not None:
         world.wait_for_all()
         world.enable_hang_detection(config.parallel.timeout)
@@ -152,7 +148,7 @@ def load_pipeline(
         transformer=transformer,
         decoder=decoder,
         rules=description.rules,
-        load_image_conditioner=lambda: family.load_image_conditioner(folder, prepared.device, prepared.dtype),
+        load_image_conditioner=lambda: opened.load_image_conditioner(prepared.device, prepared.dtype),
         device=prepared.device,
         dtype=prepared.dtype,
         recipe=description.to_dict(),
@@ -161,20 +157,20 @@ def load_pipeline(
     )
 
 
-def _load_text_encoder(prepared: _Prepared, folder: Path, world: World | None) -> TextEncoder:
+def _load_text_encoder(prepared: _Prepared, world: World | None) -> TextEncoder:
     def load() -> TextEncoder:
-        return prepared.family.load_text_encoder(folder, prepared.device, prepared.dtype)
+        return prepared.model.load_text_encoder(prepared.device, prepared.dtype)
 
     return load() if world is None else SharedTextEncoder(load() if world.is_first else None, world)
 
 
-def _load_decoder(prepared: _Prepared, folder: Path, world: World | None) -> LatentDecoder:
+def _load_decoder(prepared: _Prepared, world: World | None) -> LatentDecoder:
     def load() -> LatentDecoder:
-        return prepared.family.load_decoder(folder, prepared.device, prepared.dtype)
+        return prepared.model.load_decoder(prepared.device, prepared.dtype)
 
     if world is None:
         return load()
-    return SharedDecoder(load() if world.is_first or prepared.family.decoder_splits_rows else None, world)
+    return SharedDecoder(load() if world.is_first or prepared.model.family.decoder_splits_rows else None, world)
 
 
 def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
@@ -204,10 +200,10 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     family = family_for_folder(folder)
     check_components(folder)
     refuse_quantised_components(folder)
-    family.check_settings(folder)
-    rules = _request_rules(folder, family, read_scheduler_config(folder))
+    model = family.open(folder)
+    rules = _request_rules(model)
     rules.try_scheduler()
-    degrees = _settle_degrees(config, folder, family, rules)
+    degrees = _settle_degrees(config, model, rules)
     device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
     mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
@@ -232,7 +228,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     )
     # Every attention layer settles its backend when it is made, so a choice that cannot run ends here.
     transformer, self_checks = checker.settle(
-        lambda: _build_transformer(family, folder, policy), lambda built: built.attention_layers()
+        lambda: _build_transformer(model, policy), lambda built: built.attention_layers()
     )
     policy.check_rules(layer.layer for layer in transformer.attention_layers())
     description = PipelineDescription(
@@ -252,17 +248,17 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     )
     loras = tuple(read_lora(lora) for lora in config.lora)
     for lora in loras:
-        lora.check_components(family.transformer_components(folder))
-    return _Prepared(description, family, transformer, device, dtype, loras, mesh)
+        lora.check_components(model.transformer_components)
+    return _Prepared(description, model, transformer, device, dtype, loras, mesh)
 
 
-def _build_transformer(family: ModelFamily, folder: Path, policy: AttentionPolicy) -> DiffusionTransformer:
+def _build_transformer(model: Model[Any, Any], policy: AttentionPolicy) -> DiffusionTransformer:
     try:
-        return family.build_transformer(folder, policy)
+        return model.build_transformer(policy)
     except (RuntimeError, OverflowError) as error:
         # Sizes that pass one by one and not together: their products are more than torch counts to.
         raise ModelLoadError(
-            f"{folder / 'transformer' / 'config.json'}: no transformer can have these sizes: {first_line(error)}"
+            f"{model.folder / 'transformer' / 'config.json'}: no transformer can have these sizes: {first_line(error)}"
         ) from error
 
 
@@ -290,17 +286,16 @@ def _prepare_passthrough(config: RuntimeConfig, *, is_loading: bool = False) -> 
     return _PreparedPassthrough(description, plan, device, dtype)
 
 
-def _settle_degrees(config: RuntimeConfig, folder: Path, family: ModelFamily, rules: RequestRules) -> Degrees:
+def _settle_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:
     """How the processes share the work, chosen where it is left open. Raises ConfigError."""
     if config.parallel.num_processes == 1:
         return Degrees()
-    num_heads = family.num_shared_heads(folder)
-    if num_heads is None:
+    if model.num_shared_heads is None:
         raise ConfigError(
-            f"parallel: {family.name} models run on one process in this version: nothing says how their tokens are "
-            "cut; leave out --num-gpus"
+            f"parallel: {model.family.name} models run on one process in this version: nothing says how their tokens "
+            "are cut; leave out --num-gpus"
         )
-    return config.parallel.settle(num_heads, is_guided=rules.is_guided_by_default)
+    return config.parallel.settle(model.num_shared_heads, is_guided=rules.is_guided_by_default)
 
 
 def _device_name(config: RuntimeConfig, world: World | None) -> str:
@@ -326,23 +321,22 @@ def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, time
     )
 
 
-def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig) -> RequestRules:
-    """generation.json over the scheduler's own settings over the family's defaults."""
-    settings = generation_settings(folder)
-    defaults = dict(family.request_defaults(folder))
+def _request_rules(model: Model[Any, Any]) -> RequestRules:
+    """generation.json over the scheduler's own settings over the model's defaults."""
+    defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
         # Another scheduler would make other pictures: only a request or generation.json may put one in its place.
         del defaults["sampler"]
     return RequestRules(
-        defaults=layered(defaults, scheduler.defaults, settings.defaults),
-        presets=settings.presets,
-        geometry=family.geometry(folder),
+        defaults=layered(defaults, scheduler.defaults, model.generation.defaults),
+        presets=model.generation.presets,
+        geometry=model.geometry,
         scheduler=scheduler,
-        schedule=family.schedule(folder, scheduler),
-        embeds_guidance=family.embeds_guidance(folder),
-        takes_guidance=family.takes_guidance(folder),
-        guidance_offset=family.guidance_offset,
-        takes_image=family.takes_image(folder),
-        needs_image=family.needs_image(folder),
+        schedule=model.schedule,
+        embeds_guidance=model.embeds_guidance,
+        takes_guidance=model.takes_guidance,
+        guidance_offset=model.family.guidance_offset,
+        takes_image=model.takes_image,
+        needs_image=model.needs_image,
         attention_layers=(),
     )

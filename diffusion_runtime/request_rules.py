@@ -27,8 +27,8 @@ _MAY_STAY_NONE = ("true_cfg_scale", "guidance_scale_2", "image_path")
 @dataclass(frozen=True)
 class RequestRules:
     """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
-    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance) or can be asked
-    for at all (ModelFamily.takes_guidance), what is added to its guidance_scale for classifier-free guidance, whether
+    how its noise levels are spaced, whether guidance is an input of it (Model.embeds_guidance) or can be asked
+    for at all (Model.takes_guidance), what is added to its guidance_scale for classifier-free guidance, whether
     it takes or needs an image, and its attention layers, with or without weights around them, whose options may ask for
     a number of steps.
     """

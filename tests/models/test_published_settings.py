@@ -58,7 +58,7 @@ def test_a_file_says_what_its_family_does(name: str, tmp_path: Path) -> None:
     folder = KINDS.get(name, WRITERS[model.family])(tmp_path / "model")
     family = family_for_folder(folder)
     assert family.name == model.family
-    defaults = {**family.request_defaults(folder)}
+    defaults = family.describe(folder).defaults
     for key, value in settings(name).items():
         if key in OTHER.get(name, ()):
             assert name.startswith("wan") or value == family.defaults[key]
