@@ -34,6 +34,7 @@ from diffusion_runtime.models.diffusers_import import check_diffusers_import
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
 from diffusion_runtime.models.lora import Lora, read_lora
+from diffusion_runtime.models.published import PublishedModel, model_of_name
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.models.shared_decoder import SharedDecoder
 from diffusion_runtime.parallel.dry_run_mesh import planned_mesh
@@ -201,7 +202,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     check_components(folder)
     refuse_quantised_components(folder)
     model = family.open(folder)
-    rules = _request_rules(model)
+    rules = _request_rules(model, model_of_name(config.model_path))
     rules.try_scheduler()
     degrees = _settle_degrees(config, model, rules)
     device = resolve_device(_device_name(config, world))
@@ -321,15 +322,17 @@ def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, time
     )
 
 
-def _request_rules(model: Model[Any, Any]) -> RequestRules:
-    """generation.json over the scheduler's own settings over the model's defaults."""
+def _request_rules(model: Model[Any, Any], named: PublishedModel | None) -> RequestRules:
+    """What is documented of a model chosen by name over generation.json over the scheduler's own settings over the
+    model's defaults."""
+    documented = [] if named is None else [named.request]
     defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
         # Another scheduler would make other pictures: only a request or generation.json may put one in its place.
         del defaults["sampler"]
     return RequestRules(
-        defaults=layered(defaults, scheduler.defaults, model.generation.defaults),
-        presets=model.generation.presets,
+        defaults=layered(defaults, scheduler.defaults, model.generation.defaults, *documented),
+        presets=model.generation.presets if named is None else {**model.generation.presets, **named.presets},
         geometry=model.geometry,
         scheduler=scheduler,
         schedule=model.schedule,

@@ -12,7 +12,6 @@ from diffusion_runtime.models.folder import INDEX_FILE, component_class, read_js
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.family import ModelFamily
-    from diffusion_runtime.models.published import PublishedModel
 
 
 def _in_folder(folder: str) -> Callable[[], ModelFamily[Any, Any]]:
@@ -35,16 +34,6 @@ _families: dict[str, Callable[[], ModelFamily[Any, Any]]] = {
     "ZImageTransformer2DModel": _in_folder("z_image"),
     "LTX2VideoTransformer3DModel": _in_folder("ltx2"),
 }
-# Folders whose published.py lists what others publish of that architecture.
-_PUBLISHERS = ("wan", "z_image", "flux1", "flux2", "qwen_image", "hunyuan_video", "hunyuan_video_15", "ltx2")
-
-
-def published_models() -> tuple[PublishedModel, ...]:
-    """Every published model that a family here loads, the embedded one first. Imports no torch."""
-    listed: list[PublishedModel] = []
-    for folder in _PUBLISHERS:
-        listed += importlib.import_module(f"diffusion_runtime.models.{folder}.published").PUBLISHED
-    return tuple(listed)
 
 
 def single_file_pipelines() -> tuple[str, ...]:

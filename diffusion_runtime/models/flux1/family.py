@@ -14,6 +14,10 @@ from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux1.weights import transformer_pieces
 from diffusion_runtime.models.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.published import published_defaults
+
+# Of a model that was distilled to run without guidance.
+_FEW_STEPS = published_defaults("flux.1-schnell", "num_inference_steps", "guidance_scale")
 
 _Model = Model[Flux1TransformerConfig, ImageGeometry]
 
@@ -24,7 +28,7 @@ def _adapt(model: _Model) -> _Model:
         return dataclasses.replace(model, embeds_guidance=True)
     return dataclasses.replace(
         model,
-        defaults={**model.defaults, "num_inference_steps": 4, "guidance_scale": 1.0},
+        defaults={**model.defaults, **_FEW_STEPS},
         load_text_encoder=partial(load_text_encoder, model.folder, max_tokens=MAX_TOKENS_FEW_STEPS),
     )
 
@@ -35,18 +39,7 @@ FAMILY = ModelFamily(
     pipeline_classes=("FluxPipeline",),
     diffusers_components=(AUTOENCODER,),
     roles=(("self", "self"),),
-    # Those of FLUX.1 [dev], as its authors document them.
-    defaults={
-        "negative_prompt": "",
-        "height": 1024,
-        "width": 1024,
-        "num_frames": 1,
-        "fps": 1,
-        "num_inference_steps": 50,
-        "guidance_scale": 3.5,
-        "sampler": "flow_match_euler",
-        "guidance_mode": "batched",
-    },
+    defaults=published_defaults("flux.1-dev"),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     read_schedule=token_shift,

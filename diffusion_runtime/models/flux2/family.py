@@ -20,6 +20,10 @@ from diffusion_runtime.models.flux2.text import load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux2.weights import transformer_pieces
 from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.published import published_defaults
+
+# Of a model that was distilled to run without guidance.
+_FEW_STEPS = published_defaults("flux.2-klein-4b", "num_inference_steps", "guidance_scale")
 
 _Model = Model[Flux2TransformerConfig, ImageGeometry]
 
@@ -29,8 +33,7 @@ def _adapt(model: _Model) -> _Model:
     model = dataclasses.replace(model, embeds_guidance=model.config.embeds_guidance)
     if not read_pipeline_config(model.folder).is_distilled:
         return model
-    few_steps = {**model.defaults, "num_inference_steps": 4, "guidance_scale": 1.0}
-    return dataclasses.replace(model, takes_guidance=False, defaults=few_steps)
+    return dataclasses.replace(model, takes_guidance=False, defaults={**model.defaults, **_FEW_STEPS})
 
 
 FAMILY = ModelFamily(
@@ -40,18 +43,8 @@ FAMILY = ModelFamily(
     index_keys=("is_distilled",),
     diffusers_components=(codec.AUTOENCODER,),
     roles=(("self", "self"),),
-    # Those of FLUX.2 [dev] and of [klein] before distillation, as their authors document them.
-    defaults={
-        "negative_prompt": "",
-        "height": 1024,
-        "width": 1024,
-        "num_frames": 1,
-        "fps": 1,
-        "num_inference_steps": 50,
-        "guidance_scale": 4.0,
-        "sampler": "flow_match_euler",
-        "guidance_mode": "batched",
-    },
+    # Of [klein] before distillation, too.
+    defaults=published_defaults("flux.2-dev"),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     read_schedule=read_schedule,

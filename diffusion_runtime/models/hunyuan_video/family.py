@@ -12,6 +12,7 @@ from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig, re
 from diffusion_runtime.models.hunyuan_video.text import load_text_encoder
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.published import published_defaults
 
 _Model = Model[HunyuanVideoConfig, LatentGeometry]
 
@@ -27,19 +28,7 @@ FAMILY = ModelFamily(
     diffusers_components=(codec.AUTOENCODER,),
     # The text refiner has no grid and counts as `cross`: sparse choices pass over it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
-    # 720p, five seconds at 24 frames a second, as its authors document them; distilled from guidance.
-    defaults={
-        "negative_prompt": "",
-        "height": 720,
-        "width": 1280,
-        "num_frames": 129,
-        "fps": 24,
-        "num_inference_steps": 50,
-        "guidance_scale": 6.0,
-        "flow_shift": 7.0,
-        "sampler": "flow_match_euler",
-        "guidance_mode": "batched",
-    },
+    defaults=published_defaults("hunyuan-video"),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     schedule=LinearSigmas(),

@@ -22,6 +22,7 @@ from diffusion_runtime.models.hunyuan_video_15.text import load_text_encoder
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
 from diffusion_runtime.models.hunyuan_video_15.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.published import published_defaults
 
 _Model = Model[HunyuanVideo15Config, LatentGeometry]
 
@@ -53,19 +54,8 @@ FAMILY = ModelFamily(
     diffusers_components=(codec.AUTOENCODER,),
     # The text refiner has no grid and counts as `cross`: sparse choices pass over it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
-    # 480p, five seconds at 24 frames a second, as its authors document them.
-    defaults={
-        "negative_prompt": "",
-        "height": 480,
-        "width": 848,
-        "num_frames": 121,
-        "fps": 24,
-        "num_inference_steps": 50,
-        "guidance_scale": 6.0,
-        "flow_shift": 5.0,
-        "sampler": "flow_match_euler",
-        "guidance_mode": "batched",
-    },
+    # The flow shift is of folders whose scheduler says none.
+    defaults={"flow_shift": 5.0, **published_defaults("hunyuan-video-1.5-t2v")},
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     schedule=LinearSigmas(),

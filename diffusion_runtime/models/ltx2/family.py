@@ -31,6 +31,7 @@ from diffusion_runtime.models.ltx2.config import LTX2Config, read_geometry, read
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import pair_channels, stays_float32, transformer_pieces
+from diffusion_runtime.models.published import published_defaults
 
 _Model = Model[LTX2Config, LTX2Geometry]
 
@@ -70,18 +71,7 @@ FAMILY = ModelFamily(
         (AUDIO_TO_VIDEO_ROLE, "cross"),
         (VIDEO_TO_AUDIO_ROLE, "cross"),
     ),
-    # Five seconds at 24 frames a second, as its authors document the first stage.
-    defaults={
-        "negative_prompt": "",
-        "height": 512,
-        "width": 768,
-        "num_frames": 121,
-        "fps": 24,
-        "num_inference_steps": 40,
-        "guidance_scale": 4.0,
-        "sampler": "flow_match_euler",
-        "guidance_mode": "batched",
-    },
+    defaults=published_defaults("ltx-2"),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     read_schedule=token_shift,

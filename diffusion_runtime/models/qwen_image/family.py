@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diffusion_runtime.denoising.token_shift import token_shift
 from diffusion_runtime.models.family import ModelFamily
+from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image import codec
 from diffusion_runtime.models.qwen_image.config import read_geometry, read_transformer_config
 from diffusion_runtime.models.qwen_image.text import load_text_encoder
@@ -16,18 +17,7 @@ FAMILY = ModelFamily(
     pipeline_classes=("QwenImagePipeline",),
     diffusers_components=(codec.AUTOENCODER,),
     roles=(("self", "self"),),
-    # The authors' own, for a square image; their negative prompt is a space.
-    defaults={
-        "negative_prompt": " ",
-        "height": 1328,
-        "width": 1328,
-        "num_frames": 1,
-        "fps": 1,
-        "num_inference_steps": 50,
-        "guidance_scale": 4.0,
-        "sampler": "flow_match_euler",
-        "guidance_mode": "batched",
-    },
+    defaults=published_defaults("qwen-image"),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     read_schedule=token_shift,

@@ -15,6 +15,7 @@ from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.config import (
     GATE,
@@ -29,9 +30,9 @@ from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.umt5 import MAX_TOKENS, load_umt5
 
-# Where Wan 2.2's own examples differ: 4 and 3 for the two experts in 40 steps; five seconds at 24 frames a second.
-_EXPERT_DEFAULTS = {"num_inference_steps": 40, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
-_IMAGE_DEFAULTS = {"height": 704, "width": 1280, "num_frames": 121, "fps": 24}
+# Where Wan 2.2's own examples differ. Two experts make 480p as well, which stays the default.
+_EXPERT_DEFAULTS = published_defaults("wan2.2-t2v-a14b", "num_inference_steps", "guidance_scale", "guidance_scale_2")
+_IMAGE_DEFAULTS = published_defaults("wan2.2-ti2v-5b", "height", "width", "num_frames", "fps")
 
 _Model = Model[WanTransformerConfig, LatentGeometry]
 
@@ -112,19 +113,7 @@ FAMILY = ModelFamily(
     diffusers_components=(codec.AUTOENCODER,),
     roles=(("self", "self"), ("cross", "cross")),
     decoder_splits_rows=True,
-    # 480p as in Wan 2.1's own examples: flow shift 3 and guidance 5 to 6 for 1.3B, five seconds at 16 frames a second.
-    defaults={
-        "negative_prompt": "",
-        "height": 480,
-        "width": 832,
-        "num_frames": 81,
-        "fps": 16,
-        "num_inference_steps": 50,
-        "guidance_scale": 5.0,
-        "flow_shift": 3.0,
-        "sampler": "unipc",
-        "guidance_mode": "batched",
-    },
+    defaults=published_defaults("wan2.1-1.3b"),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=WanTransformer,

@@ -8,6 +8,7 @@ from diffusion_runtime.denoising.token_shift import token_shift
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.z_image.text import load_text_encoder
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
@@ -38,18 +39,7 @@ FAMILY = ModelFamily(
     roles=(("self", "self"), (TEXT_ROLE, "cross")),
     # cond + scale * (cond - uncond): 0 turns guidance off, where other models say 1.
     guidance_offset=1.0,
-    # Those of Z-Image-Turbo, as its authors document them: eight steps, and no guidance.
-    defaults={
-        "negative_prompt": "",
-        "height": 1024,
-        "width": 1024,
-        "num_frames": 1,
-        "fps": 1,
-        "num_inference_steps": 8,
-        "guidance_scale": 0.0,
-        "sampler": "flow_match_euler",
-        "guidance_mode": "batched",
-    },
+    defaults=published_defaults("z-image-turbo"),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     read_schedule=token_shift,
