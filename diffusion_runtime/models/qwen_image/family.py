@@ -10,6 +10,7 @@ from diffusion_runtime.models.qwen_image.config import read_geometry, read_trans
 from diffusion_runtime.models.qwen_image.text import load_text_encoder
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import transformer_pieces
+from diffusion_runtime.models.video_decoder import read_statistics
 
 FAMILY = ModelFamily(
     name="qwen_image",
@@ -26,5 +27,5 @@ FAMILY = ModelFamily(
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
     load_decoder=codec.load_decoder,
-    check_parts=codec.read_statistics,
+    check_parts=read_statistics,
 )

@@ -16,6 +16,7 @@ from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.config import (
     GATE,
@@ -123,6 +124,6 @@ FAMILY = ModelFamily(
     load_text_encoder=_load_text_encoder,
     load_decoder=codec.load_decoder,
     load_image_conditioner=codec.load_image_conditioner,
-    check_parts=codec.read_statistics,
+    check_parts=read_statistics,
     adapt=_adapt,
 )
