@@ -16,6 +16,7 @@ import importlib
 import json
 import pkgutil
 import statistics
+import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,18 +142,26 @@ def build_ours(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_folder(folder, step)
-        family = family_for_folder(folder)
+        model = family_for_folder(folder).describe(folder)
         policy = AttentionPolicy(cli=AttentionConfig.parse(backend), device=str(device), dtype=DTYPE)
-        empty = family.build_transformer(folder, policy)
-        module = importlib.import_module(type(family).__module__)
-        with reading(module, StateCheckpoint(state, takes=takes)):
-            return family.load_transformer(folder, empty, device, DTYPE)
+        empty = model.build_transformer(policy)
+        # A family that reads its checkpoint by itself imports the class by itself.
+        modules = [importlib.import_module("diffusion_runtime.models.family")]
+        modules += [sys.modules[name] for name in sys.modules if name.endswith(f".{model.family.name}.family")]
+        with contextlib.ExitStack() as stack:
+            for module in modules:
+                if "Checkpoint" in vars(module):
+                    stack.enter_context(reading(module, StateCheckpoint(state, takes=takes)))
+            return model.load_transformer(empty, device, DTYPE)
 
 
 def write_folder(folder: Path, step: FamilyStep) -> None:
     """The json files that a family reads before any weight."""
     index = {"transformer": ["diffusers", step.transformer_class], **step.index}
     (folder / "model_index.json").write_text(json.dumps(index))
+    (folder / "scheduler").mkdir()
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
     configs = {"transformer": step.config, "vae": step.vae_config, **step.other_configs}
     for name, values in configs.items():
         (folder / name).mkdir()

@@ -72,12 +72,14 @@ def write_folder(folder: Path) -> None:
     (folder / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "WanTransformer3DModel"]}))
     (folder / "vae").mkdir()
     (folder / "vae" / "config.json").write_text("{}")
+    (folder / "scheduler").mkdir()
+    scheduler = '{"_class_name": "FlowMatchEulerDiscreteScheduler"}'
+    (folder / "scheduler" / "scheduler_config.json").write_text(scheduler)
 
 
 def load_ours(folder: Path) -> DiffusionTransformer:
-    family = family_for_folder(folder)
-    transformer = family.build_transformer(folder, AttentionPolicy())
-    return family.load_transformer(folder, transformer, torch.device("cpu"), torch.float32)
+    model = family_for_folder(folder).describe(folder)
+    return model.load_transformer(model.build_transformer(AttentionPolicy()), torch.device("cpu"), torch.float32)
 
 
 def milliseconds(function: Callable[[], torch.Tensor]) -> float:

@@ -17,7 +17,6 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
 from diffusion_runtime.config import Degrees, RuntimeConfig
-from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.diffusers_bridge.choice import is_passthrough
@@ -36,9 +35,10 @@ from diffusion_runtime.models.component_files import (
     refuse_quantised_components,
 )
 from diffusion_runtime.models.diffusers_import import check_diffusers_import
-from diffusion_runtime.models.generation import generation_settings
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder, ModelFamily
+from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
 from diffusion_runtime.models.lora import Lora, read_lora
+from diffusion_runtime.models.published import PublishedModel, model_of_name
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.models.shared_decoder import SharedDecoder
 from diffusion_runtime.parallel.dry_run_mesh import planned_mesh
@@ -86,7 +86,7 @@ class PreparedModel:
     the model together, None for one alone."""
 
     description: PipelineDescription
-    family: ModelFamily
+    model: Model[Any, Any]
     transformer: DiffusionTransformer
     policy: AttentionPolicy
     device: torch.device
@@ -116,17 +116,16 @@ class PreparedModel:
         bound_primitive_cache()
         say("choosing attention")
         checked = self._check_attention()
-        description, family = checked.description, self.family
-        folder = resolve_model_folder(config.model_path)
-        check_component_files(folder)
+        description, opened = checked.description, self.model
+        check_component_files(resolve_model_folder(config.model_path))
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", advice):
             say("loading the text encoder")
-            text_encoder = self._load_text_encoder(folder)
+            text_encoder = self._load_text_encoder()
             say("loading the transformer")
-            transformer = family.load_transformer(folder, checked.transformer, self.device, self.dtype, self.loras)
+            transformer = opened.load_transformer(checked.transformer, self.device, self.dtype, self.loras)
             say("loading the decoder")
-            decoder = self._load_decoder(folder)
+            decoder = self._load_decoder()
         if world is not None:
             world.wait_for_all()
             world.enable_hang_detection(config.parallel.timeout)
@@ -135,7 +134,7 @@ class PreparedModel:
             transformer=transformer,
             decoder=decoder,
             rules=checked.rules,
-            load_image_conditioner=lambda: family.load_image_conditioner(folder, self.device, self.dtype),
+            load_image_conditioner=lambda: opened.load_image_conditioner(self.device, self.dtype),
             device=self.device,
             dtype=self.dtype,
             recipe=description.to_dict(),
@@ -151,7 +150,7 @@ class PreparedModel:
         # Loading fills the transformer, so a second `load` needs another one.
         is_empty = all(parameter.is_meta for parameter in self.transformer.parameters())
         transformer, self_checks = checker.settle(
-            lambda: _build_transformer(self.family, self.description.folder, self.policy),
+            lambda: _build_transformer(self.model, self.policy),
             lambda built: built.attention_layers(),
             self.transformer if is_empty else None,
         )
@@ -164,19 +163,19 @@ class PreparedModel:
         )
         return dataclasses.replace(self, description=description, transformer=transformer)
 
-    def _load_text_encoder(self, folder: Path) -> TextEncoder:
+    def _load_text_encoder(self) -> TextEncoder:
         def load() -> TextEncoder:
-            return self.family.load_text_encoder(folder, self.device, self.dtype)
+            return self.model.load_text_encoder(self.device, self.dtype)
 
         return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
 
-    def _load_decoder(self, folder: Path) -> LatentDecoder:
+    def _load_decoder(self) -> LatentDecoder:
         def load() -> LatentDecoder:
-            return self.family.load_decoder(folder, self.device, self.dtype)
+            return self.model.load_decoder(self.device, self.dtype)
 
         if self.world is None:
             return load()
-        is_needed = self.world.is_first or self.family.decoder_splits_rows
+        is_needed = self.world.is_first or self.model.family.decoder_splits_rows
         return SharedDecoder(load() if is_needed else None, self.world)
 
 
@@ -302,14 +301,14 @@ def _prepare_model(
     family = family_for_folder(folder)
     check_components(folder)
     refuse_quantised_components(folder)
-    family.check_settings(folder)
-    rules = _request_rules(folder, family, read_scheduler_config(folder))
+    model = family.open(folder)
+    rules = _request_rules(model, model_of_name(config.model_path))
     rules.try_scheduler()
-    degrees = _settle_degrees(config, folder, family, rules)
+    degrees = _settle_degrees(config, model, rules)
     is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
     if is_open and is_guided is not None and not is_guided(rules):
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cfg_parallel=False))
-        degrees = _settle_degrees(config, folder, family, rules)
+        degrees = _settle_degrees(config, model, rules)
     device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
     mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
@@ -327,7 +326,7 @@ def _prepare_model(
     )
     # Every attention layer decides when it is made, so a choice that cannot run ends here.
     transformer, self_checks = _self_checker(config, rules, degrees).settle(
-        lambda: _build_transformer(family, folder, policy), lambda built: built.attention_layers()
+        lambda: _build_transformer(model, policy), lambda built: built.attention_layers()
     )
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
@@ -348,8 +347,8 @@ def _prepare_model(
     )
     loras = tuple(read_lora(lora) for lora in config.lora)
     for lora in loras:
-        lora.check_components(family.transformer_components(folder))
-    return PreparedModel(description, family, transformer, policy, device, dtype, loras, mesh, world)
+        lora.check_components(model.transformer_components)
+    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world)
 
 
 def _self_checker(config: RuntimeConfig, rules: RequestRules, degrees: Degrees) -> SelfChecker:
@@ -360,13 +359,13 @@ def _self_checker(config: RuntimeConfig, rules: RequestRules, degrees: Degrees) 
     return SelfChecker(enabled=config.self_check, may_run=False, num_keys=num_keys)
 
 
-def _build_transformer(family: ModelFamily, folder: Path, policy: AttentionPolicy) -> DiffusionTransformer:
+def _build_transformer(model: Model[Any, Any], policy: AttentionPolicy) -> DiffusionTransformer:
     try:
-        return family.build_transformer(folder, policy)
+        return model.build_transformer(policy)
     except (RuntimeError, OverflowError) as error:
         # Sizes that pass one by one and not together: their products are more than torch counts to.
         raise ModelLoadError(
-            f"{folder / 'transformer' / 'config.json'}: no transformer can have these sizes: {first_line(error)}"
+            f"{model.folder / 'transformer' / 'config.json'}: no transformer can have these sizes: {first_line(error)}"
         ) from error
 
 
@@ -400,17 +399,16 @@ def _describe_passthrough(
     )
 
 
-def _settle_degrees(config: RuntimeConfig, folder: Path, family: ModelFamily, rules: RequestRules) -> Degrees:
+def _settle_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:
     """How the processes share the work, chosen where it is left open. Raises ConfigError."""
     if config.parallel.num_processes == 1:
         return Degrees()
-    num_heads = family.num_shared_heads(folder)
-    if num_heads is None:
+    if model.num_shared_heads is None:
         raise ConfigError(
-            f"parallel: {family.name} models run on one process in this version: nothing says how their tokens are "
-            "cut; leave out --num-gpus"
+            f"parallel: {model.family.name} models run on one process in this version: nothing says how their tokens "
+            "are cut; leave out --num-gpus"
         )
-    return config.parallel.settle(num_heads, is_guided=rules.is_guided_by_default)
+    return config.parallel.settle(model.num_shared_heads, is_guided=rules.is_guided_by_default)
 
 
 def _device_name(config: RuntimeConfig, world: World | None) -> str:
@@ -436,33 +434,34 @@ def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, time
     )
 
 
-def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig) -> RequestRules:
-    """generation.json over the scheduler's own settings over the family's defaults."""
-    settings = generation_settings(folder)
-    defaults = dict(family.request_defaults(folder))
+def _request_rules(model: Model[Any, Any], named: PublishedModel | None) -> RequestRules:
+    """What is documented of a model chosen by name over generation.json over the scheduler's own settings over the
+    model's defaults."""
+    documented = [] if named is None else [named.request]
+    defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
         # Another scheduler would make other pictures: only a request or generation.json may put one in its place.
         del defaults["sampler"]
     return RequestRules(
-        defaults=layered(defaults, scheduler.defaults, settings.defaults),
-        presets=settings.presets,
-        geometry=family.geometry(folder),
+        defaults=layered(defaults, scheduler.defaults, model.generation.defaults, *documented),
+        presets=model.generation.presets if named is None else {**model.generation.presets, **named.presets},
+        geometry=model.geometry,
         scheduler=scheduler,
-        schedule=family.schedule(folder, scheduler),
-        embeds_guidance=family.embeds_guidance(folder),
-        takes_guidance=family.takes_guidance(folder),
-        guidance_offset=family.guidance_offset,
-        model_fields=_model_fields(folder, family),
-        needs_image=family.needs_image(folder),
+        schedule=model.schedule,
+        embeds_guidance=model.embeds_guidance,
+        takes_guidance=model.takes_guidance,
+        guidance_offset=model.family.guidance_offset,
+        model_fields=_model_fields(model),
+        needs_image=model.needs_image,
         attention_layers=(),
     )
 
 
-def _model_fields(folder: Path, family: ModelFamily) -> frozenset[str]:
+def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
     """The request fields that not every model uses and this one does."""
     facts = {
-        "image_path": family.takes_image(folder),
-        "true_cfg_scale": family.embeds_guidance(folder),
-        "guidance_scale_2": len(family.transformer_components(folder)) > 1,
+        "image_path": model.takes_image,
+        "true_cfg_scale": model.embeds_guidance,
+        "guidance_scale_2": len(model.transformer_components) > 1,
     }
-    return frozenset(family.request_fields) | {name for name, holds in facts.items() if holds}
+    return frozenset(model.family.request_fields) | {name for name, holds in facts.items() if holds}

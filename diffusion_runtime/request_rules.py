@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 @dataclass(frozen=True)
 class RequestRules:
     """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
-    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance) or can be asked
-    for at all (ModelFamily.takes_guidance), what is added to its guidance_scale for classifier-free guidance, which of
+    how its noise levels are spaced, whether guidance is an input of it (Model.embeds_guidance) or can be asked
+    for at all (Model.takes_guidance), what is added to its guidance_scale for classifier-free guidance, which of
     the fields that not every model uses it does (model_fields), whether it needs an image, and its attention layers,
     with or without weights around them, whose options may ask for a number of steps.
     """
@@ -126,7 +126,9 @@ class RequestRules:
 
         request: a resolved one.
         """
-        return tuple((name, value) for name, value in request.to_dict().items() if name not in _OWN_FIELDS)
+        return tuple(
+            (name, value) for name, value in request.to_dict().items() if not REQUEST_FIELDS[name].differs_in_batch
+        )
 
     @property
     def _product(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from diffusion_runtime import GenerationRequest, Pipeline
 from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import initial_noise
-from diffusion_runtime.models.interface import ModelFamily
+from diffusion_runtime.models.family import ModelFamily
 
 CPU = torch.device("cpu")
 
@@ -25,9 +26,17 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
 
 
-def load_transformer(family: ModelFamily, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load_transformer(family: ModelFamily[Any, Any], folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Our transformer of a folder, with its weights."""
-    return family.load_transformer(folder, family.build_transformer(folder, AttentionPolicy(dtype=dtype)), CPU, dtype)
+    model = family.describe(folder)
+    return model.load_transformer(model.build_transformer(AttentionPolicy(dtype=dtype)), CPU, dtype)
+
+
+def write_plain_scheduler(folder: Path) -> None:
+    """The scheduler's file of a folder that has one with every setting left out."""
+    (folder / "scheduler").mkdir(exist_ok=True)
+    settings = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
 
 
 class RecordingSampler(Sampler):

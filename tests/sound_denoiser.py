@@ -9,7 +9,7 @@ from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
-from diffusion_runtime.models.ltx2.family import LTX2Family
+from diffusion_runtime.models.ltx2.family import FAMILY
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import PositionRules
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
@@ -23,7 +23,7 @@ TEXT_DIM, LENGTHS = 8, (5, 3)
 
 def sound_denoiser(policy: AttentionPolicy, *, head_dim: int = 8) -> LTX2Transformer:
     """In float32 on the CPU; the same weights at every call."""
-    for role, category in LTX2Family.roles:
+    for role, category in FAMILY.roles:
         register_role(role, category)
     config = LTX2Config(
         video=StreamConfig(num_heads=4, head_dim=head_dim, num_channels=4),

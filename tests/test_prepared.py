@@ -18,7 +18,7 @@ from diffusion_runtime.config import ParallelConfig
 from diffusion_runtime.errors import ConfigError, PipelineClosedError
 from diffusion_runtime.generation_pipeline import GenerationPipeline
 from diffusion_runtime.loading import Prepared, prepare
-from diffusion_runtime.models.wan.family import WanFamily
+from diffusion_runtime.models.family import Model
 
 REQUEST = GenerationRequest("a red circle", **{**TINY_SIZES, "num_inference_steps": 1})
 
@@ -27,13 +27,13 @@ REQUEST = GenerationRequest("a red circle", **{**TINY_SIZES, "num_inference_step
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folder of every transformer that was built."""
     found: list[Path] = []
-    build = WanFamily.build_transformer
+    build = Model.build_transformer
 
-    def counted(family: WanFamily, folder: Path, policy: Any) -> Any:
-        found.append(folder)
-        return build(family, folder, policy)
+    def counted(model: Any, policy: Any) -> Any:
+        found.append(model.folder)
+        return build(model, policy)
 
-    monkeypatch.setattr(WanFamily, "build_transformer", counted)
+    monkeypatch.setattr(Model, "build_transformer", counted)
     return found
 
 

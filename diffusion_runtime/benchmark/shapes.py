@@ -10,7 +10,6 @@ from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.errors import ConfigError, nearest
 from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
 from diffusion_runtime.models.folder import ConfigFile, read_config, read_json
-from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.registry import family_for_folder
 
 # A CPU computes this many operations in a second or so.
@@ -119,7 +118,8 @@ def embedded_shapes() -> tuple[AttentionShape, ...]:
     folder = EMBEDDED_FOLDER
     config = read_config(folder, "transformer")
     num_heads, head_dim = config.whole_number("num_attention_heads"), config.whole_number("attention_head_dim")
-    geometry, settings = family_for_folder(folder).geometry(folder), generation_settings(folder)
+    embedded = family_for_folder(folder).describe(folder)
+    geometry, settings = embedded.geometry, embedded.generation
     shapes = []
     for preset, values in settings.presets.items():
         size = {**settings.defaults, **values}

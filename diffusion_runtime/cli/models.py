@@ -18,7 +18,7 @@ EPILOG = """[bold]Examples[/]
 
 diffusion-runtime models
 
-diffusion-runtime generate "a cat" --model-path Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+diffusion-runtime generate "a cat" --model-path wan2.1-1.3b
 
 diffusion-runtime models --json
 """
@@ -32,7 +32,8 @@ def models(as_json: options.Json = False) -> None:
     """
     terminal = Terminal()
     with terminal.log():
-        from diffusion_runtime.models.registry import published_models, supported_transformer_classes
+        from diffusion_runtime.models.published import published_models
+        from diffusion_runtime.models.registry import supported_transformer_classes
 
         listed, classes = published_models(), supported_transformer_classes()
     if as_json:
@@ -67,7 +68,7 @@ def show(listed: Sequence[PublishedModel]) -> None:
     console = Console(highlight=False, file=sys.stdout)
     rows = [
         (
-            f"{model.model_path}\n  {model.makes}",
+            f"{model.model_path}\n  {f'{model.name}: ' if model.is_download else ''}{model.makes}",
             _gigabytes(model.download_gb) if model.download_gb else "inside",
             *(_gigabytes(model.memory_gb(dtype)) for dtype in _SHOWN_DTYPES),
         )
@@ -76,7 +77,7 @@ def show(listed: Sequence[PublishedModel]) -> None:
     console.print(plain_table(("--model-path", "download", "bf16", "fp32"), rows, "Models"))
     for line in (
         "bf16, fp32: device memory for all weights; a generation adds its own, by its size.",
-        "Settings for each: configs/ of the repository.",
+        "A short name brings the settings and presets documented for it; the hub id does not.",
         "Any other diffusers pipeline runs with --backend diffusers.",
     ):
         console.print(Text(line))

@@ -30,7 +30,9 @@ PromptFile: TypeAlias = Annotated[
 ]
 ModelPath: TypeAlias = Annotated[
     str | None,
-    _flag(WHAT, "shapes (embedded), a diffusers folder, or a hub id.", "--model-path", metavar="MODEL"),
+    _flag(
+        WHAT, "shapes (embedded), a name of `models`, a diffusers folder, or a hub id.", "--model-path", metavar="MODEL"
+    ),
 ]
 LoraPath: TypeAlias = Annotated[
     list[str] | None,

@@ -52,14 +52,14 @@ def check_model(folder: Path = EMBEDDED_FOLDER) -> ModelCheck:
     num_parameters = 0
     try:
         device, dtype = torch.device("cpu"), torch.float32
-        family = family_for_folder(folder)
-        family.load_text_encoder(folder, device, dtype)
+        model = family_for_folder(folder).describe(folder)
+        model.load_text_encoder(device, dtype)
         # No choice of the user's may keep the files from being looked at.
         policy = AttentionPolicy(device="cpu", dtype=dtype, environment=None, forced=())
         with quiet_log():
-            empty = family.build_transformer(folder, policy)
-        transformer = family.load_transformer(folder, empty, device, dtype)
-        family.load_decoder(folder, device, dtype)
+            empty = model.build_transformer(policy)
+        transformer = model.load_transformer(empty, device, dtype)
+        model.load_decoder(device, dtype)
         state: Mapping[str, torch.Tensor] = transformer.state_dict()
         num_parameters = sum(tensor.numel() for tensor in state.values())
         damaged = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]

@@ -22,6 +22,7 @@ from torch import nn
 from diffusion_runtime.errors import ModelLoadError, first_line, nearest
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.folder import INDEX_FILE, check_model_files
+from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.weight_files import (
     DAMAGED,
     check_whole,
@@ -222,10 +223,11 @@ def _check_names(checkpoint: Checkpoint, expected: list[Piece], ignored: Callabl
 
 
 def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
-    """The folder behind `shapes`, the path of a folder, or a hub id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
+    """The folder behind `shapes`, the path of a folder, the name of a published model such as `wan2.1-1.3b`, or a hub
+    id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
 
-    A hub id is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors files, never
-    a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone.
+    What is on the hub is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors
+    files, never a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone.
 
     Raises ModelLoadError that says what to type instead.
     """
@@ -244,10 +246,14 @@ def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
         refuse_single_file(path)
         raise ModelLoadError(f"{model_path} is a file; give the folder that holds {INDEX_FILE}, such as {path.parent}")
     check_place(path, "model_path")
+    named = model_of_name(model_path)
+    if named is not None:
+        return _download(named.model_path, weights)
     if not _HUB_ID.fullmatch(model_path):
         raise ModelLoadError(
             f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` (the embedded model), a "
-            "diffusers folder, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+            "diffusers folder, a name that `diffusion-runtime models` lists, or a hub id such as "
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     return _download(model_path, weights)
 

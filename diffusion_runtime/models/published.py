@@ -1,9 +1,16 @@
-"""What the published models of a family need: plain values, known without torch."""
+"""Published models by name, out of published.yaml: hub id, sizes, request values and presets; known without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+
+PUBLISHED_FILE = Path(__file__).with_name("published.yaml")
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -13,7 +20,8 @@ class PublishedModel:
 
     name: short, that of its file in configs/. model_path: a hub id, or `shapes`. makes: `video`, `image`,
     `video from image`, or `video from text or image`. parameters: of each component, in billions. stored_bytes: of one
-    stored number, for the size of the download.
+    stored number, for the size of the download. request, presets: the values it was made for, as its authors document
+    them.
     """
 
     name: str
@@ -22,6 +30,13 @@ class PublishedModel:
     makes: str
     parameters: tuple[tuple[str, float], ...]
     stored_bytes: int = 2
+    request: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def is_download(self) -> bool:
+        """Whether it is on the hub; the embedded model is not."""
+        return "/" in self.model_path
 
     @property
     def total_billions(self) -> float:
@@ -30,8 +45,46 @@ class PublishedModel:
     @property
     def download_gb(self) -> float:
         """10 ** 9 bytes that the hub sends; 0 for the embedded model."""
-        return 0.0 if "/" not in self.model_path else self.total_billions * self.stored_bytes
+        return self.total_billions * self.stored_bytes if self.is_download else 0.0
 
     def memory_gb(self, dtype: str) -> float:
         """10 ** 9 bytes that the weights of all components take; what a generation adds depends on its size."""
         return self.total_billions * BYTES_OF[dtype]
+
+
+@functools.cache
+def published_models() -> tuple[PublishedModel, ...]:
+    """Every published model that a family here loads, the embedded one first."""
+    return tuple(_model(name, entry) for name, entry in read_yaml_file(PUBLISHED_FILE).items())
+
+
+def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
+    published = entry["published"]
+    return PublishedModel(
+        name=name,
+        family=published["family"],
+        model_path=entry["runtime"]["model_path"],
+        makes=published["makes"],
+        parameters=tuple(published["parameters"].items()),
+        stored_bytes=published.get("stored_bytes", 2),
+        request={key: value for key, value in entry["request"].items() if value is not None},
+        presets=entry.get("presets", {}),
+    )
+
+
+def model_of_name(model_path: str) -> PublishedModel | None:
+    """The published model on the hub that `model_path` names; None for a folder of that name, and for anything else."""
+    named = next((model for model in published_models() if model.is_download and model.name == model_path), None)
+    return None if named is None or Path(model_path).exists() else named
+
+
+def published_defaults(name: str, *keys: str) -> dict[str, Any]:
+    """The request values of a published model as the defaults of its family; `keys`: those alone.
+
+    A negative prompt of words is its authors' suggestion and nobody's default; a blank is what it was trained with.
+    """
+    request = next(model.request for model in published_models() if model.name == name)
+    negative_prompt = request.get("negative_prompt", "")
+    own = {"negative_prompt": "" if negative_prompt.strip() else negative_prompt}
+    values = {"fps": 1, "guidance_mode": "batched", **request, **own}
+    return {key: values[key] for key in keys} if keys else values

@@ -14,7 +14,7 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.cli.config_file import read_config
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.models.registry import published_models
+from diffusion_runtime.models.published import published_models
 from diffusion_runtime.request import request_field_types
 
 

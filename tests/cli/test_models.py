@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import struct
 import subprocess
 import sys
@@ -13,8 +14,7 @@ import pytest
 from cli_support import REPOSITORY, Command, process_environment
 
 from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
-from diffusion_runtime.models.published import PublishedModel
-from diffusion_runtime.models.registry import published_models
+from diffusion_runtime.models.published import PublishedModel, published_models
 
 
 def test_the_table_fits_a_terminal(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_json_says_what_each_needs(command: Command) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys; from diffusion_runtime.models.registry import published_models; published_models(); "
+    code = "import sys; from diffusion_runtime.models.published import published_models; published_models(); "
     finished = subprocess.run(
         [sys.executable, "-c", f"{code} print('torch' in sys.modules)"],
         env=process_environment(),
@@ -49,10 +49,11 @@ def test_no_torch_is_imported() -> None:
     assert finished.stdout.strip() == "False"
 
 
-def test_every_published_model_has_its_settings() -> None:
-    for model in published_models():
-        path = REPOSITORY / "configs" / f"{model.name}.yaml"
-        assert model.model_path in path.read_text(), path
+def test_configs_are_made_from_what_the_package_knows() -> None:
+    texts = runpy.run_path(str(REPOSITORY / "scripts" / "write_configs.py"))["config_texts"]()
+    files = {path.name: path.read_text(encoding="utf-8") for path in (REPOSITORY / "configs").iterdir()}
+    assert files == texts, "run: python scripts/write_configs.py"
+    assert set(files) == {f"{model.name}.yaml" for model in published_models()}
 
 
 def test_the_embedded_models_numbers_are_its_files() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from diffusion_runtime.cli.launching import CommandLine, piped_prompts
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.wan.family import WanFamily
+from diffusion_runtime.models.wan.family import FAMILY
 
 
 def test_a_dry_run_says_how_processes_would_share_the_work(command: Command, tiny_flags: tuple[str, ...]) -> None:
@@ -44,11 +45,8 @@ def test_processes_without_gpus_need_a_word(command: Command, tiny_flags: tuple[
 
 
 def test_a_family_that_cannot_be_cut(tiny_wan_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Whole(WanFamily):
-        def num_shared_heads(self, folder: Path) -> None:  # type: ignore[override]
-            return None
-
-    monkeypatch.setattr("diffusion_runtime.loading.family_for_folder", lambda folder: Whole())
+    whole = dataclasses.replace(FAMILY, shared_heads=lambda config: None)
+    monkeypatch.setattr("diffusion_runtime.loading.family_for_folder", lambda folder: whole)
     config = RuntimeConfig(str(tiny_wan_folder), device="cpu", parallel=ParallelConfig(num_gpus=2))
     with pytest.raises(ConfigError, match="wan models run on one process in this version"):
         inspect_pipeline(config)

@@ -148,7 +148,9 @@ def scattered_readers() -> Iterator[str]:
             called = ast.unparse(node.func)
             modes = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             reads = called.endswith((".read_text", ".read_bytes")) or called in ("json.load", "json.loads")
-            opens = (called == "open" or called.endswith(".open")) and not called.startswith(("Image.", "wave.", "os."))
+            opens = (called == "open" or called.endswith(".open")) and not called.startswith(
+                ("Image.", "wave.", "os.", "family.")
+            )
             if reads or (opens and modes != ["wb"]):
                 yield f"{here(path)}:{node.lineno}: {called}"
 

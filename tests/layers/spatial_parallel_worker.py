@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
+from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.models.wan.codec import load_decoder
 from diffusion_runtime.parallel.halo import band_of, gather_bands
 from diffusion_runtime.parallel.rank_group import RankGroup
@@ -23,7 +24,8 @@ def main(rank: int, size: int, store: str, folders: list[str]) -> None:
     group = RankGroup.of(dist.group.WORLD)
     for folder in folders:
         decoder = load_decoder(Path(folder), torch.device("cpu"), torch.float32)
-        shape = (1, decoder._mean.numel(), 3, NUM_ROWS, 5)
+        num_channels = len(read_statistics(Path(folder))[0])
+        shape = (1, num_channels, 3, NUM_ROWS, 5)
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         with SpatialParallel(group):
             band = decoder.decode(latents[..., band_of(NUM_ROWS, group), :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,8 @@ from tiny_models import write_tiny_wan
 
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.registry import family_for_folder, published_models
+from diffusion_runtime.models.published import published_models
+from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request import GenerationRequest
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
@@ -58,12 +60,36 @@ def test_a_file_says_what_its_family_does(name: str, tmp_path: Path) -> None:
     folder = KINDS.get(name, WRITERS[model.family])(tmp_path / "model")
     family = family_for_folder(folder)
     assert family.name == model.family
-    defaults = {**family.request_defaults(folder)}
+    defaults = family.describe(folder).defaults
     for key, value in settings(name).items():
         if key in OTHER.get(name, ()):
             assert name.startswith("wan") or value == family.defaults[key]
             continue
         assert value == defaults[key], key
+
+
+def test_a_name_stands_for_the_hub_id_with_its_settings(
+    tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(repository: str, weights: bool) -> Path:
+        asked.append(repository)
+        return tiny_wan_folder
+
+    monkeypatch.setattr("diffusion_runtime.models.checkpoint._download", download)
+    monkeypatch.chdir(tmp_path)
+    by_name = inspect_pipeline(RuntimeConfig("wan2.1-1.3b")).rules
+    by_id = inspect_pipeline(RuntimeConfig("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")).rules
+    assert set(asked) == {"Wan-AI/Wan2.1-T2V-1.3B-Diffusers"}
+    assert by_name.resolve(GenerationRequest("a star")).negative_prompt.startswith("色调艳丽")
+    assert by_name.resolve(GenerationRequest("a star"), preset="draft").num_frames == 33
+    assert by_id.resolve(GenerationRequest("a star")).negative_prompt == ""
+    # A folder of that name comes first, as it is.
+    asked.clear()
+    shutil.copytree(tiny_wan_folder, "wan2.1-1.3b")
+    assert "draft" not in inspect_pipeline(RuntimeConfig("wan2.1-1.3b")).rules.presets
+    assert asked == []
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,14 +12,14 @@ import pytest
 
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.interface import ModelFamily
+from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.registry import (
     family_for_folder,
     is_supported,
     register_family,
     supported_transformer_classes,
 )
-from diffusion_runtime.models.wan.family import WanFamily
+from diffusion_runtime.models.wan.family import FAMILY
 
 
 def folder_with(tmp_path: Path, transformer_class: str) -> Path:
@@ -48,12 +49,9 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
 def test_another_family_can_be_registered_and_its_roles_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Registered(WanFamily):
-        name = "registered"
-        roles = (("registered.sound_to_picture", "cross"),)
-
-    monkeypatch.setattr("diffusion_runtime.models.registry._creators", {})
-    register_family("RegisteredTransformer", Registered)
+    registered = dataclasses.replace(FAMILY, name="registered", roles=(("registered.sound_to_picture", "cross"),))
+    monkeypatch.setattr("diffusion_runtime.models.registry._families", {})
+    register_family("RegisteredTransformer", lambda: registered)
     family = family_for_folder(folder_with(tmp_path, "RegisteredTransformer"))
     assert isinstance(family, ModelFamily)
     assert family.name == "registered"
@@ -65,15 +63,15 @@ def test_roles_of_every_family_are_known_before_a_model_is_loaded() -> None:
 from diffusion_runtime import AttentionConfig, force_attention_backend
 from diffusion_runtime.attention.roles import is_role, known_roles
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.models.registry import _creators, family_for_folder
+from diffusion_runtime.models.registry import _families, family_for_folder
 assert known_roles() == ("self", "cross"), known_roles()
 AttentionConfig(per_role={"self": "reference"})
 assert known_roles() == ("self", "cross"), "families were imported for nothing"
 AttentionConfig.parse({"per_role.ltx2.audio_to_video.backend": "reference", "per_role.diffusers.text": "reference"})
 with force_attention_backend("reference", role="z_image.text_refiner"):
     pass
-for create in _creators.values():
-    assert all(is_role(role) for role, _ in create().roles)
+for load in _families.values():
+    assert all(is_role(role) for role, _ in load().roles)
 try:
     AttentionConfig(per_role={"ltx2.audio_to_vidoe": "reference"})
 except ConfigError as error:

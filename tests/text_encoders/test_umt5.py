@@ -146,7 +146,7 @@ def test_padding_is_the_transformers_and_not_the_tokenizers(
     path = folder / "tokenizer" / "tokenizer_config.json"
     values = {**json.loads(path.read_text()), "model_max_length": length}
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
-    encoder = family_for_folder(folder).load_text_encoder(folder, torch.device("cpu"), torch.float32)
+    encoder = family_for_folder(folder).describe(folder).load_text_encoder(torch.device("cpu"), torch.float32)
     found = encoder.encode(PROMPTS).embeddings
     assert encoder.max_tokens == found.shape[1] == 512
     pipeline = WanPipeline.from_pretrained(folder, transformer=None, vae=None)

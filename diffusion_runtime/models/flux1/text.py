@@ -12,6 +12,9 @@ from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
 
+# Tokens of T5: models distilled to few steps, which take no guidance scale, were trained on shorter prompts.
+MAX_TOKENS, MAX_TOKENS_FEW_STEPS = 512, 256
+
 
 class Flux1TextEncoder(TextEncoder):
     """The pooled vector is of the tokens that CLIP has room for; T5 has room for more. What either cut is said."""
@@ -29,7 +32,9 @@ class Flux1TextEncoder(TextEncoder):
         return dataclasses.replace(self.t5.encode(prompts), pooled=pooled, encoder="T5", further_cuts=(cut,))
 
 
-def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype, max_tokens: int) -> Flux1TextEncoder:
+def load_text_encoder(
+    folder: Path, device: torch.device, dtype: torch.dtype, max_tokens: int = MAX_TOKENS
+) -> Flux1TextEncoder:
     """Both encoders of a diffusers folder. Raises ModelLoadError."""
     clip = load_clip(folder, device, dtype, encoder="text_encoder", tokenizer="tokenizer")
     t5 = load_t5(folder, device, dtype, max_tokens=max_tokens, encoder="text_encoder_2", tokenizer="tokenizer_2")

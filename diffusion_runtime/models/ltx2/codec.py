@@ -8,12 +8,11 @@ from typing import Any
 import numpy
 import torch
 
-from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.folder import read_config
-from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.ltx2.config import AUDIO_VAE
+from diffusion_runtime.models.video_decoder import VideoDecoder, by_statistics
 
 VOCODER = "vocoder"
 VIDEO_AUTOENCODER = DiffusersComponent(
@@ -26,35 +25,19 @@ AUDIO_AUTOENCODER = DiffusersComponent(
 VOCODER_NETWORK = DiffusersComponent(VOCODER, "diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder")
 
 
-class LTX2Decoder(LatentDecoder):
+class LTX2Decoder(VideoDecoder):
     """The decoders of AutoencoderKLLTX2Video and AutoencoderKLLTX2Audio, in their weights' dtype, and the vocoder.
 
     scaling_factor: of the video's latents. sample_rate: of the vocoder's sound.
     """
 
-    library = "diffusers"
-
     def __init__(
         self, autoencoder: Any, scaling_factor: float, audio_autoencoder: Any, vocoder: Any, sample_rate: int
     ) -> None:
-        self._autoencoder = autoencoder
-        self._scaling_factor = scaling_factor
+        super().__init__(autoencoder, by_statistics(autoencoder.latents_mean, autoencoder.latents_std, scaling_factor))
         self._audio_autoencoder = audio_autoencoder
         self._vocoder = vocoder
         self._sample_rate = sample_rate
-        self.implementation = type(autoencoder).__name__
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
-        weight = next(self._autoencoder.parameters())
-        mean, std = (
-            statistic.view(1, -1, 1, 1, 1)
-            for statistic in (self._autoencoder.latents_mean, self._autoencoder.latents_std)
-        )
-        raw = latents.to(weight.device, torch.float32) * std / self._scaling_factor + mean
-        with torch.inference_mode(), OneDnnConvolutions():
-            frames: torch.Tensor = self._autoencoder.decode(raw.to(weight.dtype), return_dict=False)[0]
-            return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 
     def decode_audio(self, latents: torch.Tensor) -> Audio:
         """See LatentDecoder.decode_audio. Normalised moment by moment, over channels and bins together."""

@@ -9,9 +9,9 @@ import torch
 
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.interface import ImageCondition, ImageConditioner, LatentDecoder
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
+from diffusion_runtime.models.video_decoder import VideoDecoder, read_statistics, restore_by_config
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT,
@@ -25,26 +25,10 @@ _ENCODER_PARTS = ("encoder", "quant_conv")
 _DECODER_PARTS = ("decoder", "post_quant_conv")
 
 
-class WanDecoder(LatentDecoder):
-    """AutoencoderKLWan's decoder. Computes in its weights' dtype."""
+class WanDecoder(VideoDecoder):
+    """AutoencoderKLWan's decoder."""
 
-    library = "diffusers"
     splits_rows = True
-
-    def __init__(self, autoencoder: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        weight = next(autoencoder.parameters())
-        self._autoencoder = autoencoder
-        self._mean = torch.tensor(mean, device=weight.device).view(1, -1, 1, 1, 1)
-        self._std = torch.tensor(std, device=weight.device).view(1, -1, 1, 1, 1)
-        self._dtype = weight.dtype
-        self.implementation = type(autoencoder).__name__
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
-        raw = latents.to(self._mean.device, torch.float32) * self._std + self._mean
-        with torch.inference_mode(), OneDnnConvolutions():
-            frames: torch.Tensor = self._autoencoder.decode(raw.to(self._dtype), return_dict=False)[0]
-            return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 
 
 class WanImageConditioner(ImageConditioner):
@@ -70,24 +54,11 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> WanD
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
-    return WanDecoder(*_load_half(folder, device, dtype, left_out=_ENCODER_PARTS))
+    restore = restore_by_config(folder, device)
+    return WanDecoder(AUTOENCODER.load(folder, device, dtype, left_out=_ENCODER_PARTS), restore)
 
 
 def load_image_conditioner(folder: Path, device: torch.device, dtype: torch.dtype) -> WanImageConditioner:
     """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
-    return WanImageConditioner(*_load_half(folder, device, dtype, left_out=_DECODER_PARTS))
-
-
-def read_statistics(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of the latents, of every channel. Raises ModelLoadError that names the file and the key."""
-    file = read_config(folder, COMPONENT)
-    num_channels = file.whole_number("z_dim", 16)
-    return file.numbers("latents_mean", num_channels), file.numbers("latents_std", num_channels)
-
-
-def _load_half(
-    folder: Path, device: torch.device, dtype: torch.dtype, *, left_out: tuple[str, ...]
-) -> tuple[Any, tuple[float, ...], tuple[float, ...]]:
-    """The autoencoder without these parts, and the mean and deviation of its latents."""
     mean, std = read_statistics(folder)
-    return AUTOENCODER.load(folder, device, dtype, left_out=left_out), mean, std
+    return WanImageConditioner(AUTOENCODER.load(folder, device, dtype, left_out=_DECODER_PARTS), mean, std)

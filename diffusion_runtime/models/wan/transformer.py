@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +30,15 @@ from diffusion_runtime.layers.feed_forward import FeedForward
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.rope import grid_rotations, rotate
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.parallel.sharding import SequenceSharding
+
+# Of a text, for one block: both [B, L, heads, head_dim].
+_KeysAndValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class WanSelfAttention(nn.Module):
@@ -81,14 +86,12 @@ class WanCrossAttention(nn.Module):
         layer = LayerInfo(index, config.num_layers, "cross", f"{prefix}blocks.{index}.cross_attention")
         self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
 
-    def keys_and_values(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, text: torch.Tensor) -> _KeysAndValues:
         """Of text [B, L, D]: both [B, L, heads, head_dim]. They depend on nothing that changes from step to step."""
         k, v = self.kv(text).chunk(2, dim=-1)
         return self.norm_k(k).unflatten(-1, (self.num_heads, -1)), v.unflatten(-1, (self.num_heads, -1))
 
-    def forward(
-        self, x: torch.Tensor, keys_and_values: tuple[torch.Tensor, torch.Tensor], context: AttentionContext
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, keys_and_values: _KeysAndValues, context: AttentionContext) -> torch.Tensor:
         """x: [B, S, D]; context.layout: the text."""
         q = self.norm_q(self.q(x)).unflatten(-1, (self.num_heads, -1))
         out: torch.Tensor = self.out(self.attention(q, *keys_and_values, context).flatten(2))
@@ -115,7 +118,7 @@ class WanBlock(nn.Module):
         branch = self.self_attention(branch, inputs.rotations, inputs.grid_context)
         for tokens, rows in runs:
             add_gated_(x[:, tokens], branch[:, tokens], rows[2])
-        keys_and_values = inputs.text.keys_and_values[self.index]
+        keys_and_values = inputs.keys_and_values[self.index]
         x.add_(self.cross_attention(self.cross_norm(x), keys_and_values, inputs.text_context))
         branch = self.feed_forward(_modulated(x, [(tokens, rows[3], rows[4]) for tokens, rows in runs], self.eps))
         for tokens, rows in runs:
@@ -140,23 +143,16 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Text:
-    """embeddings: what the text encoder made. keys_and_values: for each block's cross-attention."""
-
-    embeddings: torch.Tensor
-    keys_and_values: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-
-
-@dataclass(frozen=True)
 class _BlockInputs:
     """What every block of one forward pass reads.
 
-    runs: of tokens that share a timestep, in order. rotations: [S, head_dim / 2], complex.
+    runs: of tokens that share a timestep, in order. keys_and_values: of the text, for each block.
+    rotations: [S, head_dim / 2], complex.
     grid_context, text_context: the forward pass as self-attention and cross-attention see it.
     """
 
     runs: tuple[_Run, ...]
-    text: _Text
+    keys_and_values: tuple[_KeysAndValues, ...]
     rotations: torch.Tensor
     grid_context: AttentionContext
     text_context: AttentionContext
@@ -192,7 +188,7 @@ class WanTransformer(DiffusionTransformer):
         x = sharding.shard(self.patch_embedding(_with_image(latents, inputs.image).to(dtype)))
         block_inputs = _BlockInputs(
             runs=self._runs(timestep, grid, inputs.image, sharding),
-            text=self._text(text, context),
+            keys_and_values=self._keys_and_values(text, context),
             rotations=sharding.shard(grid_rotations(grid, self.config.head_dim, x.device), dim=0),
             grid_context=context.with_layout(TokenLayout(grid)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
@@ -232,20 +228,14 @@ class WanTransformer(DiffusionTransformer):
         time = self.time_projection(F.silu(embedding)).unflatten(-1, (6, -1)).float()
         return _Run(tokens, embedding, time)
 
-    def _text(self, embeddings: torch.Tensor, context: AttentionContext) -> _Text:
-        """Every block's keys and values of a text [B, L, text_dim]; kept for the other steps of the request."""
+    def _keys_and_values(self, embeddings: torch.Tensor, context: AttentionContext) -> tuple[_KeysAndValues, ...]:
+        """Every block's keys and values of a text [B, L, text_dim]."""
 
-        def project() -> _Text:
+        def project() -> tuple[_KeysAndValues, ...]:
             text = self.text_embedding(embeddings.to(self.out.weight.dtype))
-            return _Text(embeddings, tuple(block.cross_attention.keys_and_values(text) for block in self._blocks()))
+            return tuple(block.cross_attention.keys_and_values(text) for block in self._blocks())
 
-        layer = LayerInfo(num_layers=self.config.num_layers, role="cross", name="text_embedding")
-        kept = context.state.get_or_create("text_projection", layer, context.step, project)
-        if kept.embeddings is not embeddings:
-            # Another text in the same request and branch: a caller that makes a new tensor for every step.
-            kept = project()
-            context.state.put("text_projection", layer, context.step, kept)
-        return kept
+        return cached_for_prompt("text_projection", embeddings, context, project)
 
     def _blocks(self) -> Iterator[WanBlock]:
         return (block for block in self.blocks if isinstance(block, WanBlock))

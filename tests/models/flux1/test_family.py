@@ -15,7 +15,7 @@ from open_fields import OPEN_FIELDS
 from diffusion_runtime import load_pipeline
 from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.flux1.family import Flux1Family
+from diffusion_runtime.models.flux1.family import FAMILY
 from diffusion_runtime.request import GenerationRequest
 
 CPU = torch.device("cpu")
@@ -36,24 +36,24 @@ def change(folder: Path, name: str, values: dict[str, Any]) -> Path:
 
 
 def build(folder: Path) -> None:
-    Flux1Family().build_transformer(folder, AttentionPolicy())
+    FAMILY.describe(folder).build_transformer(AttentionPolicy())
 
 
 def test_json_alone_is_enough_to_build(copy: Callable[[], Path]) -> None:
     folder = copy()
     for path in folder.rglob("*.safetensors"):
         path.unlink()
-    geometry = Flux1Family().geometry(folder)
+    geometry = FAMILY.describe(folder).geometry
     assert (geometry.num_channels, geometry.spatial_factor, geometry.patch) == (4, 2, (1, 2, 2))
     build(folder)
 
 
 def test_the_defaults_complete_a_request_but_for_the_shift(tiny_flux1_folder: Path) -> None:
-    defaults = Flux1Family().request_defaults(tiny_flux1_folder)
+    defaults = FAMILY.describe(tiny_flux1_folder).defaults
     request = GenerationRequest(prompt="a cat").with_defaults(defaults)
     open_fields = {name for name, value in request.to_dict().items() if value is None}
     assert open_fields == OPEN_FIELDS | {"flow_shift"}
-    assert Flux1Family().embeds_guidance(tiny_flux1_folder)
+    assert FAMILY.describe(tiny_flux1_folder).embeds_guidance
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_unknown_key_is_named(copy: Callable[[], Path]) -> None:
 def test_latents_of_another_width_are_named(copy: Callable[[], Path]) -> None:
     folder = change(copy(), "vae/config.json", {"latent_channels": 16})
     with pytest.raises(ModelLoadError, match=r"vae/config.json: key 'latent_channels': expected 4"):
-        Flux1Family().geometry(folder)
+        FAMILY.describe(folder)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_missing_component_is_named(copy: Callable[[], Path], component: str) 
 
 def test_weights_of_another_size_are_named(copy: Callable[[], Path]) -> None:
     folder = change(copy(), "transformer/config.json", {"num_single_layers": 3, "pooled_projection_dim": 24})
-    family = Flux1Family()
+    model = FAMILY.describe(folder)
     with pytest.raises(ModelLoadError) as caught:
-        family.load_transformer(folder, family.build_transformer(folder, AttentionPolicy()), CPU, torch.float32)
+        model.load_transformer(model.build_transformer(AttentionPolicy()), CPU, torch.float32)
     assert "single_transformer_blocks.2.norm.linear.weight" in str(caught.value)
     assert "text_embedder.linear_1.weight is [32, 32], expected [32, 24]" in str(caught.value)
 
@@ -153,6 +153,6 @@ def test_a_model_of_the_real_size_builds_without_memory(copy: Callable[[], Path]
     }
     change(folder, "transformer/config.json", config)
     change(folder, "vae/config.json", {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]})
-    transformer = Flux1Family().build_transformer(folder, AttentionPolicy())
+    transformer = FAMILY.describe(folder).build_transformer(AttentionPolicy())
     assert sum(parameter.numel() for parameter in transformer.parameters()) == 11_901_408_320
     assert all(parameter.is_meta for parameter in transformer.parameters())

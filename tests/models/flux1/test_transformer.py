@@ -15,7 +15,7 @@ from tiny_flux1 import CHANNELS
 
 from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.models.flux1.family import Flux1Family
+from diffusion_runtime.models.flux1.family import FAMILY
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
@@ -24,12 +24,12 @@ from diffusion_runtime.text_encoders.interface import Conditions
 
 @pytest.fixture(scope="module")
 def models(tiny_flux1_folder: Path) -> tuple[Flux1Transformer, FluxTransformer2DModel]:
-    return load_transformer(Flux1Family(), tiny_flux1_folder), load_theirs(tiny_flux1_folder)
+    return load_transformer(FAMILY, tiny_flux1_folder), load_theirs(tiny_flux1_folder)
 
 
 @pytest.fixture(scope="module")
 def models_without_guidance(tiny_flux1_schnell_folder: Path) -> tuple[Flux1Transformer, FluxTransformer2DModel]:
-    return load_transformer(Flux1Family(), tiny_flux1_schnell_folder), load_theirs(tiny_flux1_schnell_folder)
+    return load_transformer(FAMILY, tiny_flux1_schnell_folder), load_theirs(tiny_flux1_schnell_folder)
 
 
 def load_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> FluxTransformer2DModel:
@@ -132,7 +132,7 @@ def test_text_that_is_declared_padding_is_left_out(models: Any) -> None:
 
 
 def test_bfloat16_is_as_exact_as_diffusers(models: Any, tiny_flux1_folder: Path) -> None:
-    ours = load_transformer(Flux1Family(), tiny_flux1_folder, torch.bfloat16)
+    ours = load_transformer(FAMILY, tiny_flux1_folder, torch.bfloat16)
     theirs = load_theirs(tiny_flux1_folder, torch.bfloat16)
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
     latents, _, inputs = arguments(batch=2)

@@ -16,7 +16,7 @@ from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.flux2.family import Flux2Family
+from diffusion_runtime.models.flux2.family import FAMILY
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.stacked_states import StackedStatesEncoder
 
@@ -101,40 +101,40 @@ def test_a_missing_component_is_named(copy: Callable[[], Path], component: str) 
 def test_weights_of_another_size_are_named(copy: Callable[[], Path]) -> None:
     folder = copy()
     change_json(folder / "transformer" / "config.json", {"num_single_layers": 3})
-    family = Flux2Family()
-    transformer = family.build_transformer(folder, AttentionPolicy())
+    model = FAMILY.describe(folder)
+    transformer = model.build_transformer(AttentionPolicy())
     with pytest.raises(ModelLoadError, match=r"single_transformer_blocks\.2\.attn\.to_qkv_mlp_proj\.weight"):
-        family.load_transformer(folder, transformer, torch.device("cpu"), torch.float32)
+        model.load_transformer(transformer, torch.device("cpu"), torch.float32)
 
 
 def test_a_text_encoder_of_another_model_is_refused(copy: Callable[[], Path]) -> None:
-    family, folder = Flux2Family(), copy()
+    family, folder = FAMILY, copy()
     path = folder / "transformer" / "config.json"
     change_json(path, {"joint_attention_dim": 64})
     with pytest.raises(ModelLoadError, match="48 numbers a token, and the transformer takes joint_attention_dim, 64"):
-        family.load_text_encoder(folder, torch.device("cpu"), torch.float32)
+        family.describe(folder).load_text_encoder(torch.device("cpu"), torch.float32)
     text = json.loads((folder / "text_encoder" / "config.json").read_text())["text_config"]
     change_json(folder / "text_encoder" / "config.json", {"text_config": {**text, "num_hidden_layers": 30}})
     with pytest.raises(ModelLoadError, match="num_hidden_layers: expected more than 30, got 30"):
-        family.load_text_encoder(folder, torch.device("cpu"), torch.float32)
+        family.describe(folder).load_text_encoder(torch.device("cpu"), torch.float32)
     change_json(folder / "text_encoder" / "config.json", {"model_type": "llama"})
     with pytest.raises(ModelLoadError, match="model_type: expected 'mistral3', got 'llama'"):
-        family.load_text_encoder(folder, torch.device("cpu"), torch.float32)
+        family.describe(folder).load_text_encoder(torch.device("cpu"), torch.float32)
 
 
 def test_a_chat_template_of_the_folder_is_never_run(copy: Callable[[], Path]) -> None:
     """It is a program in jinja, and this one would fail."""
     folder = copy()
-    family = Flux2Family()
-    expected = family.load_text_encoder(folder, torch.device("cpu"), torch.float32).encode(["a red circle"])
+    model = FAMILY.describe(folder)
+    expected = model.load_text_encoder(torch.device("cpu"), torch.float32).encode(["a red circle"])
     (folder / "tokenizer" / "chat_template.jinja").write_text("{{ raise_exception('the template ran') }}")
-    found = family.load_text_encoder(folder, torch.device("cpu"), torch.float32).encode(["a red circle"])
+    found = model.load_text_encoder(torch.device("cpu"), torch.float32).encode(["a red circle"])
     assert torch.equal(found.embeddings, expected.embeddings)
 
 
 def test_only_what_is_read_of_the_text_encoder_is_kept(tiny_flux2_folder: Path, tiny_klein_folder: Path) -> None:
     for folder, num_layers in ((tiny_flux2_folder, 30), (tiny_klein_folder, 27)):
-        encoder = Flux2Family().load_text_encoder(folder, torch.device("cpu"), torch.float32)
+        encoder = FAMILY.describe(folder).load_text_encoder(torch.device("cpu"), torch.float32)
         assert isinstance(encoder, StackedStatesEncoder)
         assert len(encoder.model.layers) == num_layers
         assert {name.split(".")[0] for name, _ in encoder.model.named_parameters()} == {"embed_tokens", "layers"}
@@ -143,11 +143,11 @@ def test_only_what_is_read_of_the_text_encoder_is_kept(tiny_flux2_folder: Path, 
 
 def test_a_distilled_model_takes_four_steps_without_guidance(tiny_klein_folder: Path, tmp_path: Path) -> None:
     folder = write_tiny_flux2_klein(tmp_path / "distilled", is_distilled=True)
-    defaults = Flux2Family().request_defaults(folder)
+    defaults = FAMILY.describe(folder).defaults
     assert (defaults["num_inference_steps"], defaults["guidance_scale"]) == (4, 1.0)
-    defaults = Flux2Family().request_defaults(tiny_klein_folder)
+    defaults = FAMILY.describe(tiny_klein_folder).defaults
     assert (defaults["num_inference_steps"], defaults["guidance_scale"]) == (50, 4.0)
-    assert not Flux2Family().embeds_guidance(folder)
+    assert not FAMILY.describe(folder).embeds_guidance
     # Its pipeline leaves the scale unread with a remark; two branches were run here.
     rules = inspect_pipeline(RuntimeConfig(model_path=str(folder), device="cpu")).rules
     with pytest.raises(RequestError, match=r"guidance_scale: this model was distilled .* expected 1 or less, got 4"):
@@ -173,7 +173,7 @@ def test_a_fixed_shift_is_honoured(copy: Callable[[], Path]) -> None:
 
 def test_statistics_stay_exact_in_bfloat16(tiny_flux2_folder: Path) -> None:
     decoders = [
-        Flux2Family().load_decoder(tiny_flux2_folder, torch.device("cpu"), dtype)
+        FAMILY.describe(tiny_flux2_folder).load_decoder(torch.device("cpu"), dtype)
         for dtype in (torch.float32, torch.bfloat16)
     ]
     for name in ("running_mean", "running_var"):
@@ -196,7 +196,7 @@ def test_a_model_of_the_real_size_builds_without_memory(
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     change_json(folder / "model_index.json", {"_class_name": pipeline})
     change_json(folder / "vae" / "config.json", {"latent_channels": 32, "block_out_channels": [128, 256, 512, 512]})
-    family = family_for_folder(folder)
-    transformer = family.build_transformer(folder, AttentionPolicy())
+    model = family_for_folder(folder).describe(folder)
+    transformer = model.build_transformer(AttentionPolicy())
     assert sum(parameter.numel() for parameter in transformer.parameters()) == pytest.approx(billions * 1e9, rel=1e-3)
-    assert family.geometry(folder).latent_shape(1024, 768, 1) == (128, 1, 64, 48)
+    assert model.geometry.latent_shape(1024, 768, 1) == (128, 1, 64, 48)

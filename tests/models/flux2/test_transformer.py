@@ -14,7 +14,7 @@ from tiny_flux2 import CHANNELS, TEXT_DIM
 
 from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.models.flux2.family import Flux2Family
+from diffusion_runtime.models.flux2.family import FAMILY
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
@@ -29,12 +29,12 @@ def models(
 ) -> tuple[Flux2Transformer, Flux2Transformer2DModel]:
     """Ours and theirs: [dev] with an embedded guidance scale, [klein] without."""
     folder = tiny_flux2_folder if request.param == "dev" else tiny_klein_folder
-    return load_transformer(Flux2Family(), folder), load_theirs(folder, torch.float32)
+    return load_transformer(FAMILY, folder), load_theirs(folder, torch.float32)
 
 
 @pytest.fixture(scope="module")
 def ours(tiny_flux2_folder: Path) -> Flux2Transformer:
-    return load_transformer(Flux2Family(), tiny_flux2_folder)
+    return load_transformer(FAMILY, tiny_flux2_folder)
 
 
 def load_theirs(folder: Path, dtype: torch.dtype) -> Flux2Transformer2DModel:
@@ -106,7 +106,7 @@ def test_a_batch_equals_its_samples_and_padding_is_left_out(ours: Flux2Transform
 
 def test_bfloat16_is_as_exact_as_diffusers(tiny_flux2_folder: Path, ours: Flux2Transformer) -> None:
     rounded, theirs = (
-        load_transformer(Flux2Family(), tiny_flux2_folder, torch.bfloat16),
+        load_transformer(FAMILY, tiny_flux2_folder, torch.bfloat16),
         load_theirs(tiny_flux2_folder, torch.bfloat16),
     )
     assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}

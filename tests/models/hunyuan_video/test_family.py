@@ -17,7 +17,7 @@ from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.hunyuan_video.family import HunyuanVideoFamily
+from diffusion_runtime.models.hunyuan_video.family import FAMILY
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request import GenerationRequest
 
@@ -33,7 +33,7 @@ def change(folder: Path, name: str, values: dict[str, Any]) -> Path:
 
 
 def build(folder: Path) -> None:
-    family_for_folder(folder).build_transformer(folder, AttentionPolicy())
+    family_for_folder(folder).describe(folder).build_transformer(AttentionPolicy())
 
 
 def test_json_alone_says_geometry_schedule_and_attention(tiny_copy: Callable[[], Path]) -> None:
@@ -52,21 +52,21 @@ def test_json_alone_says_geometry_schedule_and_attention(tiny_copy: Callable[[],
 
 
 def test_the_defaults_complete_a_request() -> None:
-    request = GenerationRequest(prompt="a cat").with_defaults(HunyuanVideoFamily.defaults)
+    request = GenerationRequest(prompt="a cat").with_defaults(FAMILY.defaults)
     open_fields = {name for name, value in request.to_dict().items() if value is None}
     assert open_fields == OPEN_FIELDS
 
 
 def test_a_choice_by_role_reaches_the_refiner_and_a_sparse_one_passes_over_it(tiny_folder: Path) -> None:
     choice = {"default": {"backend": "video_sparse_attn"}, "per_role": {"cross": {"backend": "flex_attn"}}}
-    family = family_for_folder(tiny_folder)
+    model = family_for_folder(tiny_folder).describe(tiny_folder)
     policy = AttentionPolicy(config=AttentionConfig.parse(choice))
-    layers = family.build_transformer(tiny_folder, policy).attention_layers()
+    layers = model.build_transformer(policy).attention_layers()
     chosen = {layer.layer.role: layer.decisions[0][1].backend for layer in layers}
     assert chosen == {"self": "video_sparse_attn", "hunyuan_video.text_refiner": "flex_attn"}
     wrong = {"per_role": {"hunyuan_video.text_refiner": {"backend": "video_sparse_attn"}}}
     with pytest.raises(BackendUnavailableError, match="video_sparse_attn"):
-        family.build_transformer(tiny_folder, AttentionPolicy(config=AttentionConfig.parse(wrong)))
+        model.build_transformer(AttentionPolicy(config=AttentionConfig.parse(wrong)))
 
 
 @pytest.mark.parametrize(
@@ -132,19 +132,19 @@ def test_a_missing_part_of_the_text_encoders_is_named(tiny_copy: Callable[[], Pa
     folder = tiny_copy()
     (folder / name).unlink()
     with pytest.raises(ModelLoadError, match=told):
-        HunyuanVideoFamily().load_text_encoder(folder, CPU, torch.float32)
+        FAMILY.describe(folder).load_text_encoder(CPU, torch.float32)
 
 
 def test_an_encoder_of_another_kind_is_named(tiny_copy: Callable[[], Path]) -> None:
     folder = change(tiny_copy(), "text_encoder/config.json", {"model_type": "umt5"})
     with pytest.raises(ModelLoadError, match="model_type: expected 'llama', got 'umt5'"):
-        HunyuanVideoFamily().load_text_encoder(folder, CPU, torch.float32)
+        FAMILY.describe(folder).load_text_encoder(CPU, torch.float32)
 
 
 def test_a_decoder_setting_of_a_newer_diffusers_is_named(tiny_copy: Callable[[], Path]) -> None:
     folder = change(tiny_copy(), "vae/config.json", {"use_wavelets": True})
     with pytest.raises(ModelLoadError, match=r"vae/config.json: key 'use_wavelets' is unknown"):
-        HunyuanVideoFamily().load_decoder(folder, CPU, torch.float32)
+        FAMILY.describe(folder).load_decoder(CPU, torch.float32)
 
 
 def test_weights_of_another_size_are_named(tiny_copy: Callable[[], Path]) -> None:

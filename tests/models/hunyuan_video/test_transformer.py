@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import HunyuanVideoTransformer3DModel
-from family_parity import CPU, relative
+from family_parity import CPU, relative, write_plain_scheduler
 from tiny_encoders import HIDDEN
 from tiny_hunyuan_video import random_transformer
 
@@ -87,6 +87,7 @@ def write_rest(folder: Path) -> None:
     (folder / "vae" / "config.json").write_text(json.dumps({"latent_channels": CHANNELS}))
     index = {"transformer": ["diffusers", "HunyuanVideoTransformer3DModel"]}
     (folder / "model_index.json").write_text(json.dumps(index))
+    write_plain_scheduler(folder)
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +103,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def load_ours(folder: Path, dtype: torch.dtype = torch.float32, attention: Any = None) -> HunyuanVideoTransformer:
-    family = family_for_folder(folder)
+    model = family_for_folder(folder).describe(folder)
     policy = AttentionPolicy(dtype=dtype, config=AttentionConfig.parse(attention))
-    transformer = family.load_transformer(folder, family.build_transformer(folder, policy), CPU, dtype)
+    transformer = model.load_transformer(model.build_transformer(policy), CPU, dtype)
     assert isinstance(transformer, HunyuanVideoTransformer)
     return transformer
 
@@ -224,7 +225,7 @@ def test_a_real_size_config_builds_without_memory(tmp_path: Path) -> None:
         "image_condition_type": None,
     }
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
-    transformer = family_for_folder(tmp_path).build_transformer(tmp_path, AttentionPolicy())
+    transformer = family_for_folder(tmp_path).describe(tmp_path).build_transformer(AttentionPolicy())
     assert sum(parameter.numel() for parameter in transformer.parameters()) == 12_821_012_544
     assert all(parameter.is_meta for parameter in transformer.parameters())
 

@@ -20,7 +20,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.hunyuan_video_15.config import read_transformer_config, wide_size
-from diffusion_runtime.models.hunyuan_video_15.family import HunyuanVideo15Family
+from diffusion_runtime.models.hunyuan_video_15.family import FAMILY
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request import GenerationRequest
 
@@ -37,7 +37,7 @@ def change(folder: Path, name: str, values: dict[str, Any]) -> Path:
 
 
 def build(folder: Path) -> None:
-    family_for_folder(folder).build_transformer(folder, AttentionPolicy())
+    family_for_folder(folder).describe(folder).build_transformer(AttentionPolicy())
 
 
 def defaults_of(folder: Path) -> Any:
@@ -60,20 +60,20 @@ def test_json_alone_says_geometry_schedule_and_attention(tiny_copy: Callable[[],
 
 
 def test_the_defaults_complete_a_request() -> None:
-    request = GenerationRequest(prompt="a cat").with_defaults(HunyuanVideo15Family.defaults)
+    request = GenerationRequest(prompt="a cat").with_defaults(FAMILY.defaults)
     open_fields = {name for name, value in request.to_dict().items() if value is None}
     assert open_fields == OPEN_FIELDS
 
 
 def test_a_sparse_choice_passes_over_the_refiner(text_to_video: Path) -> None:
-    family = family_for_folder(text_to_video)
+    model = family_for_folder(text_to_video).describe(text_to_video)
     policy = AttentionPolicy(config=AttentionConfig.parse("video_sparse_attn"))
-    layers = family.build_transformer(text_to_video, policy).attention_layers()
+    layers = model.build_transformer(policy).attention_layers()
     chosen = {layer.layer.role: layer.decisions[0][1].backend for layer in layers}
     assert chosen == {"self": "video_sparse_attn", "hunyuan_video_15.text_refiner": "torch_sdpa"}
     wrong = {"per_role": {"hunyuan_video_15.text_refiner": {"backend": "video_sparse_attn"}}}
     with pytest.raises(BackendUnavailableError, match="video_sparse_attn"):
-        family.build_transformer(text_to_video, AttentionPolicy(config=AttentionConfig.parse(wrong)))
+        model.build_transformer(AttentionPolicy(config=AttentionConfig.parse(wrong)))
 
 
 # --- the guider and the size ------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_missing_part_of_the_text_encoders_is_named(tiny_copy: Callable[[], Pa
     folder = tiny_copy()
     (folder / name).unlink()
     with pytest.raises(ModelLoadError, match=told):
-        HunyuanVideo15Family().load_text_encoder(folder, CPU, torch.float32)
+        FAMILY.describe(folder).load_text_encoder(CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_missing_part_of_the_image_encoders_is_named(tiny_copy: Callable[[], P
     folder = tiny_copy()
     (folder / name).unlink()
     with pytest.raises(ModelLoadError, match=told):
-        HunyuanVideo15Family().load_image_conditioner(folder, CPU, torch.float32)
+        FAMILY.describe(folder).load_image_conditioner(CPU, torch.float32)
 
 
 def test_weights_of_another_size_are_named(tiny_copy: Callable[[], Path]) -> None:
@@ -197,12 +197,12 @@ def test_the_pipeline_and_not_the_transformer_says_whether_a_video_starts_from_a
     """diffusers' conversion writes task_type `i2v` for text to video at 480p, too."""
     for published, starts_from_image in ((text_to_video, False), (image_to_video, True)):
         folder = change(Path(shutil.copytree(published, tmp_path / published.name)), CONFIG, {"task_type": "i2v"})
-        family = family_for_folder(folder)
-        assert (family.takes_image(folder), family.needs_image(folder)) == (starts_from_image, starts_from_image)
+        model = family_for_folder(folder).describe(folder)
+        assert (model.takes_image, model.needs_image) == (starts_from_image, starts_from_image)
         assert read_transformer_config(folder).starts_from_image == starts_from_image
 
 
 def test_a_pipeline_that_does_something_else_is_refused(tiny_copy: Callable[[], Path]) -> None:
     folder = change(tiny_copy(), "model_index.json", {"_class_name": "HunyuanVideo15UpscalePipeline"})
     with pytest.raises(ModelLoadError, match="key '_class_name': expected HunyuanVideo15Pipeline or"):
-        family_for_folder(folder).check_settings(folder)
+        family_for_folder(folder).check(folder)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from family_parity import CPU, relative
+from family_parity import CPU, relative, write_plain_scheduler
 from tiny_hunyuan_video_15 import CHANNELS, GLYPH_DIM, IMAGE_DIM, TEXT_DIM, random_transformer
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo, TokenLayout
@@ -101,6 +101,7 @@ def write_rest(folder: Path) -> None:
     (folder / "vae" / "config.json").write_text(json.dumps({"latent_channels": CHANNELS}))
     index = {"transformer": ["diffusers", "HunyuanVideo15Transformer3DModel"]}
     (folder / "model_index.json").write_text(json.dumps(index))
+    write_plain_scheduler(folder)
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +121,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def load_ours(folder: Path, dtype: torch.dtype = torch.float32, attention: Any = None) -> HunyuanVideo15Transformer:
-    family = family_for_folder(folder)
+    model = family_for_folder(folder).describe(folder)
     policy = AttentionPolicy(dtype=dtype, config=AttentionConfig.parse(attention))
-    transformer = family.load_transformer(folder, family.build_transformer(folder, policy), CPU, dtype)
+    transformer = model.load_transformer(model.build_transformer(policy), CPU, dtype)
     assert isinstance(transformer, HunyuanVideo15Transformer)
     return transformer
 
@@ -260,7 +261,7 @@ def test_a_real_size_config_builds_without_memory(tmp_path: Path) -> None:
         "use_meanflow": False,
     }
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
-    transformer = family_for_folder(tmp_path).build_transformer(tmp_path, AttentionPolicy())
+    transformer = family_for_folder(tmp_path).describe(tmp_path).build_transformer(AttentionPolicy())
     assert sum(parameter.numel() for parameter in transformer.parameters()) == 8_326_608_160
     assert all(parameter.is_meta for parameter in transformer.parameters())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_parity import CPU, load_transformer
+from family_parity import CPU, load_transformer, write_plain_scheduler
 from open_fields import OPEN_FIELDS
 from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS
 
@@ -19,7 +19,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.ltx2.family import LTX2Family
+from diffusion_runtime.models.ltx2.family import FAMILY
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request import GenerationRequest
@@ -38,7 +38,7 @@ def change(folder: Path, name: str, values: dict[str, Any]) -> Path:
 
 
 def build(folder: Path) -> None:
-    family_for_folder(folder).build_transformer(folder, AttentionPolicy())
+    family_for_folder(folder).describe(folder).build_transformer(AttentionPolicy())
 
 
 # --- what a folder says -----------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_json_alone_says_geometry_schedule_and_attention(tiny_copy: Callable[[],
 
 
 def test_the_defaults_complete_a_request() -> None:
-    request = GenerationRequest(prompt="a cat").with_defaults(LTX2Family.defaults)
+    request = GenerationRequest(prompt="a cat").with_defaults(FAMILY.defaults)
     open_fields = {name for name, value in request.to_dict().items() if value is None}
     # The flow shift follows the size.
     assert open_fields == OPEN_FIELDS | {"flow_shift"}
@@ -99,7 +99,7 @@ def test_a_picture_too_small_to_decode_is_refused_before_any_work(
 ) -> None:
     """Published decoders mirror the edges of latents, for which two must be there."""
     folder = change(tiny_copy(), "vae/config.json", {"decoder_spatial_padding_mode": padding})
-    geometry = family_for_folder(folder).geometry(folder)
+    geometry = family_for_folder(folder).describe(folder).geometry
     geometry.sample_shape(ClipSize(smallest, smallest, 1, 24))
     if smallest > 32:
         with pytest.raises(RequestError, match="width: expected 64 or more, got 32"):
@@ -113,7 +113,8 @@ def test_a_real_size_config_builds_without_memory(tmp_path: Path) -> None:
     for name, values in {"transformer": step.config, "vae": step.vae_config, **step.other_configs}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(dict(values)))
-    transformer = family_for_folder(tmp_path).build_transformer(tmp_path, AttentionPolicy())
+    write_plain_scheduler(tmp_path)
+    transformer = family_for_folder(tmp_path).describe(tmp_path).build_transformer(AttentionPolicy())
     assert sum(parameter.numel() for parameter in transformer.parameters()) == 18_876_174_592
     assert all(parameter.is_meta for parameter in transformer.parameters())
     latents, _, inputs = step.make_inputs(CPU, torch.float32).ours
@@ -125,16 +126,16 @@ def test_a_choice_by_role_reaches_the_sound_and_a_sparse_one_passes_over_it(tiny
         "default": {"backend": "video_sparse_attn"},
         "per_role": {"cross": {"backend": "reference"}, "ltx2.audio_self": {"backend": "torch_sdpa"}},
     }
-    family = family_for_folder(tiny_folder)
+    model = family_for_folder(tiny_folder).describe(tiny_folder)
     policy = AttentionPolicy(config=AttentionConfig.parse(choice))
-    layers = family.build_transformer(tiny_folder, policy).attention_layers()
+    layers = model.build_transformer(policy).attention_layers()
     chosen = {layer.layer.role: layer.decisions[0][1].backend for layer in layers}
     others = dict.fromkeys(("cross", *SOUND_ROLES), "reference")
     assert chosen == {"self": "video_sparse_attn", **others, "ltx2.audio_self": "torch_sdpa"}
     for role in SOUND_ROLES:
         wrong = AttentionConfig.parse({"per_role": {role: {"backend": "video_sparse_attn"}}})
         with pytest.raises(BackendUnavailableError, match="video_sparse_attn"):
-            family.build_transformer(tiny_folder, AttentionPolicy(config=wrong))
+            model.build_transformer(AttentionPolicy(config=wrong))
 
 
 # --- what cannot be used ----------------------------------------------------------------------------------------------
@@ -186,9 +187,7 @@ def test_a_setting_of_something_newer_is_named(tiny_copy: Callable[[], Path]) ->
 
 def test_another_pipeline_of_the_same_transformer_is_refused(tiny_copy: Callable[[], Path]) -> None:
     with pytest.raises(ModelLoadError, match="expected LTX2Pipeline, got 'LTX2ImageToVideoPipeline'"):
-        LTX2Family().check_settings(
-            change(tiny_copy(), "model_index.json", {"_class_name": "LTX2ImageToVideoPipeline"})
-        )
+        FAMILY.check(change(tiny_copy(), "model_index.json", {"_class_name": "LTX2ImageToVideoPipeline"}))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +218,7 @@ def test_a_missing_part_of_the_text_is_named(tiny_copy: Callable[[], Path], name
     folder = tiny_copy()
     (folder / name).unlink()
     with pytest.raises(ModelLoadError, match=told):
-        LTX2Family().load_text_encoder(folder, CPU, torch.float32)
+        FAMILY.describe(folder).load_text_encoder(CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +236,7 @@ def test_texts_that_do_not_fit_are_named(
 ) -> None:
     folder = change(tiny_copy(), f"{file}/config.json", values)
     with pytest.raises(ModelLoadError, match=told):
-        LTX2Family().load_text_encoder(folder, CPU, torch.float32)
+        FAMILY.describe(folder).load_text_encoder(CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +258,7 @@ def test_decoders_that_cannot_be_used_are_named(
     tiny_copy: Callable[[], Path], name: str, values: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=told):
-        LTX2Family().check_settings(change(tiny_copy(), name, values))
+        FAMILY.check(change(tiny_copy(), name, values))
 
 
 @pytest.mark.parametrize("component", ["vae", "audio_vae", "vocoder"])
@@ -267,7 +266,7 @@ def test_a_missing_decoder_is_named(tiny_copy: Callable[[], Path], component: st
     folder = tiny_copy()
     (folder / component / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=f"copy/{component}"):
-        LTX2Family().load_decoder(folder, CPU, torch.float32)
+        FAMILY.describe(folder).load_decoder(CPU, torch.float32)
 
 
 def test_weights_of_another_size_are_named(tiny_copy: Callable[[], Path]) -> None:

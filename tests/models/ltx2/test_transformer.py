@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import LTX2VideoTransformer3DModel
-from family_parity import CPU, relative
+from family_parity import CPU, relative, write_plain_scheduler
 from safetensors.torch import save_file
 from tiny_encoders import HIDDEN
 from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS, random_transformer
@@ -107,6 +107,7 @@ def write_rest(folder: Path) -> None:
         (folder / name / "config.json").write_text(json.dumps(values))
     index = {"_class_name": "LTX2Pipeline", "transformer": ["diffusers", "LTX2VideoTransformer3DModel"]}
     (folder / "model_index.json").write_text(json.dumps(index))
+    write_plain_scheduler(folder)
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +127,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def load_ours(folder: Path, dtype: torch.dtype = torch.float32, attention: Any = None) -> LTX2Transformer:
-    family = family_for_folder(folder)
+    model = family_for_folder(folder).describe(folder)
     policy = AttentionPolicy(dtype=dtype, config=AttentionConfig.parse(attention))
-    transformer = family.load_transformer(folder, family.build_transformer(folder, policy), CPU, dtype)
+    transformer = model.load_transformer(model.build_transformer(policy), CPU, dtype)
     assert isinstance(transformer, LTX2Transformer)
     return transformer
 
@@ -254,9 +255,9 @@ def test_a_lora_on_rows_that_change_their_order_equals_diffusers(
         linear.weight.data.add_(0.5 * up @ down)
     save_file(tensors, tmp_path / "lora.safetensors")
     lora = read_lora(LoraConfig(str(tmp_path / "lora.safetensors"), scale=0.5))
-    family = family_for_folder(folder)
-    empty = family.build_transformer(folder, AttentionPolicy(dtype=torch.float32))
-    ours = family.load_transformer(folder, empty, CPU, torch.float32, [lora])
+    model = family_for_folder(folder).describe(folder)
+    empty = model.build_transformer(AttentionPolicy(dtype=torch.float32))
+    ours = model.load_transformer(empty, CPU, torch.float32, [lora])
     assert isinstance(ours, LTX2Transformer)
     expected = run_theirs(theirs, make_inputs())
     assert relative(plain, expected) > 1e-2

@@ -15,7 +15,7 @@ from open_fields import OPEN_FIELDS
 from diffusion_runtime import load_pipeline
 from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.qwen_image.family import QwenImageFamily
+from diffusion_runtime.models.qwen_image.family import FAMILY
 from diffusion_runtime.request import GenerationRequest
 
 CPU = torch.device("cpu")
@@ -36,20 +36,20 @@ def change(folder: Path, name: str, values: dict[str, Any]) -> Path:
 
 
 def build(folder: Path) -> None:
-    QwenImageFamily().build_transformer(folder, AttentionPolicy())
+    FAMILY.describe(folder).build_transformer(AttentionPolicy())
 
 
 def test_json_alone_is_enough_to_build(copy: Callable[[], Path]) -> None:
     folder = copy()
     for path in folder.rglob("*.safetensors"):
         path.unlink()
-    geometry = QwenImageFamily().geometry(folder)
+    geometry = FAMILY.describe(folder).geometry
     assert (geometry.num_channels, geometry.spatial_factor, geometry.patch) == (4, 4, (1, 2, 2))
     build(folder)
 
 
 def test_the_defaults_complete_a_request_but_for_the_shift(tiny_qwen_image_folder: Path) -> None:
-    defaults = QwenImageFamily().request_defaults(tiny_qwen_image_folder)
+    defaults = FAMILY.describe(tiny_qwen_image_folder).defaults
     request = GenerationRequest(prompt="a cat").with_defaults(defaults)
     open_fields = {name for name, value in request.to_dict().items() if value is None}
     assert open_fields == OPEN_FIELDS | {"flow_shift"}
@@ -93,7 +93,7 @@ def test_checkpoints_of_other_tasks_are_refused(copy: Callable[[], Path]) -> Non
 def test_pipelines_of_other_tasks_are_refused(copy: Callable[[], Path]) -> None:
     folder = change(copy(), "model_index.json", {"_class_name": "QwenImageEditPipeline"})
     with pytest.raises(ModelLoadError, match=r"model_index.json: key '_class_name': expected QwenImagePipeline, got"):
-        QwenImageFamily().check_settings(folder)
+        FAMILY.check(folder)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_pipelines_of_other_tasks_are_refused(copy: Callable[[], Path]) -> None:
 def test_another_autoencoder_is_named(copy: Callable[[], Path], key: str, value: object, told: str) -> None:
     folder = change(copy(), "vae/config.json", {key: value})
     with pytest.raises(ModelLoadError, match=rf"vae/config.json: {told}"):
-        QwenImageFamily().geometry(folder)
+        FAMILY.describe(folder)
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "tokenizer", "vae", "transformer", "scheduler"])
@@ -119,9 +119,9 @@ def test_a_missing_component_is_named(copy: Callable[[], Path], component: str) 
 
 def test_weights_of_another_size_are_named(copy: Callable[[], Path]) -> None:
     folder = change(copy(), "transformer/config.json", {"num_layers": 4, "joint_attention_dim": 24})
-    family = QwenImageFamily()
+    model = FAMILY.describe(folder)
     with pytest.raises(ModelLoadError) as caught:
-        family.load_transformer(folder, family.build_transformer(folder, AttentionPolicy()), CPU, torch.float32)
+        model.load_transformer(model.build_transformer(AttentionPolicy()), CPU, torch.float32)
     assert "transformer_blocks.3.img_mod.1.weight" in str(caught.value)
     assert "txt_norm.weight is [32], expected [24]" in str(caught.value)
 
@@ -143,6 +143,6 @@ def test_a_model_of_the_real_size_builds_without_memory(copy: Callable[[], Path]
     }
     change(folder, "transformer/config.json", config)
     change(folder, "vae/config.json", {"z_dim": 16, "temperal_downsample": [False, True, True]})
-    transformer = QwenImageFamily().build_transformer(folder, AttentionPolicy())
+    transformer = FAMILY.describe(folder).build_transformer(AttentionPolicy())
     assert sum(parameter.numel() for parameter in transformer.parameters()) == 20_430_401_088
     assert all(parameter.is_meta for parameter in transformer.parameters())

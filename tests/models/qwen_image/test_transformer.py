@@ -17,14 +17,14 @@ from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.qwen_image.family import QwenImageFamily
+from diffusion_runtime.models.qwen_image.family import FAMILY
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.text_encoders.interface import Conditions
 
 
 @pytest.fixture(scope="module")
 def models(tiny_qwen_image_folder: Path) -> tuple[QwenImageTransformer, QwenImageTransformer2DModel]:
-    return load_transformer(QwenImageFamily(), tiny_qwen_image_folder), load_theirs(tiny_qwen_image_folder)
+    return load_transformer(FAMILY, tiny_qwen_image_folder), load_theirs(tiny_qwen_image_folder)
 
 
 def load_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> QwenImageTransformer2DModel:
@@ -102,7 +102,7 @@ def test_a_batch_equals_its_samples(models: Any) -> None:
 
 
 def test_bfloat16_is_as_exact_as_diffusers(models: Any, tiny_qwen_image_folder: Path) -> None:
-    ours = load_transformer(QwenImageFamily(), tiny_qwen_image_folder, torch.bfloat16)
+    ours = load_transformer(FAMILY, tiny_qwen_image_folder, torch.bfloat16)
     theirs = load_theirs(tiny_qwen_image_folder, torch.bfloat16)
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
     latents, _, inputs = arguments(lengths=(4, 9))

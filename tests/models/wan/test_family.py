@@ -13,7 +13,7 @@ from open_fields import OPEN_FIELDS
 
 from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.wan.family import WanFamily
+from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.request import GenerationRequest
 
 CPU = torch.device("cpu")
@@ -28,21 +28,21 @@ def change(folder: Path, name: str, values: dict[str, Any]) -> Path:
 
 
 def build(folder: Path) -> None:
-    WanFamily().build_transformer(folder, AttentionPolicy())
+    FAMILY.describe(folder).build_transformer(AttentionPolicy())
 
 
 def test_geometry_is_read_from_json_alone(tiny_wan_copy: Callable[[], Path]) -> None:
     folder = tiny_wan_copy()
     for path in folder.rglob("*.safetensors"):
         path.unlink()
-    geometry = WanFamily().geometry(folder)
+    geometry = FAMILY.describe(folder).geometry
     assert (geometry.num_channels, geometry.spatial_factor, geometry.temporal_factor) == (16, 8, 4)
     assert geometry.patch == (1, 2, 2)
     build(folder)
 
 
 def test_the_defaults_complete_a_request() -> None:
-    request = GenerationRequest(prompt="a cat").with_defaults(WanFamily.defaults)
+    request = GenerationRequest(prompt="a cat").with_defaults(FAMILY.defaults)
     open_fields = {name for name, value in request.to_dict().items() if value is None}
     assert open_fields == OPEN_FIELDS
 
@@ -132,13 +132,13 @@ def test_an_image_is_whole_tokens(tiny_wan_copy: Callable[[], Path]) -> None:
 def test_latents_of_another_width_are_named(tiny_wan_copy: Callable[[], Path]) -> None:
     folder = change(tiny_wan_copy(), "vae/config.json", {"z_dim": 48})
     with pytest.raises(ModelLoadError, match=r"vae/config.json: key 'z_dim': expected 16"):
-        WanFamily().geometry(folder)
+        FAMILY.describe(folder)
 
 
 def test_weights_of_another_size_are_named(tiny_wan_copy: Callable[[], Path]) -> None:
     folder = change(tiny_wan_copy(), "transformer/config.json", {"ffn_dim": 100, "num_layers": 3})
-    family = WanFamily()
+    model = FAMILY.describe(folder)
     with pytest.raises(ModelLoadError) as caught:
-        family.load_transformer(folder, family.build_transformer(folder, AttentionPolicy()), CPU, torch.float32)
+        model.load_transformer(model.build_transformer(AttentionPolicy()), CPU, torch.float32)
     assert "blocks.2.attn1.to_q.weight" in str(caught.value)
     assert "blocks.0.ffn.net.0.proj.weight is [96, 64], expected [100, 64]" in str(caught.value)

@@ -20,7 +20,7 @@ from diffusion_runtime.attention import (
     StepInfo,
 )
 from diffusion_runtime.models.wan.config import read_transformer_config
-from diffusion_runtime.models.wan.family import WanFamily
+from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.models.wan.transformer import WanSelfAttention, WanTransformer
 
 CPU = torch.device("cpu")
@@ -53,8 +53,8 @@ def gated_folder(tiny_wan_folder: Path, tmp_path_factory: pytest.TempPathFactory
 
 def load(folder: Path, choice: Any = None, dtype: torch.dtype = torch.float32) -> WanTransformer:
     policy = AttentionPolicy(config=AttentionConfig.parse(choice), dtype=dtype, environment=None)
-    family = WanFamily()
-    return family.load_transformer(folder, family.build_transformer(folder, policy), CPU, dtype)
+    model = FAMILY.describe(folder)
+    return model.load_transformer(model.build_transformer(policy), CPU, dtype)
 
 
 def run(model: WanTransformer, context: AttentionContext | None = None) -> torch.Tensor:

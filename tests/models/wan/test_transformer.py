@@ -12,11 +12,12 @@ import pytest
 import torch
 from denoiser_inputs import text_inputs
 from diffusers import WanTransformer3DModel
+from family_parity import write_plain_scheduler
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.errors import BackendUnavailableError, RequestError
-from diffusion_runtime.models.wan.family import WanFamily
+from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import stays_float32, transformer_pieces
 
@@ -65,6 +66,7 @@ def write_folder(folder: Path, variant: Variant) -> Path:
                 parameter.data.add_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(folder / "transformer", max_shard_size=variant.max_shard_size)
     (folder / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "WanTransformer3DModel"]}))
+    write_plain_scheduler(folder)
     (folder / "vae").mkdir()
     (folder / "vae" / "config.json").write_text(json.dumps({"z_dim": CHANNELS}))
     return folder
@@ -83,8 +85,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> WanTransformer:
-    family = WanFamily()
-    return family.load_transformer(folder, family.build_transformer(folder, AttentionPolicy(dtype=dtype)), CPU, dtype)
+    model = FAMILY.describe(folder)
+    return model.load_transformer(model.build_transformer(AttentionPolicy(dtype=dtype)), CPU, dtype)
 
 
 def load_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
@@ -199,10 +201,11 @@ def test_a_real_size_config_builds_without_memory(tmp_path: Path) -> None:
         "rope_max_seq_len": 1024,
     }
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    write_plain_scheduler(tmp_path)
     (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "WanTransformer3DModel"]}))
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text("{}")
-    transformer = WanFamily().build_transformer(tmp_path, AttentionPolicy())
+    transformer = FAMILY.describe(tmp_path).build_transformer(AttentionPolicy())
     assert sum(parameter.numel() for parameter in transformer.parameters()) == 14_288_491_584
     assert all(parameter.is_meta for parameter in transformer.parameters())
 
@@ -247,12 +250,12 @@ def test_a_choice_that_cannot_run_fails_before_any_weight_is_there(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "config_alone"
-    for name in ("model_index.json", "vae/config.json", "transformer/config.json"):
+    for name in ("model_index.json", "vae/config.json", "transformer/config.json", "scheduler/scheduler_config.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((folder_of("plain") / name).read_bytes())
     policy = AttentionPolicy(config=AttentionConfig.parse("fa"))
     with pytest.raises(BackendUnavailableError):
-        WanFamily().build_transformer(folder, policy)
+        FAMILY.describe(folder).build_transformer(policy)
 
 
 def test_latents_that_are_no_whole_patches_are_refused(folder_of: Callable[[str], Path]) -> None:

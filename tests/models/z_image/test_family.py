@@ -62,7 +62,7 @@ def test_a_setting_that_cannot_be_honoured_is_named(
 ) -> None:
     folder = change(copy(), "transformer/config.json", {key: value})
     with pytest.raises(ModelLoadError, match=rf"transformer/config.json: key '{key}'.*{told}"):
-        family_for_folder(folder).build_transformer(folder, AttentionPolicy())
+        family_for_folder(folder).describe(folder).build_transformer(AttentionPolicy())
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "tokenizer", "vae", "transformer", "scheduler"])
@@ -75,11 +75,9 @@ def test_a_missing_component_is_named(copy: Callable[[], Path], component: str) 
 
 def test_weights_of_another_size_are_named(copy: Callable[[], Path]) -> None:
     folder = change(copy(), "transformer/config.json", {"n_layers": 3})
-    family = family_for_folder(folder)
+    model = family_for_folder(folder).describe(folder)
     with pytest.raises(ModelLoadError, match=r"layers\.2\.attention\.to_q\.weight"):
-        family.load_transformer(
-            folder, family.build_transformer(folder, AttentionPolicy()), torch.device("cpu"), torch.float32
-        )
+        model.load_transformer(model.build_transformer(AttentionPolicy()), torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(("flow_shift", "steps", "scale"), [(3.0, 8, 0.0), (6.0, 50, 4.0)])
@@ -90,7 +88,7 @@ def test_the_model_before_distillation_has_settings_of_its_own(
     folder = copy()
     path = folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"shift": flow_shift}))
-    defaults = family_for_folder(folder).request_defaults(folder)
+    defaults = family_for_folder(folder).describe(folder).defaults
     assert (defaults["num_inference_steps"], defaults["guidance_scale"]) == (steps, scale)
 
 
@@ -99,5 +97,5 @@ def test_a_model_of_the_real_size_builds_without_memory(copy: Callable[[], Path]
     folder = copy()
     (folder / "transformer" / "config.json").write_text(json.dumps(REAL))
     change(folder, "vae/config.json", {"latent_channels": 16})
-    transformer = family_for_folder(folder).build_transformer(folder, AttentionPolicy())
+    transformer = family_for_folder(folder).describe(folder).build_transformer(AttentionPolicy())
     assert sum(parameter.numel() for parameter in transformer.parameters()) == pytest.approx(6.155e9, rel=1e-3)

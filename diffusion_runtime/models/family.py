@@ -1,0 +1,200 @@
+"""ModelFamily: one architecture as a declaration. Model: a folder of it, opened once, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.models.autoencoder import DiffusersComponent
+from diffusion_runtime.models.checkpoint import Checkpoint, Piece, WeightChange, load_weights
+from diffusion_runtime.models.folder import refuse_other_pipelines, refuse_unknown_index_keys
+from diffusion_runtime.models.generation import GenerationSettings, generation_settings
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
+from diffusion_runtime.text_encoders.interface import TextEncoder
+
+# The transformer's config and the latents' geometry of a family.
+C = TypeVar("C")
+G = TypeVar("G", bound=LatentGeometry)
+
+
+@dataclass(frozen=True)
+class Model(Generic[C, G]):
+    """A model folder, opened: what its json says, and functions that build and load its parts.
+
+    config: of the transformer. generation: of generation.json. schedule: how noise levels are spaced. defaults: request
+    values where neither a request nor generation.json says any. num_shared_heads: heads of the self-attention that
+    processes can share; None for a transformer that does not cut its tokens with `context.sharding`.
+    transformer_components: folders of its transformers' weights.
+
+    embeds_guidance: the transformer takes the guidance scale as an input; `guidance_scale` is then that, and
+    `true_cfg_scale` is the scale of classifier-free guidance. takes_guidance: False for a model that was distilled to
+    run without, and whose authors' pipeline leaves the scale unread. takes_image, needs_image: whether requests may,
+    and must, bring an image that the video starts from.
+
+    The functions raise ModelLoadError for files that are missing, damaged or not this model's.
+    make_transformer: see build_transformer. read_weights: see load_transformer.
+    """
+
+    family: ModelFamily[C, G]
+    folder: Path
+    config: C
+    geometry: G
+    generation: GenerationSettings
+    scheduler: SchedulerConfig
+    schedule: FlowSchedule
+    defaults: Mapping[str, Any]
+    num_shared_heads: int | None
+    make_transformer: Callable[[AttentionPolicy], DiffusionTransformer]
+    read_weights: Callable[[DiffusionTransformer, torch.device, torch.dtype, Sequence[WeightChange]], None]
+    load_text_encoder: Callable[[torch.device, torch.dtype], TextEncoder]
+    load_decoder: Callable[[torch.device, torch.dtype], LatentDecoder]
+    load_image_conditioner: Callable[[torch.device, torch.dtype], ImageConditioner]
+    transformer_components: tuple[str, ...] = ("transformer",)
+    embeds_guidance: bool = False
+    takes_guidance: bool = True
+    takes_image: bool = False
+    needs_image: bool = False
+
+    def build_transformer(self, policy: AttentionPolicy) -> DiffusionTransformer:
+        """The transformer without weights, on the meta device.
+
+        Raises BackendUnavailableError and ConfigError for an attention choice that cannot run.
+        """
+        with torch.device("meta"):
+            return self.make_transformer(policy)
+
+    def load_transformer(
+        self,
+        transformer: DiffusionTransformer,
+        device: torch.device,
+        dtype: torch.dtype,
+        changes: Sequence[WeightChange] = (),
+    ) -> DiffusionTransformer:
+        """Read the weights into what `build_transformer` returned: in eval mode, without gradients.
+
+        changes: made to the checkpoint's tensors as they are read, such as a LoRA. Raises ModelLoadError for files that
+        are missing, damaged or not this model's, and for changes made for another model.
+        """
+        self.read_weights(transformer, device, dtype, changes)
+        return transformer
+
+
+def _unchanged(model: Model[C, G]) -> Model[C, G]:
+    return model
+
+
+def _nothing(_: Path) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class ModelFamily(Generic[C, G]):
+    """One architecture: what its folders hold and how its parts are built. Its functions raise ModelLoadError that
+    names the file and the key.
+
+    name: for messages. transformer_classes: the class names in model_index.json that it loads. pipeline_classes: those
+    whose work it does; index_keys: what model_index.json may say beside components. diffusers_components: what classes
+    of diffusers compute; check_parts: reads what else a folder says of them. roles: (role, category) of its attention
+    layers. defaults: request values where neither the request nor the folder's generation.json says any.
+
+    transformer: made of config, geometry and attention choices. pieces: our parameter name -> the checkpoint tensors
+    that fill it; stays_float32: parameters that are not converted to the model's dtype. shared_heads: see
+    Model.num_shared_heads. decoder_splits_rows: whether its decoder has LatentDecoder.splits_rows, so that every
+    process needs one. request_fields: those that not every model uses (RequestField.refusal) and this family does,
+    beside the ones that loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset:
+    what is added to guidance_scale to make it the factor of uncond + factor * (cond - uncond).
+
+    schedule: where the flow shift is a number; read_schedule: for models whose shift may follow the size, which are
+    refused without it. adapt: what depends on the folder, put into the model that follows from the declaration.
+    """
+
+    name: str
+    transformer_classes: tuple[str, ...]
+    pipeline_classes: tuple[str, ...]
+    diffusers_components: tuple[DiffusersComponent, ...]
+    roles: tuple[tuple[str, str], ...]
+    defaults: Mapping[str, Any]
+    read_config: Callable[[Path], C]
+    read_geometry: Callable[[Path], G]
+    transformer: Callable[[C, G, AttentionPolicy], DiffusionTransformer]
+    pieces: Callable[[C], Mapping[str, tuple[Piece, ...]]]
+    load_text_encoder: Callable[[Path, torch.device, torch.dtype], TextEncoder]
+    load_decoder: Callable[[Path, torch.device, torch.dtype], LatentDecoder]
+    shared_heads: Callable[[C], int | None]
+    stays_float32: Callable[[str], bool] = lambda _: False
+    load_image_conditioner: Callable[[Path, torch.device, torch.dtype], ImageConditioner] | None = None
+    index_keys: tuple[str, ...] = ()
+    decoder_splits_rows: bool = False
+    guidance_offset: float = 0.0
+    request_fields: tuple[str, ...] = ()
+    schedule: FlowSchedule = field(default_factory=FlowSchedule)
+    read_schedule: Callable[[SchedulerConfig], FlowSchedule] | None = None
+    check_parts: Callable[[Path], object] = _nothing
+    adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
+
+    def open(self, folder: Path) -> Model[C, G]:
+        """The model in this folder, from its json alone, after `check`. Imports diffusers."""
+        self.check(folder)
+        return self.describe(folder)
+
+    def check(self, folder: Path) -> None:
+        """Whether everything that the folder's json asks for beside the transformer can be honoured."""
+        refuse_other_pipelines(folder, self.pipeline_classes)
+        refuse_unknown_index_keys(folder, self.index_keys)
+        for component in self.diffusers_components:
+            component.check(folder)
+        self.check_parts(folder)
+
+    def describe(self, folder: Path) -> Model[C, G]:
+        """`open` without `check`."""
+        scheduler, generation = read_scheduler_config(folder), generation_settings(folder)
+        config, geometry = self.read_config(folder), self.read_geometry(folder)
+
+        def read_weights(
+            transformer: DiffusionTransformer, device: torch.device, dtype: torch.dtype, changes: Sequence[WeightChange]
+        ) -> None:
+            with Checkpoint(folder / "transformer", changes=changes) as checkpoint:
+                load_weights(transformer, checkpoint, self.pieces(config), device, dtype, self.stays_float32)
+
+        def load_image_conditioner(device: torch.device, dtype: torch.dtype) -> ImageConditioner:
+            if self.load_image_conditioner is None:
+                raise ModelLoadError(f"{folder}: {self.name} models do not start from an image; leave out image_path")
+            return self.load_image_conditioner(folder, device, dtype)
+
+        return self.adapt(
+            Model(
+                family=self,
+                folder=folder,
+                config=config,
+                geometry=geometry,
+                generation=generation,
+                scheduler=scheduler,
+                schedule=self._schedule(scheduler),
+                defaults=self.defaults,
+                num_shared_heads=self.shared_heads(config),
+                make_transformer=lambda policy: self.transformer(config, geometry, policy),
+                read_weights=read_weights,
+                load_text_encoder=lambda device, dtype: self.load_text_encoder(folder, device, dtype),
+                load_decoder=lambda device, dtype: self.load_decoder(folder, device, dtype),
+                load_image_conditioner=load_image_conditioner,
+            )
+        )
+
+    def _schedule(self, scheduler: SchedulerConfig) -> FlowSchedule:
+        if self.read_schedule is not None:
+            return self.read_schedule(scheduler)
+        if scheduler.shifts_by_size:
+            raise ModelLoadError(
+                f"{scheduler.path}: use_dynamic_shifting: expected False for a {self.name} model, got True; this "
+                "is not supported"
+            )
+        return self.schedule
