@@ -103,7 +103,7 @@ class RankRunner:
                     return RankFailure(self._place.rank, "", "", 1)
                 time.sleep(0.1)
         except RuntimeError:
-            # The board went away with its launcher.
+            # The run store ended with its launcher.
             return RankFailure(self._place.rank, "", "", 1)
         return None
 
@@ -120,7 +120,7 @@ class RankRunner:
                     self._announce(failure, is_reported=True)
             self._record_what_was_said(INTERRUPTED)
             if world is not None:
-                world.end_without_a_word(failure)
+                world.end_silently(failure)
             return INTERRUPTED
         if self._learn_why(world, _SECONDS_TO_BE_TOLD, by_signal=False) is None:
             rank = self._place.rank
