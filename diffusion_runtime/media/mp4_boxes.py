@@ -1,6 +1,6 @@
-"""What an MP4 file says about itself, read off its boxes without decoding anything (ISO 14496-12, QuickTime `mdta`).
+"""MP4 metadata from the file's boxes, without decoding (ISO 14496-12, QuickTime `mdta`).
 
-The file may come from a stranger: every size is checked against what holds it, nothing is followed, and no other
+The file may be untrusted: every size is checked against what contains it, no reference is followed, and no other
 program is started.
 """
 
@@ -22,12 +22,13 @@ MAX_BOXES = 10_000
 
 
 class BrokenMp4Error(ValueError):
-    """The boxes do not fit into each other."""
+    """The sizes of the boxes contradict each other."""
 
 
 @dataclass(frozen=True)
 class Mp4Facts:
-    """Of the first video track; fps is frames a second on average. comment: the `comment` tag, None without one."""
+    """Metadata of the first video track; fps is the average frames per second. comment: the `comment` tag, None without
+    one."""
 
     width: int
     height: int
@@ -65,7 +66,7 @@ def _track_facts(track: bytes, media: bytes, comment: bytes | None) -> Mp4Facts:
 
 
 def _comment(moov: bytes) -> bytes | None:
-    """The `comment` of a `meta` box with keys of its own (`-movflags use_metadata_tags`)."""
+    """The `comment` of a `meta` box with custom keys (`-movflags use_metadata_tags`)."""
     for holder in (moov, *_find(moov, b"udta")):
         for meta in _find(holder, b"meta"):
             # QuickTime's meta is a plain box, ISO's starts with four bytes of version and flags.
