@@ -1,7 +1,8 @@
-"""The programmatic checker: reads colour, shape, motion and background off a clip and compares them with a prompt.
+"""The checker of the `shapes` data: reads colour, shape, motion and background off a clip and compares them with a
+prompt.
 
-The reading never sees the prompt. It is strict: a copy, an extra or a missing object, an object that comes and goes,
-a colour between two palette colours, or a shape that fits no silhouette makes the clip wrong.
+The reading never sees the prompt. It is strict: a copy, an extra or a missing object, an object that appears or
+disappears, a colour between two palette colours, or a shape that fits no silhouette makes the clip wrong.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from diffusion_runtime.quality.shapes.segmentation import Region, Segmentation, 
 from diffusion_runtime.quality.shapes.shape_reading import read_shape
 
 MAX_COLOUR_DISTANCE = 0.2
-"""Largest Euclidean distance of an object's mean colour (0 to 1 a channel) from its palette colour."""
+"""Largest Euclidean distance of an object's mean colour (0 to 1 per channel) from its palette colour."""
 _CORE_COVERAGE = 0.75
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a clip shows. `steady` is False when the number of objects changes over the frames; then there are none."""
+    """The attributes read off a clip. `steady` is False when the number of objects changes over the frames; then there
+    are none."""
 
     scene: SceneAttributes
     steady: bool
@@ -111,5 +113,5 @@ def _compare(wanted: ObjectAttributes, seen: ObjectAttributes, moving: bool) -> 
 
 
 def check_clip(says: SceneAttributes, frames: Tensor) -> Verdict:
-    """Read one clip, uint8 [frames, height, width, 3], and judge it against what a prompt says."""
+    """Read one clip, uint8 [frames, height, width, 3], and judge it against a prompt's attributes."""
     return judge(says, read_clip(frames))

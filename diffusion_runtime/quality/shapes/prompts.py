@@ -1,4 +1,4 @@
-"""The seeded prompts on which the model is judged: one object, two objects, and combinations never seen in training."""
+"""Seeded evaluation prompts: one object, two objects, and combinations never seen in training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT_KINDS: tuple[PromptKind, ...] = ("one_object", "two_objects", "held_out")
 
 @dataclass(frozen=True)
 class EvaluationPrompt:
-    """A prompt, what a right clip shows, and the seed of its noise."""
+    """A prompt, the attributes of a right clip, and the seed of its noise."""
 
     text: str
     says: SceneAttributes

@@ -16,7 +16,7 @@ from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt
 Generate = Callable[[Sequence[str], Sequence[int]], Tensor]
 """(prompts, seeds) -> frames, uint8 [batch, frames, height, width, 3]."""
 CheckClips = Callable[[Sequence[SceneAttributes], Tensor], list[Verdict]]
-"""(what each prompt says, frames) -> one verdict a clip."""
+"""(each prompt's attributes, frames) -> one verdict per clip."""
 
 
 @dataclass(frozen=True)
