@@ -1,4 +1,4 @@
-"""What a diffusers pipeline returned, as frames."""
+"""Converts the result of a diffusers pipeline to uint8 frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from diffusion_runtime.errors import DiffusionRuntimeError
 
-# Where pipelines put what they made, in the order in which they are looked for.
+# The result fields of pipelines, in the order in which they are tried.
 VIDEO_FIELDS = ("frames", "video")
 PICTURE_FIELDS = (*VIDEO_FIELDS, "images", "image")
 
@@ -65,7 +65,7 @@ def _picture(picture: Any) -> numpy.typing.NDArray[Any]:
 
 
 def _bytes(array: numpy.typing.NDArray[Any], pipeline_class: str) -> numpy.typing.NDArray[numpy.uint8]:
-    """Frames in [0, 1] or bytes, as bytes."""
+    """Frames in [0, 1] or uint8, as uint8."""
     if array.dtype == numpy.uint8:
         return numpy.ascontiguousarray(array)
     if not numpy.isfinite(array).all():

@@ -1,4 +1,4 @@
-"""Any pipeline of diffusers behind our call: same requests, progress, recipe, report and media."""
+"""Passthrough: any diffusers pipeline behind our call, with the same requests, progress, recipe, report and media."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class DiffusersPipeline:
     """A loaded pipeline of diffusers; `load_pipeline(..., backend="diffusers")` makes one. One generation at a time: a
     second call meanwhile is an error.
 
-    pipeline: diffusers' own. defaults, presets: values of request fields. recipe: what the recipe of every generation
-    says about the model and its attention.
+    pipeline: diffusers' own. defaults, presets: values of request fields. recipe: the part of every generation's recipe
+    about the model and its attention.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class DiffusersPipeline:
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
     ) -> list[GeneratedMedia]:
-        """Each request for itself, one after the other: pipelines differ too much in what they batch.
+        """Each request by itself, one after the other: pipelines differ too much in what they batch.
 
         on_progress: called as steps begin and end; what it raises ends the generation.
 
         Raises RequestError for no request and for values that the pipeline does not take, before any work;
         PipelineBusyError at once while another generation of this pipeline runs; BackendUnavailableError when a call
-        comes that the chosen attention cannot serve, DeviceMemoryError when memory runs out, ThirdPartyError for what
-        the pipeline raises on its own account, and DiffusionRuntimeError when what comes out is not a picture.
+        comes that the chosen attention cannot serve, DeviceMemoryError when memory runs out, ThirdPartyError for
+        exceptions of the pipeline itself, and DiffusionRuntimeError when the result is not a picture.
         """
         if not requests:
             raise RequestError("a batch needs one request or more, got none")
@@ -117,7 +117,7 @@ class DiffusersPipeline:
         if request.image_path is not None:
             arguments["image"] = open_picture(request.image_path)
         if self.rules.takes("generator"):
-            # On the CPU, so that every device starts alike.
+            # On the CPU, so that the noise is the same on every device.
             arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)
         if self.rules.takes("output_type"):
             arguments["output_type"] = "np"
@@ -126,7 +126,7 @@ class DiffusersPipeline:
     @contextlib.contextmanager
     def _attention(self, watch: DenoisingWatch) -> Iterator[AttachedAttention | ObservedAttention]:
         """The chosen attention, for one run."""
-        # What is forced for this call alone is a choice as well.
+        # A force context around this call is a choice as well.
         planned = self._planned_attention(self._choice.ours or bool(current_force()))
         planned.start_report()
         if isinstance(planned, AttachedAttention):
@@ -142,7 +142,7 @@ class DiffusersPipeline:
             yield planned
 
     def _planned_attention(self, ours: bool) -> AttachedAttention | ObservedAttention:
-        """What is put into the models for each run. Raises what `attach` raises."""
+        """The attention of the models in each run. Raises what `attach` raises."""
         if ours in self._planned:
             return self._planned[ours]
         choice = self._choice
@@ -160,12 +160,12 @@ class DiffusersPipeline:
         if planned.others:
             _logger.warning(planned.reach)
         if ours == choice.ours:
-            # What was forced around one call would stay in the plan.
+            # A force context around one call would otherwise stay in the plan.
             self._planned[ours] = planned
         return planned
 
     def _other_sizes(self, request: GenerationRequest, shape: tuple[int, ...]) -> list[str]:
-        """What is to be said of sizes that the request asked for and the pipeline rounded."""
+        """Remarks about sizes that the pipeline rounded."""
         return [
             f"{self.rules.pipeline_class} made {field} {made} where {asked} was asked for"
             for field, made in _sizes(shape).items()
@@ -187,7 +187,7 @@ def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
 def load_passthrough(
     folder: Path, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype, recipe: Mapping[str, Any]
 ) -> DiffusersPipeline:
-    """Load diffusers' own pipeline: safetensors alone, no code of the folder's.
+    """Load diffusers' own pipeline: safetensors alone, no code from the folder.
 
     Raises ModelLoadError for what diffusers cannot load, BackendUnavailableError for an attention choice that reaches
     nothing in it, and DeviceMemoryError when it does not fit.
@@ -223,7 +223,7 @@ def load_passthrough(
 
 
 def _decode_in_tiles(pipeline: Any) -> None:
-    """Turn on tiling in autoencoders whose class decodes in no other way."""
+    """Turn on tiling in autoencoders whose class cannot decode without it."""
     for component, part in pipeline.components.items():
         if traits_of(part).tiled_only:
             part.enable_tiling()
@@ -231,7 +231,7 @@ def _decode_in_tiles(pipeline: Any) -> None:
 
 
 def _check_complete(folder: Path, pipeline: Any) -> None:
-    """diffusers only remarks on weights that are in no file, and leaves them empty."""
+    """Raises ModelLoadError for weights that are in no file: diffusers only warns, and leaves them uninitialised."""
     for component, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module):
             missing = [name for name, parameter in part.named_parameters() if parameter.is_meta]
@@ -254,7 +254,7 @@ def _check_numbers(folder: Path, pipeline: Any) -> None:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """diffusers' own, which would run into ours."""
+    """Without diffusers' own progress bars, which would mix with ours."""
     from diffusers.utils import logging
 
     had_progress_bars = logging.is_progress_bar_enabled()

@@ -12,7 +12,7 @@ from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import DiffusionRuntimeError, RequestError, ThirdPartyError
 
 _PACKAGE = __name__.partition(".")[0]
-# Hooks and interceptions of this folder stand in every traceback; a frame of another folder, such as a kernel's, means
+# Hooks and interceptions of this folder are in every traceback; a frame of another folder, such as a kernel's, means
 # that the exception is our own.
 _BRIDGE = __name__.rpartition(".")[0]
 _LIBRARIES = ("diffusers", "transformers")
@@ -23,8 +23,8 @@ _MAX_MESSAGE = 400
 
 @contextlib.contextmanager
 def translated_errors(interface: PipelineInterface, watch: DenoisingWatch) -> Iterator[None]:
-    """Around the call of a pipeline: what it raises becomes RequestError where it refuses the request before it
-    denoises, and ThirdPartyError everywhere else. What we or `on_progress` raise inside the call stays as it is."""
+    """Around the call of a pipeline: an exception becomes RequestError where the pipeline refuses the request before it
+    denoises, and ThirdPartyError everywhere else. Our own exceptions and those of `on_progress` pass unchanged."""
     try:
         yield
     except DiffusionRuntimeError:
@@ -69,7 +69,7 @@ def _message(error: Exception) -> str:
 
 
 def _inputs(interface: PipelineInterface, watch: DenoisingWatch) -> str:
-    """Inputs that may be what is missing, where a call fails before it denoises."""
+    """Inputs that may be missing, where a call fails before it denoises."""
     others = [] if watch.has_denoised else list(interface.other_inputs())
     if not others:
         return ""

@@ -1,4 +1,4 @@
-"""What a diffusers pipeline returned as sound."""
+"""Reads the audio of a diffusers pipeline's result."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from diffusion_runtime.media.audio import Audio
 
 
 def sound_of(result: Any, pipeline: Any) -> tuple[Audio | None, list[str]]:
-    """The sound of the first sample, None when there is none or it cannot be written, and what is to be said of that.
+    """The sound of the first sample, None when there is none or it cannot be written, and remarks about that.
 
-    Pipelines return samples alone; how many make a second is known where a vocoder says it.
+    Pipelines return samples alone; the sample rate is known where a vocoder has one.
     """
     made = getattr(result, "audio", None)
     if made is None:

@@ -1,4 +1,4 @@
-"""Attention calls that went past whoever took the modules over: how many, of which modules, and why."""
+"""Counts attention calls that were not intercepted: how many, of which modules, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_LISTED = 6
 
 
 class CallCount:
-    """The calls of one report. A run of a module in which no call was seen counts as one call."""
+    """The calls of one report. A run of a module without an intercepted call counts as one call."""
 
     def __init__(self) -> None:
         self.num_served = 0
@@ -22,7 +22,7 @@ class CallCount:
 
     @property
     def places(self) -> frozenset[tuple[str, str]]:
-        """(module, reason) of all that went past."""
+        """(module, reason) of all calls that were not intercepted."""
         return frozenset(self._unserved)
 
     def add_unserved(self, module: str, reason: str, num_calls: int) -> None:
@@ -44,7 +44,7 @@ class CallCount:
 
 
 def unserved_reason(found: FoundModule) -> str:
-    """Why a module ran without a call that could be seen."""
+    """Why no call of a module's run was intercepted."""
     module = found.module
     processor = computer_of(module).__name__
     since = "" if processor == found.processor else f"{processor} was set in the meantime: "

@@ -1,4 +1,4 @@
-"""A run of a diffusers pipeline, watched from its models: which step it is in, and where the time goes."""
+"""Observes a run of a diffusers pipeline through forward hooks: its current step, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from diffusion_runtime.progress import OnProgress, Progress, Stage
 
 
 class DenoisingWatch:
-    """Context manager around one call of a pipeline. Text is what comes before the first forward pass of a model that
-    denoises, decoding what comes after the last.
+    """Context manager around one call of a pipeline. The text stage ends with the first forward pass of a denoising
+    model, the decode stage begins after the last.
 
-    step: of the pass that runs now, or ran last. interruption: what on_progress raised, None for nothing.
+    step: of the current or last pass. interruption: what on_progress raised, None for nothing.
     """
 
     def __init__(self, pipeline: Any, device: torch.device, on_progress: OnProgress | None) -> None:
@@ -46,7 +46,7 @@ class DenoisingWatch:
                 self._hooks.append(model.register_forward_hook(end))
             self._say("text", 0, 1, self._started)
         except BaseException:
-            # What on_progress raises here ends the generation before there is a block to leave.
+            # An exception of on_progress here ends the generation before __exit__ would run.
             self._remove_hooks()
             raise
         return self
@@ -63,17 +63,17 @@ class DenoisingWatch:
 
     @property
     def has_denoised(self) -> bool:
-        """Whether a model that denoises has been called."""
+        """Whether a denoising model has been called."""
         return self._first > 0
 
     def finish(self) -> dict[str, float]:
-        """The pipeline has returned: seconds by stage."""
+        """Call it when the pipeline has returned: seconds by stage."""
         self._wait()
         ended = time.perf_counter()
         if not self._first:
             return {"denoise": ended - self._started}
         if self._said < self._num_steps:
-            # That the last step was the last one shows only now.
+            # Whether the last step was the last one is known only now.
             self._say("denoise", self._num_steps, self._num_steps, self._first + ended - self._last)
         self._say("decode", 1, 1, self._last)
         return {
