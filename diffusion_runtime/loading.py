@@ -1,4 +1,4 @@
-"""load_pipeline and inspect_pipeline: the only place where parts are chosen and put together."""
+"""load_pipeline and inspect_pipeline: the composition root, which chooses the parts of a pipeline and connects them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OnStage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A model whose attention is settled and whose weights are still on disk. transformer: on the meta device. loras:
+    """A model whose attention is chosen and whose weights are not read yet. transformer: on the meta device. loras:
     read, and not yet merged."""
 
     description: PipelineDescription
@@ -70,7 +70,7 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _PreparedPassthrough:
-    """A pipeline of diffusers' own, still on disk."""
+    """A pipeline of diffusers' own, not loaded yet."""
 
     description: PipelineDescription
     plan: PassthroughPlan
@@ -91,21 +91,20 @@ def load_pipeline(
     on_stage: OnStage | None = None,
     world: World | None = None,
 ) -> Pipeline | DiffusersPipeline:
-    """Load a model: `shapes` (embedded), a diffusers folder or a hub id; or all that a RuntimeConfig says.
+    """Load a model: `shapes` (embedded), a diffusers folder or a hub id; or everything that a RuntimeConfig holds.
 
     backend: `native` is our own transformer, `diffusers` diffusers' own pipeline behind the same call; `auto` takes the
     native one where there is one.
 
-    attention: what the config level says, in any form AttentionConfig.parse takes; attention_override: the same one
-    level higher, as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs.
-    self_check: whether third-party attention kernels are compared with the definition on this machine's accelerator
-    before the weights are read, once for each version. on_stage: called with a phrase before each part is loaded.
-    world: the processes that run the model together, each of which must load it alike.
+    attention: the config level, in any form AttentionConfig.parse takes; attention_override: the same one level higher,
+    as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. self_check:
+    whether third-party attention kernels are compared with the definition on this machine's accelerator before the
+    weights are read, once per version. on_stage: called with a phrase before each part is loaded. world: the processes
+    that run the model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers from being
-    imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError
-    when it does not fit.
+    imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it does not fit.
     """
     keywords = {
         "attention": attention,
@@ -178,8 +177,8 @@ def _load_decoder(prepared: _Prepared, folder: Path, world: World | None) -> Lat
 
 
 def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
-    """What `load_pipeline` would put together, from the folder's json alone: no weight is read or downloaded, and no
-    self-check is made.
+    """Dry run of `load_pipeline`, from the folder's json alone: no weight is read or downloaded, and no self-check is
+    run.
 
     Raises what `load_pipeline` raises before it reads weights.
     """
@@ -207,7 +206,7 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
     family.check_settings(folder)
     rules = _request_rules(folder, family, read_scheduler_config(folder))
     rules.try_scheduler()
-    degrees = _settle_degrees(config, folder, family, rules)
+    degrees = _choose_degrees(config, folder, family, rules)
     device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
     mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
@@ -227,10 +226,10 @@ def _prepare(config: RuntimeConfig, world: World | None = None, *, is_loading: b
         enabled=config.self_check,
         may_run=is_loading,
         from_first=None if world is None else world.from_first,
-        # Of one call of self-attention: a ring's part of the grid.
+        # Shape of one call of self-attention: a ring's part of the grid.
         num_keys=() if rules.num_default_tokens is None else (-(-rules.num_default_tokens // degrees.ring),),
     )
-    # Every attention layer settles its backend when it is made, so a choice that cannot run ends here.
+    # Every attention layer chooses its backend when it is built, so a choice that cannot run ends here.
     transformer, self_checks = checker.settle(
         lambda: _build_transformer(family, folder, policy), lambda built: built.attention_layers()
     )
@@ -260,7 +259,7 @@ def _build_transformer(family: ModelFamily, folder: Path, policy: AttentionPolic
     try:
         return family.build_transformer(folder, policy)
     except (RuntimeError, OverflowError) as error:
-        # Sizes that pass one by one and not together: their products are more than torch counts to.
+        # Sizes that are valid one by one and not together: their products exceed torch's integers.
         raise ModelLoadError(
             f"{folder / 'transformer' / 'config.json'}: no transformer can have these sizes: {first_line(error)}"
         ) from error
@@ -290,30 +289,30 @@ def _prepare_passthrough(config: RuntimeConfig, *, is_loading: bool = False) -> 
     return _PreparedPassthrough(description, plan, device, dtype)
 
 
-def _settle_degrees(config: RuntimeConfig, folder: Path, family: ModelFamily, rules: RequestRules) -> Degrees:
-    """How the processes share the work, chosen where it is left open. Raises ConfigError."""
+def _choose_degrees(config: RuntimeConfig, folder: Path, family: ModelFamily, rules: RequestRules) -> Degrees:
+    """The degrees of parallelism, chosen where they are left open. Raises ConfigError."""
     if config.parallel.num_processes == 1:
         return Degrees()
     num_heads = family.num_shared_heads(folder)
     if num_heads is None:
         raise ConfigError(
-            f"parallel: {family.name} models run on one process in this version: nothing says how their tokens are "
-            "cut; leave out --num-gpus"
+            f"parallel: {family.name} models run on one process in this version: they do not shard their tokens; "
+            "leave out --num-gpus"
         )
-    return config.parallel.settle(num_heads, is_guided=rules.is_guided_by_default)
+    return config.parallel.choose_degrees(num_heads, is_guided=rules.is_guided_by_default)
 
 
 def _device_name(config: RuntimeConfig, world: World | None) -> str:
     if world is not None:
         return device_of_process(config.device, world.place.local_rank, world.place.local_world_size)
     if config.parallel.num_processes > 1:
-        # What the first of them would run on: all processes of this machine are alike.
+        # The hardware of rank 0: all processes of this machine are alike.
         return device_of_process(config.device, 0, config.parallel.num_processes)
     return config.device
 
 
 def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, timeout: float) -> ProcessMesh:
-    """The process groups; without a world, which processes there would be, for choices alone."""
+    """The process groups; without a world, a mesh for a dry run."""
     if world is None:
         return planned_mesh(degrees.ulysses, degrees.ring, degrees.branches)
     world.open_groups(device, timeout)
@@ -327,11 +326,11 @@ def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, time
 
 
 def _request_rules(folder: Path, family: ModelFamily, scheduler: SchedulerConfig) -> RequestRules:
-    """generation.json over the scheduler's own settings over the family's defaults."""
+    """Request defaults: generation.json over the scheduler's own settings over the family's defaults."""
     settings = generation_settings(folder)
     defaults = dict(family.request_defaults(folder))
     if scheduler.sampler is None:
-        # Another scheduler would make other pictures: only a request or generation.json may put one in its place.
+        # Another scheduler would give other images: only a request or generation.json may replace it.
         del defaults["sampler"]
     return RequestRules(
         defaults=layered(defaults, scheduler.defaults, settings.defaults),

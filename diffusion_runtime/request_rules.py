@@ -1,4 +1,4 @@
-"""What a model says about requests, and what the requests of one batch have in common once it has."""
+"""A model's rules for requests (defaults, presets, sizes, guidance), and the settings shared by a batch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.request import GenerationRequest
 
-# What the requests of one batch may differ in.
+# The fields in which the requests of one batch may differ.
 _OWN_FIELDS = ("prompt", "negative_prompt", "seed")
-# What a request may leave open although no model fills it.
+# The fields that may stay None although no model fills them.
 _MAY_STAY_NONE = ("true_cfg_scale", "guidance_scale_2", "image_path")
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
-    how its noise levels are spaced, whether guidance is an input of it (ModelFamily.embeds_guidance) or can be asked
-    for at all (ModelFamily.takes_guidance), what is added to its guidance_scale for classifier-free guidance, whether
-    it takes or needs an image, and its attention layers, with or without weights around them, whose options may ask for
-    a number of steps.
+    """A model's rules for requests: its defaults and presets, its geometry, its scheduler and noise schedule, and its
+    attention layers (with or without weights), whose options may need a number of steps.
+
+    embeds_guidance, takes_guidance: see ModelFamily. guidance_offset: added to guidance_scale for classifier-free
+    guidance. takes_image, needs_image: whether an image may or must be given.
     """
 
     defaults: Mapping[str, Any]
@@ -48,8 +48,8 @@ class RequestRules:
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
 
-        Raises RequestError for an unknown preset, sizes that do not divide, or a value that nothing gives; ConfigError
-        for attention options made for other steps; ModelLoadError when nobody names a sampler there is.
+        Raises RequestError for an unknown preset, sizes that do not divide, or a required value without a default;
+        ConfigError for attention options made for another number of steps; ModelLoadError without a supported sampler.
         """
         if preset is not None:
             if preset not in self.presets:
@@ -66,11 +66,11 @@ class RequestRules:
                 "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
                 f"{settings.guidance_scale:g}; leave it out"
             )
-        # What a sampler cannot do it says when it is made.
+        # Building the sampler raises for what it cannot do.
         options = self.scheduler.options_for(settings.sampler)
         build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
         if settings.image_path is None and self.needs_image:
-            raise RequestError("image_path: this model makes videos from an image; say which: --image-path FILE")
+            raise RequestError("image_path: required: this model makes videos from an image; use --image-path FILE")
         if settings.image_path is not None:
             self._check_image(settings.image_path, settings.height, settings.width)
         for layer in self.attention_layers:
@@ -78,26 +78,26 @@ class RequestRules:
         return request
 
     def try_scheduler(self) -> None:
-        """Raises ModelLoadError for scheduler settings of the folder that cannot be used; where a request may choose
-        another scheduler, because the folder's is none of ours, there is nothing to try."""
+        """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
+        whose scheduler class is not ours: a request may choose another one."""
         sampler = self.defaults.get("sampler")
         if sampler is None or sampler != self.scheduler.sampler:
             return
         num_steps = self.defaults.get("num_inference_steps", 2)
         flow_shift = self.defaults.get("flow_shift")
         if flow_shift is None:
-            # Of an image of 1024 x 1024 pixels; what is tried does not depend on the size.
+            # The shift of an image of 1024 x 1024 pixels; the trial does not depend on the size.
             flow_shift = self.schedule.flow_shift(4096, num_steps) or 1.0
         try_scheduler(self.scheduler, sampler, num_steps, flow_shift, self.schedule.sigmas(num_steps))
 
     @property
     def makes_sound(self) -> bool:
-        """Whether what it makes is more than pictures."""
+        """Whether the model generates sound."""
         return self.geometry.makes_sound
 
     @property
     def num_default_tokens(self) -> int | None:
-        """Grid tokens of a request that names no size; None when such a request has to."""
+        """Grid tokens of a request without sizes; None when a request must set them."""
         sizes = [self.defaults.get(name) for name in ("height", "width", "num_frames")]
         height, width, num_frames = (size if isinstance(size, int) else 0 for size in sizes)
         try:
@@ -107,7 +107,7 @@ class RequestRules:
 
     @property
     def is_guided_by_default(self) -> bool:
-        """Whether a request that says nothing about guidance runs two branches."""
+        """Whether a request without guidance values runs two branches."""
         scale = self.defaults.get("true_cfg_scale" if self.embeds_guidance else "guidance_scale")
         offset = 0.0 if self.embeds_guidance else self.guidance_offset
         return scale is not None and float(scale) + offset > 1
@@ -121,7 +121,7 @@ class RequestRules:
         return "images" if self.geometry.temporal_factor == 1 else "videos"
 
     def _computed_defaults(self, request: GenerationRequest) -> dict[str, Any]:
-        """What follows from the request's other values: a flow shift that grows with the size."""
+        """Values that follow from the request's other values: a flow shift that grows with the size."""
         height, width, num_frames, num_steps = (
             request.height,
             request.width,
@@ -142,7 +142,7 @@ class RequestRules:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What the requests of one batch have in common, with no None left that a model could fill.
+    """The values that the requests of one batch share; None only where no model fills them.
 
     rules: of the model.
     """
@@ -168,7 +168,7 @@ class BatchSettings:
 
     @property
     def embedded_guidance(self) -> float | None:
-        """The scale that goes into the transformer; None when it takes none."""
+        """The guidance scale that the transformer gets as an input; None when it has no such input."""
         return self.guidance_scale if self.rules.embeds_guidance else None
 
     @property
@@ -192,17 +192,17 @@ class BatchSettings:
         shared = batch[0].to_dict()
         for name in shared:
             if shared[name] is None and name not in _MAY_STAY_NONE:
-                raise RequestError(f"{name}: the model has no default for it; say a value")
+                raise RequestError(f"{name}: required: this model has no default")
             values = list(dict.fromkeys(getattr(request, name) for request in batch))
             if len(values) > 1 and name not in _OWN_FIELDS:
-                raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
+                raise RequestError(f"{name}: must be equal within a batch, got {values}; submit them separately")
         if shared["true_cfg_scale"] is not None and not rules.embeds_guidance:
             raise RequestError("true_cfg_scale: guidance_scale is this model's classifier-free guidance; use that")
         common = {name: value for name, value in shared.items() if name not in _OWN_FIELDS}
         return cls(len(batch), rules, **common)
 
     def advice(self, dtype: torch.dtype) -> str:
-        """What would need less memory."""
+        """What needs less memory."""
         ways = [f"a smaller height, width or num_frames (now {self.height}, {self.width}, {self.num_frames})"]
         if self.num_requests > 1:
             ways.append(f"fewer requests in a batch (now {self.num_requests})")
