@@ -134,7 +134,7 @@ def plan_attachment(
             dtype=dtype_of(model) if dtype is None else dtype,
             no_grid=""
             if token_order(uncompiled(model)) is not None
-            else f"which is known of {', '.join(TOKEN_ORDERS)}",
+            else f"which is known for {', '.join(TOKEN_ORDERS)}",
             self_check=checker.enabled,
         )
         for name, model in denoisers.items()
@@ -169,7 +169,7 @@ class AttachedAttention:
         self._recorder = AttentionRecorder()
         self._entries: RegistryEntries | None = None
         self._calls = CallCount()
-        self._said: frozenset[tuple[str, str]] = frozenset()
+        self._logged: frozenset[tuple[str, str]] = frozenset()
         self._is_chosen = any(map(is_chosen, policies.values()))
         self._denoisers = [
             AttachedModel(name, model, index, found[name], policies[name], self)
@@ -218,7 +218,7 @@ class AttachedAttention:
         """Begin a new report."""
         self._recorder = AttentionRecorder()
         self._calls = CallCount()
-        self._said = frozenset()
+        self._logged = frozenset()
 
     def set_step(self, index: int, num_steps: int, branch: str = "cond") -> None:
         """Set the next denoising step, in a loop of your own without a supported scheduler."""
@@ -269,14 +269,14 @@ class AttachedAttention:
 
         Raises BackendUnavailableError when a choice serves no call of the models.
         """
-        if self._calls.places == self._said:
+        if self._calls.places == self._logged:
             return
-        self._said = self._calls.places
+        self._logged = self._calls.places
         if self._is_chosen and self._calls.num_served == 0:
             raise BackendUnavailableError(
                 f"attach: the attention choice serves no call: {self._calls.describe()}. Undo that before attaching, "
                 "or run without a choice",
-                [("attach", reason) for reason in sorted({reason for _, reason in self._said})],
+                [("attach", reason) for reason in sorted({reason for _, reason in self._logged})],
             )
         _logger.warning(self._calls.describe())
 

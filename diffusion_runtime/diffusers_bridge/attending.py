@@ -121,7 +121,7 @@ class ModuleAttention:
             raise ConfigError(f"{where}: a causal call with a mask on top; torch refuses this too")
         if now.step is None and self.needs_step:
             raise ConfigError(
-                f"{where}: the attention choice depends on the step, and nobody says which one this is. Attach to the "
+                f"{where}: the attention choice depends on the step, and the step is unknown here. Attach to the "
                 "pipeline and not to its model, give attach the pipeline's scheduler=, or call handle.set_step(...) in "
                 "your loop"
             )

@@ -44,10 +44,10 @@ def denoises(name: str, kind: type) -> bool:
     return name.startswith(("transformer", "unet"))
 
 
-def device_of(model_or_pipeline: Any, model: nn.Module, stated: str | torch.device | None) -> torch.device:
-    """The device a model will run on. stated: by the caller, if known."""
-    if stated is not None:
-        return resolve_device(str(stated))
+def device_of(model_or_pipeline: Any, model: nn.Module, device: str | torch.device | None) -> torch.device:
+    """The device a model will run on. device: by the caller, if known."""
+    if device is not None:
+        return resolve_device(str(device))
     # Offloaded models wait on the CPU and run elsewhere; the pipeline has the execution device.
     place = getattr(model_or_pipeline, "_execution_device", None)
     if isinstance(place, torch.device) and place.type != "meta":

@@ -17,13 +17,13 @@ from diffusion_runtime.attention.self_check import SelfChecker
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
+from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
 from diffusion_runtime.diffusers_bridge.frames import frames_of
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.sound import sound_of
-from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
@@ -91,12 +91,12 @@ class DiffusersPipeline:
     def _generate(self, request: GenerationRequest, on_progress: OnProgress | None) -> GeneratedMedia:
         arguments = self._arguments(request)
         advice = "These need less: a smaller height, width or num_frames, or dtype bfloat16"
-        watch = DenoisingWatch(self.pipeline, self.device, on_progress)
+        observer = DenoisingObserver(self.pipeline, self.device, on_progress)
         interface = self.rules.interface
-        with watch, self._attention(watch) as attention:
-            with translated_errors(interface, watch), explain_memory_shortage("generating", advice), torch.no_grad():
+        with observer, self._attention(observer) as attention:
+            with translated_errors(interface, observer), explain_memory_shortage("generating", advice), torch.no_grad():
                 result = self.pipeline(**arguments)
-            timings = watch.finish()
+            timings = observer.finish()
         frames = frames_of(result, interface.name)
         sound, notes = sound_of(result, self.pipeline)
         notes += self._other_sizes(request, frames.shape)
@@ -124,7 +124,7 @@ class DiffusersPipeline:
         return arguments
 
     @contextlib.contextmanager
-    def _attention(self, watch: DenoisingWatch) -> Iterator[AttachedAttention | ObservedAttention]:
+    def _attention(self, observer: DenoisingObserver) -> Iterator[AttachedAttention | ObservedAttention]:
         """The chosen attention, for one run."""
         # A force context around this call is a choice as well.
         planned = self._planned_attention(self._choice.ours or bool(current_force()))
@@ -136,7 +136,7 @@ class DiffusersPipeline:
             return
 
         def step() -> StepInfo:
-            return watch.step
+            return observer.step
 
         with planned.counting(step):
             yield planned
@@ -213,8 +213,10 @@ def load_passthrough(
             # diffusers, transformers and safetensors raise a dozen kinds between them, some of them plain Exceptions.
             if "allocate memory" in str(error) or "not enough memory" in str(error):
                 raise
-            told = next(iter(str(error).strip().splitlines()), "no further detail")
-            raise ModelLoadError(f"{folder}: diffusers cannot load its {plan.rules.pipeline_class}: {told}") from error
+            detail = next(iter(str(error).strip().splitlines()), "no further detail")
+            raise ModelLoadError(
+                f"{folder}: diffusers cannot load its {plan.rules.pipeline_class}: {detail}"
+            ) from error
     pipeline.set_progress_bar_config(disable=True)
     _decode_in_tiles(pipeline)
     for model in denoisers_of(pipeline).values():

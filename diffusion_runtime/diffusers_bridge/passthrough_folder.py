@@ -58,15 +58,15 @@ class AttentionChoice:
     @classmethod
     def of(cls, config: RuntimeConfig, environment: Mapping[str, str]) -> AttentionChoice:
         """diffusers' names count when they are the whole of a level. Raises ConfigError."""
-        for source, said in (("cli", config.attention_override), ("config", config.attention)):
-            name = dispatcher_name(said)
+        for source, choice in (("cli", config.attention_override), ("config", config.attention)):
+            name = dispatcher_name(choice)
             if name is not None:
                 return cls(None, None, False, name, source, config.self_check)
-            if _says_something(said):
+            if _is_choice(choice):
                 # Below a choice of ours, a name that both have is one of ours.
                 break
         levels = (config.attention_override, config.attention)
-        ours = any(map(_says_something, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or bool(current_force())
+        ours = any(map(_is_choice, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or bool(current_force())
         return cls(config.attention, config.attention_override, ours, None, "platform", config.self_check)
 
 
@@ -181,9 +181,9 @@ def _components(index: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     return [(name, entry) for name, entry in pairs if all(isinstance(part, str) for part in entry)]
 
 
-def _says_something(said: Any) -> bool:
+def _is_choice(choice: Any) -> bool:
     """Whether a level chooses anything; `auto` alone is no choice."""
-    config = AttentionConfig.parse(said)
+    config = AttentionConfig.parse(choice)
     default = [] if config.default is None else [config.default]
     specs = [*default, *config.per_role.values(), *(rule.spec for rule in config.schedule)]
     return any(spec.candidates or spec.options for spec in specs)

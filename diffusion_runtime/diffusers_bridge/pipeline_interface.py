@@ -170,8 +170,8 @@ def _output_fields(call: Any) -> tuple[str, ...] | None:
 
 
 def _in_annotation(call: Any) -> Iterator[Any]:
-    stated = inspect.signature(call).return_annotation
-    parts = [stated, *typing.get_args(stated)]
+    annotation = inspect.signature(call).return_annotation
+    parts = [annotation, *typing.get_args(annotation)]
     yield from (part for part in parts if _is_output(part))
 
 

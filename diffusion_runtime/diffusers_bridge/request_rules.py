@@ -77,7 +77,7 @@ class PassthroughRules:
         if self.interface.makes_video:
             raise RequestError(f"num_frames: {self.pipeline_class} sets the length of its video itself; leave it out")
         if request.num_frames != 1:
-            raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or say 1")
+            raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or use 1")
 
     def _image(self, request: GenerationRequest) -> Any:
         """The input image; None without one."""

@@ -71,10 +71,10 @@ class SizeRules:
     def _check_inputs(self, arguments: Mapping[str, Any]) -> None:
         """The pipeline's own checks. A refusal counts when it disappears with the request's sizes: any other may come
         from components that are not loaded yet, and is left for the call."""
-        told = self._refusal(arguments)
+        refusal = self._refusal(arguments)
         without = {name: value for name, value in arguments.items() if name not in _SIZES}
-        if told is not None and told != self._refusal(without):
-            raise RequestError(f"{self.interface.name} refuses the request: {told}")
+        if refusal is not None and refusal != self._refusal(without):
+            raise RequestError(f"{self.interface.name} refuses the request: {refusal}")
 
     def _refusal(self, arguments: Mapping[str, Any]) -> str | None:
         check = getattr(type(self.pipeline), "check_inputs", None)

@@ -15,12 +15,12 @@ def sound_of(result: Any, pipeline: Any) -> tuple[Audio | None, list[str]]:
 
     Pipelines return samples alone; the sample rate is known where a vocoder has one.
     """
-    made = getattr(result, "audio", None)
-    if made is None:
+    audio = getattr(result, "audio", None)
+    if audio is None:
         return None, []
     vocoder = getattr(pipeline, "vocoder", None)
     sample_rate = None if vocoder is None else vocoder.config.get("output_sampling_rate")
-    samples = made.detach().float().cpu().numpy() if isinstance(made, torch.Tensor) else numpy.asarray(made)
+    samples = audio.detach().float().cpu().numpy() if isinstance(audio, torch.Tensor) else numpy.asarray(audio)
     if samples.ndim == 3:
         samples = samples[0]
     if type(sample_rate) is not int or samples.ndim != 2:

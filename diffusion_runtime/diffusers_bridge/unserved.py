@@ -30,7 +30,7 @@ class CallCount:
         self._unserved[module, reason] = self._unserved.get((module, reason), 0) + max(1, num_calls)
 
     def describe(self) -> str:
-        """`attention calls reached: 4 of 6; 2 went past: transformer.blocks.0.attn1 x 2 (why)`; empty for none."""
+        """`attention calls reached: 4 of 6; 2 not intercepted: blocks.0.attn1 x 2 (why)`; empty for none."""
         if not self._unserved:
             return ""
         shown = [
@@ -38,7 +38,7 @@ class CallCount:
         ]
         rest = len(self._unserved) - len(shown)
         total = self.num_served + self.num_unserved
-        return f"attention calls reached: {self.num_served} of {total}; {self.num_unserved} went past: " + (
+        return f"attention calls reached: {self.num_served} of {total}; {self.num_unserved} not intercepted: " + (
             ", ".join(shown) + (f" and {rest} modules more" if rest else "")
         )
 

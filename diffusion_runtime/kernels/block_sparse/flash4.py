@@ -55,7 +55,7 @@ def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
     """Why this plan cannot be computed here on tensors like q; None when it can."""
     reason = refusal_of_blocks(q, plan.q, plan.kv, plan.num_grid_tokens)
     if reason is None and plan.row_mask is not None:
-        reason = "knows no row masks"
+        reason = "supports no row masks"
     return reason
 
 
@@ -64,7 +64,7 @@ def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: Block
     if not q.is_cuda:
         return f"needs a CUDA GPU, the tensors are on {q.device}"
     if not serves(detect_hardware(str(q.device))):
-        return "serves sm_90 alone"
+        return "needs sm_90"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'diffusion-runtime[sparse]'"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -72,7 +72,7 @@ def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: Block
     if q.shape[-1] not in (64, 128):
         return f"takes head sizes 64 and 128 here, not {q.shape[-1]}"
     if q_blocks.num_tokens > num_grid:
-        return "knows no text beside the grid"
+        return "supports no text beside the grid"
     if q_blocks.num_groups > 1 or kv_blocks.num_groups > 1:
         return "needs blocks that all heads share"
     sizes = (q_blocks.uniform_block_size, kv_blocks.uniform_block_size)
