@@ -22,7 +22,7 @@ def guard_is_needed(device: torch.device) -> bool:
 
 @contextmanager
 def device_guard(device: torch.device) -> Iterator[None]:
-    """Autocast off for `device`, new tensors on the CPU unless they say otherwise, `device` the current CUDA device."""
+    """Autocast off for `device`, new tensors on the CPU unless a device is given, `device` the current CUDA device."""
     with ExitStack() as stack:
         if _is_autocast(device):
             stack.enter_context(torch.autocast(device.type, enabled=False))

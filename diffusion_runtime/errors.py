@@ -12,7 +12,7 @@
     │   └── InstallationError                 installed packages that keep every model from being loaded
     └── OutputError                       1   a result that cannot be written or read
 
-A message says what was expected, what was there, and what to type instead.
+A message states what was expected, what was there, and what to type instead.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ModelLoadError(DiffusionRuntimeError):
 
 
 class InstallationError(ModelLoadError):
-    """Installed packages that keep every model from being loaded; the message says which to remove."""
+    """Installed packages that keep every model from being loaded; the message names the one to remove."""
 
 
 class ThirdPartyError(DiffusionRuntimeError):

@@ -119,12 +119,12 @@ def load_pipeline(
     check_diffusers_import()
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
-    say: OnStage = on_stage if on_stage is not None else lambda _: None
+    begin: OnStage = on_stage if on_stage is not None else lambda _: None
     bound_primitive_cache()
-    say("choosing attention")
+    begin("choosing attention")
     passthrough = _prepare_passthrough(config, is_loading=True)
     if passthrough is not None:
-        say("loading diffusers' pipeline")
+        begin("loading diffusers' pipeline")
         recipe = passthrough.description.to_dict()
         folder = resolve_model_folder(config.model_path)
         return load_passthrough(folder, passthrough.plan, passthrough.device, passthrough.dtype, recipe)
@@ -135,13 +135,13 @@ def load_pipeline(
     check_component_files(folder)
     advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
     with device_guard(prepared.device), explain_memory_shortage("loading", advice):
-        say("loading the text encoder")
+        begin("loading the text encoder")
         text_encoder = _load_text_encoder(prepared, folder, world)
-        say("loading the transformer")
+        begin("loading the transformer")
         transformer = family.load_transformer(
             folder, prepared.transformer, prepared.device, prepared.dtype, prepared.loras
         )
-        say("loading the decoder")
+        begin("loading the decoder")
         decoder = _load_decoder(prepared, folder, world)
     if world is not None:
         world.wait_for_all()

@@ -45,7 +45,7 @@ class Gpu:
 @dataclass(frozen=True)
 class Machine:
     """python: its version, executable: its path. num_cpus: that this process may use; memory: bytes of RAM, None when
-    the system does not say. torch_build: `CPU`, `CUDA 13.0` or `ROCm 7.0`; cuda_build: None for other builds.
+    it is unknown. torch_build: `CPU`, `CUDA 13.0` or `ROCm 7.0`; cuda_build: None for other builds.
     architectures: what torch's own kernels are built for, such as `sm_90`. driver: None without one.
     gpus: that torch can use; cuda_error: why it can use none although the driver is there.
     visible_devices: CUDA_VISIBLE_DEVICES, None when it is not set.

@@ -145,7 +145,7 @@ class AttachedModel:
         other = other_mode()
         if other is not None:
             # Such as guidance that skips attention scores: its mode replaces the call.
-            self._add_unserved(module, f"{other} answers torch's attention here", 1)
+            self._add_unserved(module, f"{other} replaces torch's attention here", 1)
             return call.run_own()
         return self._owner.attend(module, getattr(self._now, "forward_pass", ForwardPass()), call, number, masks)
 

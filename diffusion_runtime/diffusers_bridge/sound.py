@@ -24,5 +24,5 @@ def sound_of(result: Any, pipeline: Any) -> tuple[Audio | None, list[str]]:
     if samples.ndim == 3:
         samples = samples[0]
     if type(sample_rate) is not int or samples.ndim != 2:
-        return None, ["the pipeline made sound as well, which is not written: its samples a second are not known"]
+        return None, ["the pipeline made sound as well, which is not written: its sample rate is unknown"]
     return Audio(numpy.ascontiguousarray(samples.astype(numpy.float32).clip(-1.0, 1.0)), sample_rate), []

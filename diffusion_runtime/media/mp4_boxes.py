@@ -97,7 +97,7 @@ def _read_moov(file: BinaryIO, file_size: int) -> bytes:
         elif size == 0:
             size = file_size - position
         if size < start or position + size > file_size:
-            raise BrokenMp4Error(f"box {kind!r} at {position} says {size} bytes, the file has {file_size}")
+            raise BrokenMp4Error(f"box {kind!r} at {position} has a size of {size} bytes, the file has {file_size}")
         if kind == b"moov":
             if size > MAX_MOOV_BYTES:
                 raise BrokenMp4Error(f"its index has {size} bytes, more than {MAX_MOOV_BYTES}")
@@ -115,7 +115,7 @@ def _boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
             return
         size, kind = struct.unpack_from(">I4s", data, position)
         if size < 8 or position + size > len(data):
-            raise BrokenMp4Error(f"box {kind!r} says {size} bytes, {len(data) - position} are left")
+            raise BrokenMp4Error(f"box {kind!r} has a size of {size} bytes, {len(data) - position} are left")
         yield kind, data[position + 8 : position + size]
         position += size
     raise BrokenMp4Error(f"more than {MAX_BOXES} boxes in one")

@@ -39,7 +39,7 @@ def load_mistral3(
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     if "padding_side" not in tokenizer.init_kwargs:
-        # The class that published folders name pads there by default, so their files do not say it.
+        # The class that published folders name pads there by default, so their files do not set it.
         tokenizer.padding_side = "left"
     whole = load_encoder(folder / "text_encoder", Mistral3Model, torch.device("cpu"), dtype, num_layers=max(layers))
     model = whole.language_model

@@ -21,7 +21,7 @@ from diffusion_runtime.text_encoders.tokenized import tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
-# The length the published Wan transformers were trained with, whatever the tokenizer's own config says.
+# The length the published Wan transformers were trained with, whatever the tokenizer's own config.
 MAX_TOKENS = 512
 
 _CONVERSION = (

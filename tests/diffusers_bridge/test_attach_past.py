@@ -144,7 +144,7 @@ def test_guidance_that_leaves_scores_out_keeps_its_calls() -> None:
     with attach(model, "reference") as handle:
         assert relative_error(forward(model, arguments), before) < 1e-5
         note = handle.report().notes[1]
-    assert "AttentionScoreSkipFunctionMode answers torch's attention here" in note
+    assert "AttentionScoreSkipFunctionMode replaces torch's attention here" in note
     assert "reached: 1 of 2; 1 not intercepted: CogVideoXTransformer3DModel.transformer_blocks.1.attn1 x 1" in note
     assert torch.equal(forward(model, arguments), before)
 

@@ -115,10 +115,10 @@ class Caption:
     """A text and the attributes it mentions."""
 
     text: str
-    says: SceneAttributes
+    attributes: SceneAttributes
     spans: tuple[tuple[int, int], ...]
-    """Per object of `says`: first character of its own words in `text`, and one past the last. Words that two objects
-    share ("of the same colour, both moving left") are in neither."""
+    """Per object: first character of its own words in `text`, and one past the last. Words that two objects share
+    ("of the same colour, both moving left") are in neither."""
 
 
 @dataclass(frozen=True)
@@ -149,15 +149,15 @@ def write_caption(
     """One caption of a scene with every attribute given; `image` words it for a single frame, mostly without motion."""
     if image:
         settings = replace(settings, omit_motion=max(settings.omit_motion, 0.8))
-    said = tuple(_leave_out(one, random, settings) for one in scene.objects)
+    mentioned = tuple(_leave_out(one, random, settings) for one in scene.objects)
     omit = settings.omit_plain_background if scene.background == "plain" else settings.omit_other_background
     background = None if random.random() < omit else scene.background
-    if len(said) == 2 and random.random() < 0.5:
-        said = (said[1], said[0])
-    body = _relation_body(said, random, settings) if len(said) == 2 else None
+    if len(mentioned) == 2 and random.random() < 0.5:
+        mentioned = (mentioned[1], mentioned[0])
+    body = _relation_body(mentioned, random, settings) if len(mentioned) == 2 else None
     if body is None:
         joint = _JOINTS[0] if random.random() < settings.plain_wording else random.choice(_JOINTS)
-        body = _Body(tuple(_object_text(one, random, settings) for one in said), joint)
+        body = _Body(tuple(_object_text(one, random, settings) for one in mentioned), joint)
     text, opening = body.text, ""
     if background is not None:
         words = _phrase(_BACKGROUND_WORDS[background], random, settings)
@@ -167,7 +167,7 @@ def write_caption(
         text = opening + text
     if random.random() < settings.filler:
         text = f"{text}, {random.choice(UNKNOWN_FILLERS)}"
-    return Caption(text, SceneAttributes(said, background), body.spans(len(opening)))
+    return Caption(text, SceneAttributes(mentioned, background), body.spans(len(opening)))
 
 
 def _phrase(words: tuple[str, ...], random: Random, settings: CaptionSettings) -> str:
@@ -206,10 +206,10 @@ def _object_text(one: ObjectAttributes, random: Random, settings: CaptionSetting
     return f"{noun} {_phrase(_MOTION_WORDS[one.motion], random, settings)}"
 
 
-def _relation_body(said: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
+def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
     """A body in which equal colours or motions are stated once ("both moving right"), or None where nothing is
     equal."""
-    first, second = said
+    first, second = mentioned
     same_colour = first.colour is not None and first.colour == second.colour
     same_motion = first.motion is not None and first.motion == second.motion
     if not (same_colour or same_motion) or random.random() >= settings.relation:

@@ -88,15 +88,15 @@ def _read_colour(segmentation: Segmentation, track: list[Region]) -> str | None:
     return COLOUR_NAMES[colour] if distance <= MAX_COLOUR_DISTANCE else None
 
 
-def judge(says: SceneAttributes, reading: Reading) -> Verdict:
+def judge(attributes: SceneAttributes, reading: Reading) -> Verdict:
     """Compare a prompt with a reading; objects are paired the way that gets most attributes right."""
-    background = says.background is None or says.background == reading.scene.background
+    background = attributes.background is None or attributes.background == reading.scene.background
     seen = reading.scene.objects
-    if not reading.steady or len(seen) != len(says.objects):
+    if not reading.steady or len(seen) != len(attributes.objects):
         return Verdict(False, False, False, False, background)
     moving = reading.num_frames > 1
     pairings = [
-        tuple(_compare(wanted, seen[index], moving) for wanted, index in zip(says.objects, order, strict=True))
+        tuple(_compare(wanted, seen[index], moving) for wanted, index in zip(attributes.objects, order, strict=True))
         for order in permutations(range(len(seen)))
     ]
     best = max(pairings, key=lambda pairs: (all(all(pair) for pair in pairs), sum(sum(pair) for pair in pairs)))
@@ -112,6 +112,6 @@ def _compare(wanted: ObjectAttributes, seen: ObjectAttributes, moving: bool) -> 
     )
 
 
-def check_clip(says: SceneAttributes, frames: Tensor) -> Verdict:
+def check_clip(attributes: SceneAttributes, frames: Tensor) -> Verdict:
     """Read one clip, uint8 [frames, height, width, 3], and judge it against a prompt's attributes."""
-    return judge(says, read_clip(frames))
+    return judge(attributes, read_clip(frames))
