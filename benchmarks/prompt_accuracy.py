@@ -103,7 +103,7 @@ def score(
             for prompt in batch
         ]
         for prompt, media in zip(batch, pipeline.generate(requests), strict=True):
-            verdicts.append(check_clip(prompt.says, torch.from_numpy(media.frames)))
+            verdicts.append(check_clip(prompt.attributes, torch.from_numpy(media.frames)))
             report = media.attention_report
     assert isinstance(report, AttentionReport)
     accuracy = summarise(verdicts).to_dict()

@@ -118,7 +118,7 @@ def generate(
             media = pipeline.generate(requests)
             for prompt, one in zip(batch, media, strict=True):
                 frames.append(torch.from_numpy(one.frames))
-                verdicts.append(check_clip(prompt.says, frames[-1]))
+                verdicts.append(check_clip(prompt.attributes, frames[-1]))
             report = media[-1].attention_report
             dense_calls += sum(
                 row.count for row in report.rows if row.role == "self" and "block-sparse" not in row.implementation

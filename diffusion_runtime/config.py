@@ -1,4 +1,5 @@
-"""How a pipeline is loaded (load time). Never merged with GenerationRequest (call time)."""
+"""Load-time configuration of a pipeline: RuntimeConfig, ParallelConfig, LoraConfig. GenerationRequest holds call-time
+values."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, Self
 from diffusion_runtime.errors import ConfigError, nearest, shown
 
 RUNTIME_BACKENDS = ("auto", "native", "diffusers")
-# More than a cluster for one video has; seconds of a week.
+# More processes than a cluster would use for one video; the seconds of a week.
 MAX_PROCESSES = 4096
 MAX_TIMEOUT = 7 * 24 * 3600
 MAX_LORA_SCALE = 1e4
@@ -19,11 +20,11 @@ ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 
 @dataclass(frozen=True)
 class Degrees:
-    """How the processes of a run share its work; their product is the number of processes.
+    """Degrees of parallelism; their product is the number of processes.
 
-    ulysses, ring: processes that share a sequence by heads, and by blocks of keys. branches: 2 when the two guidance
-    branches run on two groups of processes, else 1. ring_inside: neighbours by rank share keys, and not heads.
-    reason: who chose them, for people.
+    ulysses, ring: processes that share a sequence by heads, and by blocks of keys (sequence parallel). branches: 2 when
+    the two guidance branches run on two groups of processes (CFG parallel), else 1. ring_inside: neighbours by rank
+    share keys, and not heads. reason: how they were chosen, for messages.
     """
 
     ulysses: int = 1
@@ -48,13 +49,13 @@ class Degrees:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How one generation is spread over processes; the product of the degrees is the number of processes.
+    """Parallelism of one generation; the product of the degrees is the number of processes.
 
-    num_gpus: processes, one a device; None: the product of the degrees that are given, or all that torchrun started.
-    ulysses_degree, ring_degree: processes that share a sequence by heads, and by blocks of keys; None leaves it open.
-    cfg_parallel: whether the two guidance branches run on two groups of processes; None leaves it open.
+    num_gpus: processes, one per device; None: the product of the degrees that are given, or all that torchrun started.
+    ulysses_degree, ring_degree: processes that share a sequence by heads, and by blocks of keys; None: chosen.
+    cfg_parallel: whether the two guidance branches run on two groups of processes; None: chosen.
     order: which exchange happens between processes that are neighbours by rank, on the faster links.
-    timeout: seconds that processes wait for one that does not move before they give the run up.
+    timeout: seconds that processes wait for one that does not move before the watchdog ends the run.
     """
 
     num_gpus: int | None = None
@@ -82,7 +83,7 @@ class ParallelConfig:
 
     @property
     def num_processes(self) -> int:
-        """Processes that this asks for; 1 when it asks for none."""
+        """Number of requested processes; 1 when none is requested."""
         return self._known_product if self.num_gpus is None else self.num_gpus
 
     @property
@@ -90,7 +91,7 @@ class ParallelConfig:
         return (self.ulysses_degree or 1) * (self.ring_degree or 1) * (2 if self.cfg_parallel else 1)
 
     def with_world(self, num_processes: int) -> Self:
-        """The same on processes that run already. Raises ConfigError when it asks for another number of them."""
+        """The same configuration for running processes. Raises ConfigError when it asks for another number of them."""
         if self.num_gpus not in (None, num_processes):
             raise ConfigError(
                 f"parallel.num_gpus: {self.num_gpus} processes are asked for, {num_processes} were started; leave out "
@@ -98,12 +99,12 @@ class ParallelConfig:
             )
         return dataclasses.replace(self, num_gpus=num_processes)
 
-    def settle(self, num_heads: int, *, is_guided: bool) -> Degrees:
-        """Every degree, those that are left open chosen. num_heads: of self-attention; is_guided: whether requests
-        run two guidance branches.
+    def choose_degrees(self, num_heads: int, *, is_guided: bool) -> Degrees:
+        """Every degree, with the open ones chosen. num_heads: of self-attention; is_guided: whether requests run two
+        guidance branches.
 
-        Guidance branches come first, because they hardly talk to each other; then heads, as far as they divide; blocks
-        of keys are what is left. Raises ConfigError for degrees that do not fit the processes or the heads.
+        Guidance branches come first, because they communicate once per step only; then heads, as far as they divide;
+        blocks of keys take the rest. Raises ConfigError for degrees that do not fit the processes or the heads.
         """
         num_processes = self.num_processes
         branches = self._choose_branches(num_processes, is_guided)
@@ -121,7 +122,7 @@ class ParallelConfig:
             even = ", ".join(str(degree) for degree in divisors(num_heads))
             raise ConfigError(
                 f"parallel.ulysses_degree: {ulysses} processes cannot share {num_heads} attention heads; valid degrees "
-                f"for this model: 1 to {num_heads}, best those that divide it: {even}. --ring-degree takes the others"
+                f"for this model: 1 to {num_heads}, best those that divide it: {even}. use --ring-degree for the others"
             )
         return Degrees(ulysses, ring, branches, self.order == "ring_inside_ulysses", self._reason(num_heads, is_guided))
 
@@ -129,7 +130,7 @@ class ParallelConfig:
         if self.cfg_parallel is not None:
             return 2 if self.cfg_parallel else 1
         is_possible = num_processes % (2 * self._known_product) == 0
-        # Two full degrees leave no choice: the branches make up what is missing, or the product is wrong.
+        # Two given degrees leave no choice: the branches make up the rest of the product, or the product is wrong.
         return 2 if is_guided and is_possible else 1
 
     def _reason(self, num_heads: int, is_guided: bool) -> str:
@@ -138,7 +139,9 @@ class ParallelConfig:
         if None not in (self.ulysses_degree, self.ring_degree, self.cfg_parallel):
             return "as asked"
         guidance = "guidance is on" if is_guided else "guidance is off"
-        return f"chosen for {num_heads} heads, {guidance}; --ulysses-degree, --ring-degree and --cfg-parallel say else"
+        return (
+            f"chosen for {num_heads} heads, {guidance}; override with --ulysses-degree, --ring-degree or --cfg-parallel"
+        )
 
     def _check_product(self, num_processes: int | None) -> None:
         if num_processes is None:
@@ -152,10 +155,11 @@ class ParallelConfig:
         degrees = [("ulysses_degree", self.ulysses_degree), ("ring_degree", self.ring_degree)]
         if self.cfg_parallel is not None:
             degrees.append(("guidance branches", 2 if self.cfg_parallel else 1))
-        said = " x ".join(f"{name} {degree}" for name, degree in degrees if degree is not None)
+        product = " x ".join(f"{name} {degree}" for name, degree in degrees if degree is not None)
         return ConfigError(
-            f"parallel: {said} does not make {num_processes} processes; the product of ulysses_degree, ring_degree and "
-            "2 for cfg_parallel must be --num-gpus, or what torchrun started; a degree that is left out is chosen"
+            f"parallel: {product} does not give {num_processes} processes; the product of ulysses_degree, "
+            "ring_degree and 2 for cfg_parallel must be --num-gpus, or the number that torchrun "
+            "started; a degree that is left out is chosen"
         )
 
 
@@ -170,8 +174,8 @@ LORA_COMPONENTS = ("transformer", "transformer_2")
 class LoraConfig:
     """A LoRA file that is merged into the transformer when it is loaded.
 
-    path: a safetensors file in diffusers' format. scale: how strongly. component: which transformer its keys for
-    `transformer` go to, in models with two.
+    path: a safetensors file in diffusers' format. scale: the factor of its weights. component: which transformer its
+    keys for `transformer` go to, in models with two.
     """
 
     path: str
@@ -213,7 +217,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """What is loaded, where, and which attention it may use.
+    """The model to load, the device, and the attention backends.
 
     model_path: `shapes` (the embedded model), a diffusers folder, or a hub id: `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
     backend: `native` runs our own transformer, `diffusers` diffusers' own pipeline; `auto` is native where the model's
@@ -221,10 +225,10 @@ class RuntimeConfig:
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...
     dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU), `float32`, `bfloat16` or `float16`.
     attention: every form that AttentionConfig.parse takes; None leaves it to the environment and the platform.
-    attention_override: the same, one level higher: what the command line says.
+    attention_override: the same, one level higher: the command line's choice.
     parallel: how the work is spread over processes.
     self_check: whether third-party attention kernels are compared with the definition on this machine's accelerator
-        before the weights are read, once for each version.
+        before the weights are read, once per version.
     lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
     LoraConfig values.
     """

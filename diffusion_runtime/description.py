@@ -1,4 +1,5 @@
-"""What a RuntimeConfig leads to, known from json alone: the model, its rules, and the attention of every layer."""
+"""Dry run: what a RuntimeConfig leads to, known from json alone: the model, its rules, and the attention of every
+layer."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from diffusion_runtime.untrusted.files import read_file
 
 @dataclass(frozen=True)
 class PlannedAttention:
-    """What would run in some layers of a role. when: `always`, or the steps a schedule rule holds for."""
+    """The attention of some layers of a role. when: `always`, or the steps a schedule rule holds for."""
 
     role: str
     when: str
@@ -44,12 +45,12 @@ class PlannedAttention:
 
 @dataclass(frozen=True)
 class PipelineDescription:
-    """What a RuntimeConfig leads to, known without any weight.
+    """The result of a dry run: what a RuntimeConfig leads to, known without any weight.
 
     folder: of the model; family: its architecture; device, dtype: where and in what it would run. rules: its request
     defaults, presets and sizes. attention: every choice, by role, layers and steps. libraries: components whose
     attention is their library's own. degrees: how processes share the work. self_checks: of the chosen backends, as far
-    as they are made or kept.
+    as they are run or cached.
     """
 
     config: RuntimeConfig
@@ -87,7 +88,7 @@ class PipelineDescription:
         }
 
     def _recorded(self, given: Any) -> Any:
-        """A level's choices as plain values; a name of diffusers' stays what it is where diffusers reads it."""
+        """A level's choices as plain values; a name of diffusers' is kept as it is where diffusers reads it."""
         if given is None:
             return None
         is_theirs = isinstance(self.rules, PassthroughRules) and dispatcher_name(given) is not None
@@ -95,7 +96,7 @@ class PipelineDescription:
 
 
 def planned_attention(layers: Iterable[AttentionLayer]) -> tuple[PlannedAttention, ...]:
-    """Equal decisions of one role as one row, in the order in which layers run."""
+    """One row per role and decision, in the order in which layers run."""
     rows: list[PlannedAttention] = []
     for layer in layers:
         for when, decision in layer.decisions:
@@ -111,7 +112,7 @@ def planned_attention(layers: Iterable[AttentionLayer]) -> tuple[PlannedAttentio
 
 
 def _decision_values(decision: Decision) -> dict[str, Any]:
-    """dense: what would serve the dense calls of a backend that chooses among keys; absent for every other backend."""
+    """dense: the backend of the dense calls of a sparse backend; absent for every other backend."""
     return {
         "backend": decision.backend,
         "options": dict(decision.options),
@@ -123,7 +124,7 @@ def _decision_values(decision: Decision) -> dict[str, Any]:
 
 
 def _config_digest(folder: Path) -> str:
-    """SHA-256 over the json files of the model and its parts: folders that differ in it are not the same model."""
+    """SHA-256 over the json files of the model and its parts: folders with different digests are different models."""
     digest = hashlib.sha256()
     whole = [folder / "model_index.json", folder / "generation.json"]
     for path in sorted([*whole, *folder.glob("[!.]*/*.json")]):

@@ -1,4 +1,4 @@
-"""The device and autocast guard around computation whose devices and dtypes are specified.
+"""Device and autocast guard: autocast off, current CUDA device set, new tensors on the CPU.
 
 Without it `torch.autocast` lowers the float32 products that planners and references rely on, Triton launches on the
 current CUDA device whichever device its tensors are on, and `torch.set_default_device` moves tensors that belong on the
@@ -14,7 +14,7 @@ import torch
 
 
 def guard_is_needed(device: torch.device) -> bool:
-    """Whether a call on tensors of `device` needs the guard; costs less than a microsecond, so every call may ask."""
+    """Whether a call on tensors of `device` needs the guard; costs less than a microsecond, so every call may check."""
     if _is_autocast(device):
         return True
     return device.type == "cuda" and device.index is not None and device.index != torch.cuda.current_device()
@@ -22,7 +22,7 @@ def guard_is_needed(device: torch.device) -> bool:
 
 @contextmanager
 def device_guard(device: torch.device) -> Iterator[None]:
-    """Autocast off for `device`, new tensors on the CPU unless they say otherwise, `device` the current CUDA device."""
+    """Autocast off for `device`, new tensors on the CPU unless a device is given, `device` the current CUDA device."""
     with ExitStack() as stack:
         if _is_autocast(device):
             stack.enter_context(torch.autocast(device.type, enabled=False))

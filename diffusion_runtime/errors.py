@@ -14,7 +14,7 @@
     │   └── InstallationError                 installed packages that keep every model from being loaded
     └── OutputError                       1   a result that cannot be written or read
 
-A message says what was expected, what was there, and what to type instead.
+A message states what was expected, what was there, and what to type instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAX_LINE_CHARACTERS = 240
 
 
 class DiffusionRuntimeError(Exception):
-    """Anything this package raises on purpose; `exit_code` is what the command line returns for it."""
+    """Base class of all errors that this package raises on purpose; `exit_code` is what the command line returns for
+    it."""
 
     exit_code = 1
 
@@ -61,7 +62,7 @@ class BackendUnavailableError(DiffusionRuntimeError):
 
 
 class DeviceMemoryError(DiffusionRuntimeError):
-    """The device ran out of memory; the message says what would need less."""
+    """The device ran out of memory; the message lists what needs less."""
 
     exit_code = 4
 
@@ -96,11 +97,12 @@ class ModelLoadError(DiffusionRuntimeError):
 
 
 class InstallationError(ModelLoadError):
-    """Installed packages that keep every model from being loaded; the message says which to remove."""
+    """Installed packages that keep every model from being loaded; the message names the one to remove."""
 
 
 class ThirdPartyError(DiffusionRuntimeError):
-    """An exception inside another project's pipeline; the message says whose, in which call, and what it says."""
+    """An exception inside another project's pipeline; the message names the pipeline and the call, and quotes the
+    exception."""
 
 
 class OutputError(DiffusionRuntimeError):
@@ -108,7 +110,7 @@ class OutputError(DiffusionRuntimeError):
 
 
 class _ShortRepr(reprlib.Repr):
-    """Bounded work whatever the value: a few items of every level, a few levels, the start of a text."""
+    """A bounded repr: a few items per level, a few levels, the start of a text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,13 +132,13 @@ _SHORT_REPR = _ShortRepr()
 
 
 def shown(value: object) -> str:
-    """`value` as Python writes it, cut at 80 characters: it may be a stranger's, of any size and depth."""
+    """`value` as a Python literal, cut at 80 characters: untrusted values may have any size and depth."""
     text = _SHORT_REPR.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line; it may repeat what a stranger's file holds."""
+    """The first line of another library's error; it may quote untrusted files."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if len(line) <= MAX_LINE_CHARACTERS else f"{line[: MAX_LINE_CHARACTERS - 3]}..."
 

@@ -1,4 +1,4 @@
-"""The machine as plain values: device, chip, versions, installed packages.
+"""Hardware: the machine as plain values: device, chip, versions, installed packages.
 
 Selection reads a `Hardware` and nothing else, so every platform can be tested on any machine.
 """
@@ -35,7 +35,7 @@ ATTENTION_PACKAGES = (
     "xformers",
     "amd-aiter",
 )
-# The compilers that backends without compiled kernels call.
+# The compilers that backends without precompiled kernels call.
 PROGRAMS = ("g++", "clang++", "nvcc")
 
 
@@ -88,7 +88,7 @@ def found_programs() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=16)
 def detect_hardware(device: str = "auto") -> Hardware:
-    """The hardware behind a device string (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...); asked once a process.
+    """The hardware behind a device string (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...); cached per process.
 
     Raises ConfigError when torch cannot reach the device.
     """
@@ -136,9 +136,9 @@ def resolve_device(device: str = "auto") -> torch.device:
 
 
 def device_of_process(device: str, local_rank: int, num_local: int) -> str:
-    """The device of one of `num_local` processes on this machine: the CPU for all of them, or a GPU each.
+    """The device of one of `num_local` processes on this machine: the CPU for all of them, or one GPU per process.
 
-    Raises ConfigError for more processes than GPUs, and for a device that processes cannot have one each of.
+    Raises ConfigError for more processes than GPUs, and for a device that several processes cannot use.
     """
     import torch
 

@@ -231,16 +231,15 @@ def load_pipeline(
     backend: `native` is our own transformer, `diffusers` diffusers' own pipeline behind the same call; `auto` takes the
     native one where there is one.
 
-    attention: what the config level says, in any form AttentionConfig.parse takes; attention_override: the same one
-    level higher, as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs.
-    self_check: whether third-party attention kernels are compared with the definition on this machine's accelerator
-    before the weights are read, once for each version. on_stage: called with a phrase before each part is loaded.
-    world: the processes that run the model together, each of which must load it alike.
+    attention: the config level, in any form AttentionConfig.parse takes; attention_override: the same one level higher,
+    as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. self_check:
+    whether third-party attention kernels are compared with the definition on this machine's accelerator before the
+    weights are read, once per version. on_stage: called with a phrase before each part is loaded. world: the processes
+    that run the model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers from being
-    imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError
-    when it does not fit.
+    imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it does not fit.
     """
     keywords = {
         "attention": attention,
@@ -255,8 +254,8 @@ def load_pipeline(
 
 
 def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
-    """What `load_pipeline` would put together, from the folder's json alone: no weight is read or downloaded, and no
-    self-check is made.
+    """Dry run of `load_pipeline`, from the folder's json alone: no weight is read or downloaded, and no self-check is
+    run.
 
     Raises what `load_pipeline` raises before it reads weights.
     """
@@ -363,7 +362,7 @@ def _build_transformer(model: Model[Any, Any], policy: AttentionPolicy) -> Diffu
     try:
         return model.build_transformer(policy)
     except (RuntimeError, OverflowError) as error:
-        # Sizes that pass one by one and not together: their products are more than torch counts to.
+        # Sizes that are valid one by one and not together: their products exceed torch's integers.
         raise ModelLoadError(
             f"{model.folder / 'transformer' / 'config.json'}: no transformer can have these sizes: {first_line(error)}"
         ) from error
@@ -415,13 +414,13 @@ def _device_name(config: RuntimeConfig, world: World | None) -> str:
     if world is not None:
         return device_of_process(config.device, world.place.local_rank, world.place.local_world_size)
     if config.parallel.num_processes > 1:
-        # What the first of them would run on: all processes of this machine are alike.
+        # The hardware of rank 0: all processes of this machine are alike.
         return device_of_process(config.device, 0, config.parallel.num_processes)
     return config.device
 
 
 def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, timeout: float) -> ProcessMesh:
-    """The process groups; without a world, which processes there would be, for choices alone."""
+    """The process groups; without a world, a mesh for a dry run."""
     if world is None:
         return planned_mesh(degrees.ulysses, degrees.ring, degrees.branches)
     world.open_groups(device, timeout)
@@ -440,7 +439,7 @@ def _request_rules(model: Model[Any, Any], named: PublishedModel | None) -> Requ
     documented = [] if named is None else [named.request]
     defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
-        # Another scheduler would make other pictures: only a request or generation.json may put one in its place.
+        # Another scheduler would give other images: only a request or generation.json may replace it.
         del defaults["sampler"]
     return RequestRules(
         defaults=layered(defaults, scheduler.defaults, model.generation.defaults, *documented),

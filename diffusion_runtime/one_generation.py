@@ -1,4 +1,4 @@
-"""One generation at a time per pipeline: a second call is an error at once, from whichever thread it comes."""
+"""Lock for one generation at a time per pipeline: a second call raises at once, from whichever thread it comes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from diffusion_runtime.errors import PipelineBusyError, PipelineClosedError
 
 
 class OneGeneration:
-    """What a pipeline holds while it generates. Its model, caches of its decoder included, serves one call only."""
+    """The lock of a pipeline while it generates. Its model, including the caches of its decoder, serves one call at a
+    time."""
 
     def __init__(self) -> None:
-        # `setdefault` is atomic, and an interruption cannot come between taking and a `finally` that gives back.
+        # `setdefault` is atomic, and an interruption cannot come between acquiring and a `finally` that releases.
         self._running: dict[str, object] = {}
         self._is_closed = False
 

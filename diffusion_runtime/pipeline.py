@@ -1,4 +1,4 @@
-"""Pipeline: the data flow of the whole project, from requests to media."""
+"""Pipeline: from requests to media; encode, denoise, decode."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Pipeline:
     """A loaded model; `load_pipeline` makes one. One generation at a time: a second call meanwhile is an error.
 
     defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
-    brings an image. recipe: what the recipe of every generation says about the model and its attention. mesh: the
-    processes that run the model together; each is given the same requests, and returns the same media. remarks: what
-    every attention report says beside what ran.
+    has an image. recipe: the part of every generation's recipe about the model and its attention. mesh: the processes
+    that run the model together; each is given the same requests, and returns the same media. remarks: added to every
+    attention report.
     """
 
     def __init__(
@@ -179,7 +179,8 @@ class Pipeline:
         ]
 
     def _sound(self, latents: torch.Tensor | None, recorder: AttentionRecorder) -> Audio | None:
-        """The sound of one sample, [1, channels, length, bins]; the report says when its latents are left unheard."""
+        """The sound of one sample, [1, channels, length, bins]; a note records audio latents that the decoder cannot
+        decode."""
         if latents is None:
             return None
         sound = self.decoder.decode_audio(latents)
@@ -190,7 +191,7 @@ class Pipeline:
     def _encode(
         self, batch: Sequence[GenerationRequest], settings: BatchSettings, recorder: AttentionRecorder
     ) -> _EncodedPrompts:
-        """Every different text of the batch once, in one call."""
+        """Encode every distinct text of the batch once, in one call."""
         positive = [request.prompt for request in batch]
         negative = [request.negative_prompt or "" for request in batch] if settings.is_guided else []
         texts = list(dict.fromkeys([*positive, *negative]))
@@ -210,7 +211,7 @@ class Pipeline:
         return _EncodedPrompts(branches, tuple(tuple(dict.fromkeys(remarks[a] + remarks[b])) for a, b in pairs))
 
     def _inputs(self, text: Mapping[str, Conditions], settings: BatchSettings) -> dict[str, DenoiserInputs]:
-        """What the transformer is conditioned on, by guidance branch."""
+        """The conditions of the transformer, by guidance branch."""
         image = self._image_condition(settings)
         return {
             branch: DenoiserInputs(
@@ -246,7 +247,7 @@ class Pipeline:
         return predict
 
     def _with_expert(self, predict: Predict) -> Predict:
-        """`predict` of steps that say which expert they belong to."""
+        """`predict` with the expert of each step in its StepInfo."""
 
         def of_expert(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
@@ -257,7 +258,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class _EncodedPrompts:
-    """conditions: by guidance branch. notes: for each request what its prompts lost."""
+    """conditions: by guidance branch. notes: for each request, remarks about its prompts."""
 
     conditions: Mapping[str, Conditions]
     notes: tuple[tuple[str, ...], ...]
@@ -272,5 +273,5 @@ def _check_finite(latents: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def _to_uint8(frames: torch.Tensor) -> torch.Tensor:
-    """Frames in [0, 1] as bytes on the CPU."""
+    """Frames in [0, 1] as uint8 on the CPU."""
     return (frames * 255).round().clamp(0, 255).to("cpu", torch.uint8)

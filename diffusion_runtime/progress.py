@@ -1,4 +1,4 @@
-"""How far a generation is, and how long each of its stages took."""
+"""Progress of a generation, and the duration of each stage."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Stage: TypeAlias = Literal["text", "denoise", "decode"]
 
 @dataclass(frozen=True)
 class Progress:
-    """`step` of `num_steps` of a stage are done, `seconds` after the stage began; step 0 says that it begins.
+    """`step` of `num_steps` of a stage are done, `seconds` after the stage began; step 0 means that it begins.
 
-    request_index: which request of the batch, None for a stage in which all of them move together.
+    request_index: which request of the batch, None for a stage in which all of them advance together.
     """
 
     stage: Stage
@@ -58,7 +58,7 @@ class Cancellations:
 
 
 class StageClock:
-    """Tells the time of stages, and whoever watches how far they are."""
+    """Measures the time of stages, and reports progress to a callback."""
 
     def __init__(self, device: torch.device, on_progress: OnProgress | None) -> None:
         self._device = device
@@ -67,7 +67,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, stage: Stage, num_steps: int, request_index: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Gives a function to call with the number of steps that are done."""
+        """Yields a function to call with the number of steps that are done."""
         started = time.perf_counter()
 
         def done(step: int) -> None:
@@ -83,10 +83,10 @@ class StageClock:
         self._seconds[stage, request_index] = time.perf_counter() - started
 
     def timings(self, request_index: int) -> dict[str, float]:
-        """Seconds by stage: the batch's where it moved together, the request's own where it did not."""
+        """Seconds by stage: the batch's where all requests advance together, else the request's own."""
         return {stage: seconds for (stage, index), seconds in self._seconds.items() if index in (None, request_index)}
 
     def _wait(self) -> None:
-        # An accelerator runs behind the CPU. Without somebody who watches it is waited for once a stage only.
+        # An accelerator runs asynchronously. Without a progress callback it is synchronised with once per stage only.
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)

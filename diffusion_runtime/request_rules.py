@@ -1,4 +1,4 @@
-"""What a model says about requests, and what the requests of one batch have in common once it has."""
+"""A model's rules for requests (defaults, presets, sizes, guidance), and the settings shared by a batch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RequestRules:
                 "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
                 f"{settings.guidance_scale:g}; leave it out"
             )
-        # What a sampler cannot do it says when it is made.
+        # Building the sampler raises for what it cannot do.
         options = self.scheduler.options_for(settings.sampler)
         build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
         if request.image_path is None and self.needs_image:
@@ -78,15 +78,15 @@ class RequestRules:
         return request
 
     def try_scheduler(self) -> None:
-        """Raises ModelLoadError for scheduler settings of the folder that cannot be used; where a request may choose
-        another scheduler, because the folder's is none of ours, there is nothing to try."""
+        """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
+        whose scheduler class is not ours: a request may choose another one."""
         sampler = self.defaults.get("sampler")
         if sampler is None or sampler != self.scheduler.sampler:
             return
         num_steps = self.defaults.get("num_inference_steps", 2)
         flow_shift = self.defaults.get("flow_shift")
         if flow_shift is None:
-            # Of an image of 1024 x 1024 pixels; what is tried does not depend on the size.
+            # The shift of an image of 1024 x 1024 pixels; the trial does not depend on the size.
             flow_shift = self.schedule.flow_shift(4096, num_steps) or 1.0
         try_scheduler(self.scheduler, sampler, num_steps, flow_shift, self.schedule.sigmas(num_steps))
 
@@ -97,12 +97,12 @@ class RequestRules:
 
     @property
     def makes_sound(self) -> bool:
-        """Whether what it makes is more than pictures."""
+        """Whether the model generates sound."""
         return self.geometry.makes_sound
 
     @property
     def num_default_tokens(self) -> int | None:
-        """Grid tokens of a request that names no size; None when such a request has to."""
+        """Grid tokens of a request without sizes; None when a request must set them."""
         sizes = [self.defaults.get(name) for name in ("height", "width", "num_frames")]
         height, width, num_frames = (size if isinstance(size, int) else 0 for size in sizes)
         try:
@@ -112,7 +112,7 @@ class RequestRules:
 
     @property
     def is_guided_by_default(self) -> bool:
-        """Whether a request that says nothing about guidance runs two branches."""
+        """Whether a request without guidance values runs two branches."""
         scale = self.defaults.get("true_cfg_scale" if self.embeds_guidance else "guidance_scale")
         offset = 0.0 if self.embeds_guidance else self.guidance_offset
         return scale is not None and float(scale) + offset > 1
@@ -135,7 +135,7 @@ class RequestRules:
         return "images" if self.geometry.temporal_factor == 1 else "videos"
 
     def _computed_defaults(self, request: GenerationRequest) -> dict[str, Any]:
-        """What follows from the request's other values: a flow shift that grows with the size."""
+        """Values that follow from the request's other values: a flow shift that grows with the size."""
         height, width, num_frames, num_steps = (
             request.height,
             request.width,
@@ -172,7 +172,7 @@ class RequestRules:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What the requests of one batch have in common, with no None left that a model could fill.
+    """The values that the requests of one batch share; None only where no model fills them.
 
     rules: of the model. shared: the values, resolved; those in which requests may differ are the first one's.
     """
@@ -208,7 +208,7 @@ class BatchSettings:
 
     @property
     def embedded_guidance(self) -> float | None:
-        """The scale that goes into the transformer; None when it takes none."""
+        """The guidance scale that the transformer gets as an input; None when it has no such input."""
         return self.guidance_scale if self.rules.embeds_guidance else None
 
     @property

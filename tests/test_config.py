@@ -25,11 +25,11 @@ from diffusion_runtime.errors import ConfigError
         ({"parallel": {"cfg_parallel": 2}}, r"parallel\.cfg_parallel: expected true or false"),
         ({"parallel": {"order": "ulysses_in_ring"}}, "'ulysses_in_ring'.*'ulysses_inside_ring'"),
         ({"parallel": {"timeout": 0}}, r"parallel\.timeout"),
-        ({"parallel": {"num_gpus": 4, "ulysses_degree": 3}}, "ulysses_degree 3 does not make 4 processes"),
-        ({"parallel": {"num_gpus": 2, "cfg_parallel": True, "ulysses_degree": 2}}, "does not make 2 processes"),
+        ({"parallel": {"num_gpus": 4, "ulysses_degree": 3}}, "ulysses_degree 3 does not give 4 processes"),
+        ({"parallel": {"num_gpus": 2, "cfg_parallel": True, "ulysses_degree": 2}}, "does not give 2 processes"),
         (
             {"parallel": {"num_gpus": 8, "ulysses_degree": 2, "ring_degree": 2, "cfg_parallel": False}},
-            "ulysses_degree 2 x ring_degree 2 x guidance branches 1 does not make 8 processes",
+            "ulysses_degree 2 x ring_degree 2 x guidance branches 1 does not give 8 processes",
         ),
     ],
 )
@@ -67,19 +67,19 @@ def test_from_dict() -> None:
 def test_degrees_are_settled(
     asked: dict[str, Any], num_heads: int, is_guided: bool, expected: tuple[int, int, int]
 ) -> None:
-    degrees = ParallelConfig(**asked).settle(num_heads, is_guided=is_guided)
+    degrees = ParallelConfig(**asked).choose_degrees(num_heads, is_guided=is_guided)
     assert (degrees.ulysses, degrees.ring, degrees.branches) == expected
     assert degrees.num_processes == ParallelConfig(**asked).num_processes
 
 
 def test_too_many_processes_for_the_heads_name_the_degrees_that_do() -> None:
     with pytest.raises(ConfigError, match=r"16 processes cannot share 12 .* 1 to 12, .*: 1, 2, 3, 4, 6, 12\."):
-        ParallelConfig(ulysses_degree=16).settle(12, is_guided=False)
+        ParallelConfig(ulysses_degree=16).choose_degrees(12, is_guided=False)
 
 
 def test_what_runs_already_must_be_what_was_asked_for() -> None:
-    assert ParallelConfig(ring_degree=2).with_world(4).settle(4, is_guided=True).ring == 2
+    assert ParallelConfig(ring_degree=2).with_world(4).choose_degrees(4, is_guided=True).ring == 2
     with pytest.raises(ConfigError, match="4 processes are asked for, 2 were started"):
         ParallelConfig(num_gpus=4).with_world(2)
-    with pytest.raises(ConfigError, match="ulysses_degree 4 does not make 6 processes"):
+    with pytest.raises(ConfigError, match="ulysses_degree 4 does not give 6 processes"):
         ParallelConfig(ulysses_degree=4).with_world(6)

@@ -31,7 +31,7 @@ def test_one_object_prompts_at_the_draft_size(shapes: Pipeline) -> None:
     prompts = evaluation_prompts("one_object", 12)
     requests = [shapes.resolve(GenerationRequest(p.text, seed=p.seed), preset="draft") for p in prompts]
     media = shapes.generate(requests)
-    verdicts = [check_clip(p.says, torch.from_numpy(m.frames)) for p, m in zip(prompts, media, strict=True)]
+    verdicts = [check_clip(p.attributes, torch.from_numpy(m.frames)) for p, m in zip(prompts, media, strict=True)]
     right = sum(verdict.joint for verdict in verdicts)
     assert right >= 8, [(p.text, v) for p, v in zip(prompts, verdicts, strict=True) if not v.joint]
 
@@ -49,7 +49,7 @@ def test_one_frame_is_an_image(shapes: Pipeline) -> None:
     prompts = evaluation_prompts("one_object", 8, image=True)
     media = shapes.generate([GenerationRequest(p.text, num_frames=1, seed=p.seed) for p in prompts])
     assert {m.frames.shape for m in media} == {(1, 256, 256, 3)}
-    right = sum(check_clip(p.says, torch.from_numpy(m.frames)).joint for p, m in zip(prompts, media, strict=True))
+    right = sum(check_clip(p.attributes, torch.from_numpy(m.frames)).joint for p, m in zip(prompts, media, strict=True))
     assert right >= 4
 
 

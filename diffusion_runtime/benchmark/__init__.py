@@ -1,1 +1,1 @@
-"""How fast attention is on this machine, at the shapes of real models."""
+"""Attention benchmark: speed and error of every backend on this machine, at the shapes of real models."""

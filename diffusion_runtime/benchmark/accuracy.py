@@ -1,4 +1,5 @@
-"""The error of an attention result against float64, on some of its queries, so that it stays cheap at any length."""
+"""Relative error of an attention result against float64, on a sample of its queries, so that it is cheap at any
+length."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from diffusion_runtime.attention.self_test import attention_by_definition
 from diffusion_runtime.hardware import Hardware
 
 _NUM_QUERIES = 64
-# What a kernel may lose that rounds weights and result to the inputs' dtype and sums in float32: several times what
-# good kernels lose, and far below what a wrong scale or a forgotten key costs.
+# The error of a kernel that rounds weights and result to the inputs' dtype and sums in float32: several times that of
+# good kernels, and far below that of a wrong scale or a missing key.
 _ROUNDING_BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -22,7 +23,7 @@ class ExactRows:
     """
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout) -> None:
-        # Only CUDA and ROCm are known to have float64.
+        # float64 is known to work on CUDA and ROCm alone.
         self._device = q.device if q.device.type == "cuda" else torch.device("cpu")
         num_queries = min(_NUM_QUERIES, q.shape[1])
         self._rows = torch.linspace(0, q.shape[1] - 1, num_queries, dtype=torch.float64).long()
@@ -52,7 +53,8 @@ class ExactRows:
 
 
 def error_bound(backend: Backend, dtype: torch.dtype, hardware: Hardware) -> float | None:
-    """What the error of a backend may be on normally distributed inputs; None where pairs are given up by design."""
+    """The largest allowed error of a backend on normally distributed inputs; None where pairs are left out by
+    design."""
     if backend.error_bound is None and not backend.lossless:
         return None
     return max(_ROUNDING_BOUNDS[dtype], backend.error_bound_on(hardware) or 0.0)

@@ -1,4 +1,4 @@
-"""Backends side by side at one shape after the other: right first, then timed in turns beside a matrix product."""
+"""Benchmarks attention backends shape by shape: checked first, then timed in alternation beside a matrix product."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from diffusion_runtime.benchmark.shapes import AttentionShape
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
-# Called with what is under way.
+# Called with the item under way.
 OnProgress = Callable[[str], None]
 
 # Past the steps and layers that sparse methods keep dense at first.
@@ -36,8 +36,8 @@ _MATMUL = "matmul"
 
 @dataclass(frozen=True)
 class Effort:
-    """num_rounds: samples a backend and shape. deadline: of time.monotonic(); shapes that have not begun by then are
-    skipped, and rounds are cut short. matmul_size: the edge of the square matrices of the yardstick."""
+    """num_rounds: samples per backend and shape. deadline: of time.monotonic(); shapes that have not begun by then are
+    skipped, and rounds are cut short. matmul_size: edge of the square matrices of the reference product."""
 
     num_rounds: int
     deadline: float
@@ -57,7 +57,7 @@ def default_backends(hardware: Hardware) -> tuple[tuple[str, ...], tuple[tuple[s
         elif backend.timed_by_default(hardware):
             names.append(info.name)
         else:
-            left_out.append((info.name, f"no rival on this device; --backends {info.name} times it all the same"))
+            left_out.append((info.name, f"not timed by default on this device; name it with --backends {info.name}"))
     return tuple(names), tuple(left_out)
 
 
@@ -68,7 +68,7 @@ def check_backends(names: Sequence[str], hardware: Hardware) -> None:
     found += [(name, "this version does not have it") for name in names if _find(name) is None]
     if found:
         lines = "\n".join(f"  {name}: {reason}" for name, reason in found)
-        raise BackendUnavailableError(f"--backends: not every one can run here:\n{lines}", found)
+        raise BackendUnavailableError(f"--backends: these cannot run here:\n{lines}", found)
 
 
 def benchmark_attention(
@@ -81,7 +81,7 @@ def benchmark_attention(
     left_out: Sequence[tuple[str, str]] = (),
     on_progress: OnProgress = lambda _: None,
 ) -> AttentionBenchmark:
-    """Time `names` at `shapes`. Whatever a backend raises becomes its row; Ctrl-C alone comes through."""
+    """Time `names` at `shapes`. Any exception of a backend becomes its row; Ctrl-C alone propagates."""
     hardware = detect_hardware(str(device))
     measurements: list[Measurement] = []
     with torch.inference_mode(), quiet_log():
@@ -93,8 +93,8 @@ def benchmark_attention(
             try:
                 measurements += _measure_shape(shape, names, hardware, device, dtype, effort, on_progress)
             except (torch.OutOfMemoryError, MemoryError) as error:
-                said = f"the inputs do not fit: {raised_line(error)}"
-                measurements += [Measurement(shape, name, "skipped", said) for name in names]
+                reason = f"the inputs do not fit: {raised_line(error)}"
+                measurements += [Measurement(shape, name, "skipped", reason) for name in names]
     return AttentionBenchmark(
         device=f"{hardware.device_name}, {hardware.describe()}",
         versions={"torch": torch.__version__, **hardware.packages},
@@ -117,7 +117,8 @@ class _Case:
 
     @classmethod
     def draw(cls, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> _Case:
-        """Normally distributed numbers, the same on every run on this kind of device; padding that would show."""
+        """Normally distributed numbers, the same in every run on this kind of device; attending to the padding would
+        change the result."""
         generator = torch.Generator(device).manual_seed(0)
         sizes = [(shape.batch, seq, shape.num_heads, shape.head_dim) for seq in (shape.seq_q, shape.seq_k, shape.seq_k)]
         q, k, v = (torch.randn(size, generator=generator, device=device, dtype=dtype) for size in sizes)
@@ -145,7 +146,7 @@ class _Case:
         return AttentionCall(self.q, self.k, self.v, options, self.shape.layout, self.layer, _STEP, state)
 
     def run(self, name: str, state: AttentionState) -> torch.Tensor:
-        """As a model calls it, our own part of the call included."""
+        """A call as a model makes it, our own part of it included."""
         return attention(
             *(self.q, self.k, self.v), backend=name, layout=self.shape.layout, layer=self.layer, step=_STEP, state=state
         )
@@ -160,7 +161,7 @@ def _measure_shape(
     effort: Effort,
     on_progress: OnProgress,
 ) -> list[Measurement]:
-    """The row of each of `names` at one shape."""
+    """One row per name at one shape."""
     case = _Case.draw(shape, device, dtype)
     exact = ExactRows(case.q, case.k, case.v, shape.layout)
     checked: dict[str, Measurement] = {}
@@ -183,7 +184,7 @@ def _measure_shape(
 
 
 def _check(case: _Case, name: str, state: AttentionState, hardware: Hardware, exact: ExactRows) -> Measurement:
-    """The first call of a backend, which compiles what it compiles: refused, failed, wrong, or ready to be timed."""
+    """The first call of a backend, compilation included: refused, failed, wrong, or ready to be timed."""
     shape = case.shape
     reasons = refusals(name, case.requirements(hardware))
     backend = _find(name)
@@ -197,18 +198,18 @@ def _check(case: _Case, name: str, state: AttentionState, hardware: Hardware, ex
         error = exact.error_of(result.out)
         # What `attention` does on top of the backend must not fail either.
         case.run(name, state)
-    except Exception as raised:  # whatever a kernel or its package raises
+    except Exception as raised:  # any exception of a kernel or its package
         return Measurement(shape, name, "failed", raised_line(raised), implementation, bound=bound)
     if error != error or error == float("inf"):
         return Measurement(shape, name, "wrong", "the result is not finite", implementation, bound=bound)
     if bound is not None and error > bound:
-        said = f"the error {error:.1e} is above the bound {bound:.1e}"
-        return Measurement(shape, name, "wrong", said, implementation, error=error, bound=bound)
+        reason = f"the error {error:.1e} is above the bound {bound:.1e}"
+        return Measurement(shape, name, "wrong", reason, implementation, error=error, bound=bound)
     return Measurement(shape, name, "measured", "", implementation, error=error, bound=bound)
 
 
 class _CallError(Exception):
-    """A backend raised while it was timed, after calls that it made well."""
+    """A backend raised while it was timed, after successful calls."""
 
     def __init__(self, name: str, raised: Exception) -> None:
         super().__init__(name)
@@ -220,7 +221,7 @@ def _runner(case: _Case, name: str, state: AttentionState) -> Callable[[], objec
     def run() -> object:
         try:
             return case.run(name, state)
-        except Exception as raised:  # whatever a kernel or its package raises
+        except Exception as raised:  # any exception of a kernel or its package
             raise _CallError(name, raised) from raised
 
     return run
@@ -235,10 +236,10 @@ def _time_together(
 ) -> dict[str, list[float]]:
     """Samples of the functions and of a matrix product beside them; empty when none is left.
 
-    One that raises now is taken out, its row in `checked` says so, and the others begin anew.
+    A function that raises is removed, its row in `checked` records why, and the others start again.
     """
     matmul = _matmul(effort.matmul_size, device, dtype)
-    # The first product sets the library up, which is not to be timed.
+    # The first product initialises the library, which is not to be timed.
     matmul()
     while functions:
         timed = {**functions, _MATMUL: matmul}
@@ -246,7 +247,7 @@ def _time_together(
             return time_alternately(timed, device, num_rounds=effort.num_rounds, deadline=effort.deadline)
         except _CallError as error:
             del functions[error.name]
-            checked[error.name] = replace(checked[error.name], state="failed", said=raised_line(error.raised))
+            checked[error.name] = replace(checked[error.name], state="failed", reason=raised_line(error.raised))
     return {}
 
 
@@ -259,5 +260,5 @@ def _matmul(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[],
 def _find(name: str) -> Backend | None:
     try:
         return find_backend(name)
-    except Exception:  # a backend's file stands or falls with the packages it imports
+    except Exception:  # importing a backend's file may fail with the packages it imports
         return None

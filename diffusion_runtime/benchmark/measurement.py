@@ -1,4 +1,4 @@
-"""What a benchmark of attention found: one measurement a shape and backend, and all of them together."""
+"""Results of an attention benchmark: one measurement per shape and backend, and all of them together."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 from diffusion_runtime.benchmark.shapes import AttentionShape
 
 SCHEMA = "diffusion_runtime.bench/1"
-# measured: it ran and was right. refused: it cannot do this shape. wrong: its error is above the bound.
-# failed: it raised. skipped: the time was up.
+# measured: it ran and was right. refused: it does not support this shape. wrong: its error is above the bound. failed:
+# it raised. skipped: the time limit was reached.
 STATES = ("measured", "refused", "wrong", "failed", "skipped")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One backend at one shape. samples: milliseconds a call, one a round; empty unless it was measured.
+    """One backend at one shape. samples: milliseconds per call, one per round; empty unless it was measured.
 
-    state: one of STATES; said: why it is not `measured`. implementation: who computed it, as the backend says.
-    error: |out - exact| / |exact| on some queries, None when nothing came out or what did is not finite; bound: what it
-    may be, None for a backend that gives up pairs by design. matmul_tflops: of a large matrix product in the same
-    rounds, None where none was timed.
+    state: one of STATES; reason: why it is not `measured`. implementation: who computed it, as the backend reports.
+    error: |out - exact| / |exact| on some queries, None without a finite result; bound: the largest allowed error, None
+    for a backend that leaves pairs out by design. matmul_tflops: of a large matrix product in the same rounds, None
+    where none was timed.
     """
 
     shape: AttentionShape
     backend: str
     state: str
-    said: str = ""
+    reason: str = ""
     implementation: str = ""
     samples: tuple[float, ...] = ()
     error: float | None = None
@@ -42,7 +42,7 @@ class Measurement:
 
     @property
     def tflops(self) -> float | None:
-        """Operations of the exact call a second: for a backend that leaves pairs out, more than it computed."""
+        """Operations of the exact call per second: for a backend that leaves pairs out, more than it computed."""
         median = self.milliseconds
         return None if median is None else self.shape.num_operations / median / 1e9
 
@@ -56,7 +56,7 @@ class Measurement:
             "shape": self.shape.name,
             "backend": self.backend,
             "state": self.state,
-            "said": self.said,
+            "said": self.reason,
             "implementation": self.implementation,
             "milliseconds": self.milliseconds,
             "fastest_milliseconds": min(self.samples, default=None),
@@ -72,9 +72,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class AttentionBenchmark:
-    """All measurements of one run. device: as `Hardware.describe` says it, with its name; matmul_size: the edge of the
-    square matrices whose product is the yardstick; left_out: (backend, reason) of those that this machine cannot run.
-    """
+    """All measurements of one run. device: as `Hardware.describe` gives it, with its name; matmul_size: edge of the
+    square matrices of the reference product; left_out: (backend, reason) of those that this machine cannot run."""
 
     device: str
     versions: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""A picture of a benchmark: a panel a shape, a bar a backend, and the rate of a matrix product as a line."""
+"""Plot of a benchmark: one panel per shape, one bar per backend, and the rate of a matrix product as a line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BAR_INCHES = 0.32
 
 
 def check_plotting(path: Path) -> None:
-    """Raises ConfigError for an ending that is no picture's, and without matplotlib, which names the extra."""
+    """Raises ConfigError for an extension that is no picture's, and without matplotlib; the message names the extra."""
     if path.suffix.lower() not in _ENDINGS:
         raise ConfigError(f"--plot: expected a file that ends in {', '.join(_ENDINGS)}, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -27,9 +27,10 @@ def check_plotting(path: Path) -> None:
 
 
 def plot_benchmark(benchmark: AttentionBenchmark, path: Path) -> None:
-    """Write the picture to `path`; its ending says the format. Raises ConfigError as check_plotting does, OSError."""
+    """Write the picture to `path`; its extension selects the format. Raises ConfigError as check_plotting does,
+    OSError."""
     check_plotting(path)
-    # Not pyplot, which keeps state and may look for a display.
+    # Not pyplot, which keeps global state and may look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The attention calls of real models, as values: tokens, heads and padding of one layer."""
+"""Attention shapes of real models, as values: tokens, heads and padding of one layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
 from diffusion_runtime.models.folder import ConfigFile, read_config, read_json
 from diffusion_runtime.models.registry import family_for_folder
 
-# A CPU computes this many operations in a second or so.
+# A CPU computes this many operations in about a second.
 _SMALL_OPERATIONS = 5e10
-# An everyday prompt's length, where a model pads its text: words and pieces of words.
+# The length of an ordinary prompt in tokens, where a model pads its text.
 _PROMPT_TOKENS, _NEGATIVE_PROMPT_TOKENS = 100, 12
 
 
@@ -47,13 +47,13 @@ class AttentionShape:
 
     @property
     def num_operations(self) -> float:
-        """Floating-point operations of one exact call: two products over every pair of a query and a real key."""
+        """Floating-point operations of one exact call: two products over every pair of a query and a valid key."""
         real_keys = sum(stop - start for sample in range(self.batch) for start, stop in self.layout.key_ranges(sample))
         return 4.0 * self.seq_q * real_keys * self.num_heads * self.head_dim
 
     @property
     def is_small(self) -> bool:
-        """Whether it is worth a wait on a CPU."""
+        """Whether a CPU computes it in reasonable time."""
         return self.num_operations <= _SMALL_OPERATIONS
 
     def describe(self) -> str:
@@ -140,8 +140,8 @@ def embedded_shapes() -> tuple[AttentionShape, ...]:
 def find_shapes(names: Iterable[str], *, small_by_default: bool) -> tuple[AttentionShape, ...]:
     """The shapes of these names, which may also be `small` and `all`; without any, the default.
 
-    small_by_default: the default leaves out what takes a CPU more than a second a call. Raises ConfigError that says
-    the nearest names.
+    small_by_default: the default leaves out shapes that take a CPU more than a second per call. Raises ConfigError that
+    lists the nearest names.
     """
     known = {shape.name: shape for shape in (*embedded_shapes(), *LARGE_SHAPES)}
     wanted = list(names) or ["small" if small_by_default else "all"]

@@ -250,7 +250,7 @@ def show(result: AttentionBenchmark) -> None:
 def _cells(row: Measurement) -> tuple[str, ...]:
     error = "-" if row.error is None else f"{row.error:.1e}"
     if row.milliseconds is None:
-        return row.backend, "-", "-", "-", "-", error, f"{row.state}: {row.said}"
+        return row.backend, "-", "-", "-", "-", error, f"{row.state}: {row.reason}"
     share = "-" if row.share_of_matmul is None else f"{row.share_of_matmul:.2f}"
     spread = f"{min(row.samples):.3g} {max(row.samples):.3g}"
     return row.backend, f"{row.milliseconds:.4g}", spread, f"{row.tflops:.3g}", share, error, row.implementation

@@ -1,1 +1,1 @@
-"""From noise to latents: the noise, the samplers that own the loop, and guidance around the prediction."""
+"""Denoising: initial noise, samplers (which own the loop), noise schedules, and guidance around the prediction."""

@@ -1,4 +1,4 @@
-"""Euler steps along the straight flow (Lipman et al., arXiv:2210.02747), shifted as in Esser et al., arXiv:2403.03206.
+"""Flow-matching Euler sampler (Lipman et al., arXiv:2210.02747) with the flow shift of Esser et al., arXiv:2403.03206.
 
 x[i+1] = x[i] + (sigma[i+1] - sigma[i]) * v(x[i], sigma[i]),   sigma = s * t / (1 + (s - 1) * t) with flow shift s.
 """
@@ -18,7 +18,7 @@ from diffusion_runtime.errors import RequestError
 
 @dataclass(frozen=True)
 class FlowMatchEulerSampler(Sampler):
-    """diffusers' FlowMatchEulerDiscreteScheduler behind our loop.
+    """diffusers' FlowMatchEulerDiscreteScheduler in our loop.
 
     num_steps: predictions; flow_shift: s above; options: further settings of the scheduler class. sigmas: t of every
     step, None for the scheduler's own spacing.
@@ -41,7 +41,7 @@ class FlowMatchEulerSampler(Sampler):
     def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-        # Given at construction: the class shifts its smallest sigma there, which `set_shift` would leave as it was.
+        # Given at construction: the class shifts its smallest sigma there, and `set_shift` would leave it as it was.
         options = {**self.options, "shift": self.flow_shift}
         scheduler = build_scheduler(FlowMatchEulerDiscreteScheduler, options, self.num_steps, noise.device, self.sigmas)
         return run_schedule(scheduler, self.num_steps, noise, predict, on_step)

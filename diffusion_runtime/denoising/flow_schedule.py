@@ -1,4 +1,5 @@
-"""How a model spaces its noise levels: the sigmas of a number of steps, and a flow shift that grows with the tokens."""
+"""Noise schedule of a flow-matching model: the sigmas of a number of steps, and dynamic (resolution-dependent)
+shift."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from diffusion_runtime.errors import RequestError
 
 
 class FlowSchedule:
-    """What a model says beyond its scheduler's file. This one says nothing: the scheduler spaces its own sigmas, and
+    """A model's schedule beyond its scheduler's file. This one adds nothing: the scheduler spaces its own sigmas, and
     the flow shift is a fixed number."""
 
     def flow_shift(self, num_tokens: int, num_steps: int) -> float | None:
@@ -23,7 +24,7 @@ class FlowSchedule:
 
 @dataclass(frozen=True)
 class LinearSigmas(FlowSchedule):
-    """Sigmas that fall evenly from 1 to 1 / num_steps; as it is, before a shift that is a fixed number."""
+    """Linear sigmas, from 1 down to 1 / num_steps; a fixed shift is applied afterwards."""
 
     def sigmas(self, num_steps: int) -> tuple[float, ...]:
         return tuple(1 - index / num_steps for index in range(num_steps))
@@ -31,10 +32,10 @@ class LinearSigmas(FlowSchedule):
 
 @dataclass(frozen=True)
 class ShiftByTokens(LinearSigmas):
-    """A shift whose logarithm is linear in the number of tokens (Esser et al., arXiv:2403.03206, section 5.3.2).
+    """Dynamic shift: its logarithm is linear in the number of tokens (Esser et al., arXiv:2403.03206, section 5.3.2).
 
-    The line goes through (base_tokens, base_log_shift) and (max_tokens, max_log_shift). is_exponential: False takes
-    the line itself for the shift and not its logarithm.
+    The line goes through (base_tokens, base_log_shift) and (max_tokens, max_log_shift). is_exponential: False takes the
+    line itself for the shift and not its logarithm.
     """
 
     base_tokens: int = 256
@@ -51,6 +52,6 @@ class ShiftByTokens(LinearSigmas):
         except OverflowError as error:
             raise RequestError(
                 f"flow_shift: the model's scheduler_config.json leads to e^{value:.0f} for {num_tokens} tokens: its "
-                "base_shift, max_shift, base_image_seq_len or max_image_seq_len is damaged; say a flow_shift, or copy "
+                "base_shift, max_shift, base_image_seq_len or max_image_seq_len is damaged; set flow_shift, or copy "
                 "the file again"
             ) from error

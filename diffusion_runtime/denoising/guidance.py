@@ -1,4 +1,4 @@
-"""Classifier-free guidance (Ho and Salimans 2022, arXiv:2207.12598) as a wrapper: predict -> predict."""
+"""Classifier-free guidance (CFG; Ho and Salimans 2022, arXiv:2207.12598) as a wrapper: predict -> predict."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def with_guidance(
     combine: Combine = extrapolate,
     branches: BranchExchange | None = None,
 ) -> Predict:
-    """`combine` of both branches, in float32, out of a prediction that reads `step.branch`.
+    """`combine` of both branches, in float32, from a prediction that reads `step.branch`.
 
     predict: called with branch `both` and the latents twice, the conditional half first (`batched`); or with `cond`,
         then `uncond` (`two_pass`: half the memory, the same result within rounding).
-    scale: a number, or one for every step; 1 or less runs the conditional branch alone.
+    scale: a number, or a function of the step; 1 or less runs the conditional branch alone.
     branches: two groups of processes that run one branch each, whatever the mode; all combine them alike.
 
     Raises RequestError for an unknown mode.

@@ -1,4 +1,4 @@
-"""What a sampler is: it owns the loop and is given the prediction as a function."""
+"""The interface of a sampler: it owns the denoising loop and receives the prediction as a function."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from diffusion_runtime.attention.info import StepInfo
 
 # (latents [batch, channels, frames, height, width], step) -> velocity of the same shape. A model may have latents of
-# another shape, [batch, ...]: nothing here looks at more than their elements.
+# another shape, [batch, ...]: nothing here depends on more than elementwise operations.
 Predict: TypeAlias = Callable[[torch.Tensor, StepInfo], torch.Tensor]
-# Called after every step with the latents it ended with.
+# Called after every step with the latents at its end.
 OnStep: TypeAlias = Callable[[StepInfo, torch.Tensor], None]
 
 
 class Sampler(ABC):
-    """Integrates the probability flow from noise (sigma 1) to data (sigma 0). Keeps nothing between two calls."""
+    """Integrates the probability flow from noise (sigma 1) to data (sigma 0). Keeps no state between calls."""
 
     @abstractmethod
     def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
         """The clean latents, float32, on the device of `noise`, both [batch, channels, frames, height, width].
 
-        predict: called once or more a step, in the order of the steps, with float32 latents; returns
+        predict: called at least once per step, in the order of the steps, with float32 latents; returns
             d latents / d sigma (noise minus data) in any floating dtype.
         on_step: called after each step; what it raises ends the loop.
         """

@@ -1,4 +1,4 @@
-"""The noise a generation starts from."""
+"""Initial noise of a generation, from per-sample seeds."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def build_sampler(
 ) -> Sampler:
     """The sampler of that name. Raises RequestError for an unknown one.
 
-    options: what SchedulerConfig.options_for(name) says. sigmas: what FlowSchedule.sigmas says.
+    options: from SchedulerConfig.options_for(name). sigmas: from FlowSchedule.sigmas.
     """
     if name not in SAMPLERS:
         raise RequestError(f"sampler: unknown value {name!r}.{nearest(name, SAMPLERS)}")

@@ -1,4 +1,4 @@
-"""The loop around a diffusers scheduler, and how one is built from a folder's settings."""
+"""The denoising loop around a diffusers scheduler, and how one is built from a folder's settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.interface import OnStep, Predict
 from diffusion_runtime.errors import ModelLoadError
 
-# What the classes raise for values that they do not expect.
+# Exceptions that the classes raise for invalid values.
 _REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 
 class Scheduler(Protocol):
-    """What this loop needs of a diffusers scheduler."""
+    """The methods of a diffusers scheduler that this loop uses."""
 
     timesteps: torch.Tensor
     sigmas: torch.Tensor
@@ -68,11 +68,11 @@ def run_schedule(
 ) -> torch.Tensor:
     """Latents like `noise`, float32, after `num_steps` steps from it. scheduler: with its timesteps set.
 
-    Velocities are taken to float32 before the scheduler sees them: it would otherwise round the latents to the model's
-    dtype at every step.
+    Velocities are converted to float32 before the scheduler gets them: it would otherwise round the latents to the
+    model's dtype at every step.
     """
-    scheduler.set_begin_index(0)  # Without it the scheduler searches for its step and waits for the device.
-    # Read once: a timestep taken from an accelerator inside the loop would wait for every step's kernels.
+    scheduler.set_begin_index(0)  # Without it the scheduler searches for its step, which synchronises with the device.
+    # Read once: a timestep read from an accelerator inside the loop would synchronise with every step's kernels.
     timesteps, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
     latents = noise.float()
     for index, timestep in enumerate(scheduler.timesteps):

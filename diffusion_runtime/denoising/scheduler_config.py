@@ -1,4 +1,4 @@
-"""A model folder's scheduler/scheduler_config.json: which sampler it asks for, and with what settings."""
+"""Reads a model folder's scheduler/scheduler_config.json: which sampler it selects, with which settings."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _SHIFT_BY_SIZE = (
     "max_image_seq_len",
     "time_shift_type",
 )
-# What the diffusers classes take where a file leaves these out.
+# Defaults of the diffusers classes where a file leaves these out.
 _CLASS_DEFAULTS: dict[str, Any] = {
     "use_dynamic_shifting": False,
     "stochastic_sampling": False,
     "prediction_type": "epsilon",
     "use_flow_sigmas": False,
 }
-# The lengths of arrays that the classes make: a damaged number would take the memory of the machine.
+# Lengths of arrays that the classes allocate: a damaged number would take all memory of the machine.
 _LENGTHS = {"num_train_timesteps": 100_000, "solver_order": 100}
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """class_name: the diffusers class; values: its settings; path: the file they stand in."""
+    """class_name: the diffusers class; values: its settings; path: the file they come from."""
 
     class_name: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -48,23 +48,23 @@ class SchedulerConfig:
 
     @property
     def sampler(self) -> str | None:
-        """The sampler this scheduler is, None for a class that is not one of ours."""
+        """The name of our sampler for this scheduler class, None for a class without one."""
         return SAMPLER_OF_CLASS.get(self.class_name)
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The request fields this file speaks for: `sampler` and `flow_shift`; none for a class that is not ours."""
+        """The request fields that this file sets: `sampler` and `flow_shift`; none for a class that is not ours."""
         sampler = self.sampler
         if sampler is None:
             return {}
         if self.shifts_by_size:
             return {"sampler": sampler}
-        # Both classes take a shift of 1 where the file says nothing.
+        # Both classes use a shift of 1 where the file sets none.
         return {"sampler": sampler, "flow_shift": float(self.values.get(SHIFT_KEY[sampler], 1.0))}
 
     @property
     def shifts_by_size(self) -> bool:
-        """Whether the flow shift depends on the size of the clip; the model then says how (FlowSchedule)."""
+        """Whether the flow shift depends on the size of the clip; the model's FlowSchedule then computes it."""
         return bool(self.values.get("use_dynamic_shifting", False))
 
     def options_for(self, sampler: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A folder's scheduler settings tried out on a few numbers, before any weight is read.
+"""Dry run of a folder's scheduler settings on a few numbers, before any weight is read.
 
-What diffusers' classes make of a setting is theirs to say, and some of it they say at the first step, or not at all: a
-final noise level of `sigma_min` divides by 0, Karras' levels may leave [0, 1]. So the loop is run once.
+Some invalid settings show at the first step only, or not at all: a final noise level of `sigma_min` divides by 0,
+Karras' levels may leave [0, 1]. So the whole loop is run once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diffusion_runtime.errors import ModelLoadError, shown
 def try_scheduler(
     config: SchedulerConfig, sampler: str, num_steps: int, flow_shift: float, sigmas: tuple[float, ...] | None
 ) -> None:
-    """Run the whole loop of a sampler with what `config` says for it; 30 ms for 50 steps.
+    """Run the whole loop of a sampler with the settings of `config`; 30 ms for 50 steps.
 
     Raises ModelLoadError that names the file and the key without which it would run.
     """
@@ -33,19 +33,19 @@ def try_scheduler(
     if reason is None:
         return
     for key, value in options.items():
-        if trouble({other: said for other, said in options.items() if other != key}) is None:
+        if trouble({other: setting for other, setting in options.items() if other != key}) is None:
             raise ModelLoadError(f"{config.path}: key {key!r}: {shown(value)} cannot be used: {reason}")
     raise ModelLoadError(f"{config.path}: these settings cannot be used: {reason}")
 
 
 def _trouble(run: Callable[[], torch.Tensor]) -> str | None:
-    """Why a loop cannot be used; None for one that can."""
+    """Why the loop cannot be used; None for one that can."""
     try:
         with numpy.errstate(all="ignore"):
             latents = run()
-    except Exception as error:  # whatever a solver meets in numbers that it was not made for
+    except Exception as error:  # any exception: a solver may raise anything on unsupported numbers
         return str(error).removeprefix("scheduler/scheduler_config.json: ")
-    return None if bool(latents.isfinite().all()) else "its steps lead to numbers that are not finite"
+    return None if bool(latents.isfinite().all()) else "its steps give numbers that are not finite"
 
 
 def _noise() -> torch.Tensor:

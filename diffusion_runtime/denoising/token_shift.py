@@ -1,4 +1,4 @@
-"""The schedule of models whose pipelines give their scheduler sigmas that fall evenly from 1 to 1 / num_steps."""
+"""Dynamic shift read from scheduler_config.json, for models with linear sigmas from 1 to 1 / num_steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHIFT_TYPES = ("exponential", "linear")
 
 
 def token_shift(scheduler: SchedulerConfig) -> FlowSchedule:
-    """The line between tokens and shift that scheduler_config.json describes; a fixed shift where it describes none.
+    """The line from tokens to shift that scheduler_config.json describes; a fixed shift where it describes none.
 
     Raises ModelLoadError for values that make no line.
     """
@@ -40,7 +40,7 @@ def token_shift(scheduler: SchedulerConfig) -> FlowSchedule:
 
 
 def _number(scheduler: SchedulerConfig, key: str, default: float) -> float:
-    """default: what diffusers' class takes where the file leaves the key out."""
+    """default: the value of diffusers' class where the file leaves the key out."""
     value = scheduler.values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelLoadError(f"{scheduler.path}: {key}: expected a number, got {shown(value)}")

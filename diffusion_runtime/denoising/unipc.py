@@ -1,4 +1,4 @@
-"""UniPC, a multistep predictor-corrector (Zhao et al. 2023, arXiv:2302.04867), on the straight flow."""
+"""UniPC sampler, a multistep predictor-corrector (Zhao et al. 2023, arXiv:2302.04867), for flow matching."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusion_runtime.denoising.schedule_loop import build_scheduler, run_sched
 
 @dataclass(frozen=True)
 class UniPCSampler(Sampler):
-    """diffusers' UniPCMultistepScheduler behind our loop.
+    """diffusers' UniPCMultistepScheduler in our loop.
 
     num_steps: predictions; flow_shift: s of sigma = s * t / (1 + (s - 1) * t); options: further settings of the class.
     sigmas: not read, the solver spaces its own.

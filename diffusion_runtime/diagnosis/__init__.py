@@ -1,1 +1,1 @@
-"""What a machine has, what of it works, and what to type where it does not: plain values for `doctor`."""
+"""Diagnosis of a machine for `doctor`: what is installed, what of it works, and the command that repairs the rest."""

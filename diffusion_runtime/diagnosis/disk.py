@@ -1,4 +1,4 @@
-"""Whether results can be written where they go, and how much room there is."""
+"""Disk check: whether results can be written to the output folder, and the free space there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ENOUGH_BYTES = 2**30
 
 @dataclass(frozen=True)
 class DiskCheck:
-    """folder: where results go; free: bytes for this user; error: why nothing can be written there, else empty."""
+    """folder: where results go; free: bytes available to this user; error: why nothing can be written there, else
+    empty."""
 
     folder: str
     free: int
@@ -26,7 +27,7 @@ class DiskCheck:
 
 
 def check_disk(folder: Path) -> DiskCheck:
-    """Look at `folder`, or at the first folder above it that exists; nothing is written."""
+    """Check `folder`, or the nearest existing folder above it; nothing is written."""
     folder = folder.absolute()
     existing = next(place for place in [folder, *folder.parents] if place.exists())
     error = ""
@@ -43,5 +44,5 @@ def disk_problems(check: DiskCheck) -> list[Problem]:
         return [Problem(what, "diffusion-runtime generate --output-path FOLDER")]
     if check.free < ENOUGH_BYTES:
         what = f"{check.free / 2**20:.0f} MiB are free where results go ({check.folder})"
-        return [Problem(what, "make room there, or: diffusion-runtime generate --output-path FOLDER")]
+        return [Problem(what, "free some space there, or: diffusion-runtime generate --output-path FOLDER")]
     return []

@@ -1,4 +1,4 @@
-"""Whether the files of the embedded model are whole: every part is loaded on the CPU, the way a generation loads it."""
+"""Integrity check of the embedded model: every part is loaded on the CPU, as a generation loads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diffusion_runtime.models.registry import family_for_folder
 @dataclass(frozen=True)
 class ModelCheck:
     """num_bytes: of its weight files; num_parameters: of its transformer; error: why it cannot be used, else empty;
-    was_run: False when nothing is known, because looking would have ended this process."""
+    was_run: False when the check was skipped, because it would have ended this process."""
 
     folder: str
     num_bytes: int
@@ -66,7 +66,7 @@ def check_model(folder: Path = EMBEDDED_FOLDER) -> ModelCheck:
         error = f"numbers that are not finite in {', '.join(damaged[:3])}" if damaged else ""
     except DiffusionRuntimeError as raised:
         error = str(raised)
-    except Exception as raised:  # a broken diffusers or transformers raises what it likes
+    except Exception as raised:  # any exception: a broken diffusers or transformers may raise anything
         error = raised_line(raised)
     return ModelCheck(str(folder), num_bytes, num_parameters, error)
 

@@ -1,4 +1,4 @@
-"""All checks of one machine, in order, and what they add up to."""
+"""Runs all checks of one machine, in order, and collects the problems."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from diffusion_runtime.hardware import Hardware, detect_hardware, resolve_device
 from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
 from diffusion_runtime.models.diffusers_import import IMPORTED_BY_DIFFUSERS
 
-# Called with a stage, and with what of it is under way.
+# Called with a stage, and with the item of it that is under way.
 OnProgress = Callable[[str, str], None]
 
 
@@ -61,8 +61,8 @@ class Diagnosis:
         }
 
 
-def examine(device: str, asked: Sequence[str], output_folder: Path, on_progress: OnProgress) -> Diagnosis:
-    """Look at everything. asked: canonical names of backends that must work; empty tests every usable one.
+def examine(device: str, requested: Sequence[str], output_folder: Path, on_progress: OnProgress) -> Diagnosis:
+    """Run every check. requested: canonical names of backends that must work; empty tests every usable one.
 
     Raises ConfigError for a device string that is none.
     """
@@ -76,15 +76,15 @@ def examine(device: str, asked: Sequence[str], output_folder: Path, on_progress:
     disk = check_disk(output_folder)
     problems += disk_problems(disk)
     on_progress("loading the embedded model", "")
-    # The libraries that load it import whatever they find installed.
+    # The libraries that load it import whatever packages they find installed.
     blocked = any(check.crashed or (check.error and check.name in IMPORTED_BY_DIFFUSERS) for check in packages)
     model = ModelCheck(str(EMBEDDED_FOLDER), 0, 0, was_run=False) if blocked else check_model()
     problems += model_problems(model)
     results: list[SelfTestResult] = []
     if hardware is not None and device_name is not None:
         backends = _list_backends(hardware, packages)
-        problems += _choice_problems(backends, asked)
-        names = [info.name for info in backends if info.usable and (not asked or info.name in asked)]
+        problems += _choice_problems(backends, requested)
+        names = [info.name for info in backends if info.usable and (not requested or info.name in requested)]
         results, failed = _test_all(names, hardware, device_name, on_progress)
         problems += failed
     worst_first = sorted(problems, key=lambda problem: not problem.is_failure)
@@ -92,7 +92,7 @@ def examine(device: str, asked: Sequence[str], output_folder: Path, on_progress:
 
 
 def _find_device(device: str) -> tuple[Hardware | None, str | None, list[Problem]]:
-    """A device that is not there is what a doctor is asked about; a word that is no device is a mistake."""
+    """A device that is not there is a finding; a string that names no device is a usage error."""
     if device != "auto":
         try:
             torch.device(device)
@@ -103,13 +103,13 @@ def _find_device(device: str) -> tuple[Hardware | None, str | None, list[Problem
         return detect_hardware(found), found, []
     except ConfigError as error:
         return None, None, [Problem(str(error), "diffusion-runtime doctor --device auto", is_failure=True)]
-    except Exception as error:  # a driver that starts and fails
+    except Exception as error:  # any exception: a driver may start and then fail
         what = f"device {device!r} cannot be used: {raised_line(error)}"
         return None, None, [Problem(what, "nvidia-smi, and look at the problems above", is_failure=True)]
 
 
 def _list_backends(hardware: Hardware, packages: Sequence[PackageCheck]) -> list[BackendInfo]:
-    """What list_backends says; a package whose import kills a process is not imported in this one."""
+    """list_backends for this machine; a package whose import kills a process is not imported in this one."""
     crashed = {check.name: check for check in packages if check.crashed}
     listed = list_backends(hardware, importing=not crashed)
     return [_refuse_crashed(info, crashed) for info in listed] if crashed else listed
@@ -119,19 +119,19 @@ def _refuse_crashed(info: BackendInfo, crashed: Mapping[str, PackageCheck]) -> B
     backend = find_backend(info.name)
     if not info.usable or not isinstance(backend, ImportingBackend):
         return info
-    # One that chooses among several packages might choose the one that crashes.
+    # A backend that chooses among several packages might choose the one that crashes.
     needed = [crashed[name] for name in backend.distributions if name in crashed]
     reason = "; ".join(f"package {check.name} {check.version}: {check.error}" for check in needed)
     return replace(info, version=None, reason=reason, fix=needed[0].install) if needed else info
 
 
-def _choice_problems(backends: Sequence[BackendInfo], asked: Sequence[str]) -> list[Problem]:
-    """Backends that somebody wants, on this command line or in the environment, and that cannot run."""
+def _choice_problems(backends: Sequence[BackendInfo], requested: Sequence[str]) -> list[Problem]:
+    """Backends that were chosen, on this command line or in the environment, and that cannot run."""
     reasons = {info.name: (info.reason, info.fix) for info in backends if not info.usable}
     reasons |= dict.fromkeys(missing_names(), ("this version does not have it", ""))
     problems = [
         Problem(f"backend {name} cannot run here: {reasons[name][0]}", _fix(reasons[name][1]), is_failure=True)
-        for name in asked
+        for name in requested
         if name in reasons
     ]
     chosen = os.environ.get(ENVIRONMENT_VARIABLE)
@@ -142,8 +142,8 @@ def _choice_problems(backends: Sequence[BackendInfo], asked: Sequence[str]) -> l
         except ConfigError as error:
             return [*problems, Problem(f"{ENVIRONMENT_VARIABLE}: {error}", unset)]
         if candidates and all(name in reasons for name in candidates):
-            said = "; ".join(f"{name}: {reasons[name][0]}" for name in candidates)
-            problems.append(Problem(f"{ENVIRONMENT_VARIABLE} says {chosen!r}, which cannot run here: {said}", unset))
+            why = "; ".join(f"{name}: {reasons[name][0]}" for name in candidates)
+            problems.append(Problem(f"{ENVIRONMENT_VARIABLE} is {chosen!r}, which cannot run here: {why}", unset))
     return problems
 
 
@@ -154,7 +154,7 @@ def _fix(fix: str) -> str:
 def _test_all(
     names: Sequence[str], hardware: Hardware, device: str, on_progress: OnProgress
 ) -> tuple[list[SelfTestResult], list[Problem]]:
-    """Every self-test of `names`, until one of them takes the device down."""
+    """Every self-test of `names`, until one of them makes the device unusable."""
     results: list[SelfTestResult] = []
     problems: list[Problem] = []
     for name in names:
@@ -163,7 +163,7 @@ def _test_all(
             on_progress(f"testing {name}", f"{place}/{len(tests)} {test.title}")
             results.append(run_self_test(test, device))
             if not results[-1].passed and not device_answers(device):
-                what = f"backend {name} took the device down ({test.title}); the tests after it were not run"
+                what = f"backend {name} made the device unusable ({test.title}); the tests after it were not run"
                 others = ",".join(other for other in names if other != name)
                 fix = f"diffusion-runtime doctor --attention-backend {others}" if others else "restart the device"
                 return results, [*problems, *_test_problems(results, name), Problem(what, fix, is_failure=True)]
@@ -172,7 +172,7 @@ def _test_all(
 
 
 def _test_problems(results: Sequence[SelfTestResult], name: str) -> list[Problem]:
-    """One problem a backend, however many of its tests fail: most faults show in all of them."""
+    """One problem per backend, however many of its tests fail: most faults show in all of them."""
     tested = [result for result in results if result.test.backend == name]
     failed = [result for result in tested if not result.passed]
     if not failed:

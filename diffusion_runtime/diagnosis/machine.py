@@ -24,8 +24,8 @@ _TORCH_INDEX = "https://download.pytorch.org/whl"
 
 @dataclass(frozen=True)
 class Driver:
-    """The NVIDIA driver. version: such as `580.65.06`, empty when it does not say; cuda: the newest CUDA it serves;
-    gpus: the names of the GPUs it sees."""
+    """The NVIDIA driver. version: such as `580.65.06`, empty when unknown; cuda: the newest CUDA it supports; gpus: the
+    names of its GPUs."""
 
     version: str
     cuda: Version
@@ -45,7 +45,7 @@ class Gpu:
 @dataclass(frozen=True)
 class Machine:
     """python: its version, executable: its path. num_cpus: that this process may use; memory: bytes of RAM, None when
-    the system does not say. torch_build: `CPU`, `CUDA 13.0` or `ROCm 7.0`; cuda_build: None for other builds.
+    it is unknown. torch_build: `CPU`, `CUDA 13.0` or `ROCm 7.0`; cuda_build: None for other builds.
     architectures: what torch's own kernels are built for, such as `sm_90`. driver: None without one.
     gpus: that torch can use; cuda_error: why it can use none although the driver is there.
     visible_devices: CUDA_VISIBLE_DEVICES, None when it is not set.
@@ -70,7 +70,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """The facts of this machine. Nothing is raised: what cannot be read is left out."""
+    """The facts of this machine. Raises nothing: what cannot be read is left out."""
     gpus, cuda_error = _gpus()
     return Machine(
         python=platform.python_version(),
@@ -90,7 +90,7 @@ def inspect_machine() -> Machine:
 
 
 def machine_problems(machine: Machine) -> list[Problem]:
-    """What keeps torch from the GPUs that are there. A machine without a GPU has no problem."""
+    """Why torch cannot use GPUs that are present. A machine without a GPU has no problem."""
     driver, build = machine.driver, machine.cuda_build
     if driver is None or not driver.gpus:
         return []
@@ -101,7 +101,7 @@ def machine_problems(machine: Machine) -> list[Problem]:
         return []
     if driver.cuda[0] < build[0]:
         what = (
-            f"the NVIDIA driver {driver.version} serves CUDA up to {_dotted(driver.cuda)}, torch "
+            f"the NVIDIA driver {driver.version} supports CUDA up to {_dotted(driver.cuda)}, torch "
             f"{machine.torch_version} is built for CUDA {_dotted(build)}"
         )
         oldest = _OLDEST_DRIVER.get(build[0], "the newest")
@@ -112,7 +112,7 @@ def machine_problems(machine: Machine) -> list[Problem]:
         if machine.visible_devices is not None:
             what = f"CUDA_VISIBLE_DEVICES is {machine.visible_devices!r}, which hides {seen} from torch"
             return [Problem(what, "unset CUDA_VISIBLE_DEVICES")]
-        what = f"the driver sees {seen}, torch does not: {machine.cuda_error or 'it does not say why'}"
+        what = f"the driver sees {seen}, torch does not: {machine.cuda_error or 'no reason was given'}"
         return [Problem(what, "nvidia-smi; in a container, start it with --gpus all")]
     return [
         Problem(
@@ -139,7 +139,7 @@ def runs_on(architectures: tuple[str, ...], capability: Version) -> bool:
             return True
         if kind == "compute" and not exact_only and built <= capability:
             return True
-    # Builds that do not list anything, such as those of distributions, are taken at their word.
+    # Builds that list no architecture, such as those of distributions, are assumed to work.
     return not architectures
 
 
@@ -154,7 +154,7 @@ def _dotted(version: Version) -> str:
 
 
 def _index(driver: Driver) -> str:
-    """Where torch has builds that this driver serves."""
+    """The package index of torch builds that this driver supports."""
     return f"{_TORCH_INDEX}/{'cu130' if driver.cuda[0] >= 13 else 'cu126'}"
 
 
@@ -172,7 +172,7 @@ def _memory() -> int | None:
 
 
 def _driver() -> Driver | None:
-    """Asked of the driver's own library, which answers without a context and whatever torch is built for."""
+    """Read from the driver's own library (NVML), which works without a context and with any build of torch."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             library = ctypes.CDLL(name)
@@ -190,7 +190,7 @@ def _driver() -> Driver | None:
 
 
 def _ask_nvidia_smi() -> list[str]:
-    """`580.65.06, NVIDIA H200`, a line a GPU; nothing when it cannot be asked."""
+    """`580.65.06, NVIDIA H200`, one line per GPU; empty when nvidia-smi cannot be run."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -207,7 +207,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
     try:
         if not torch.cuda.is_available():
             if torch.version.cuda is not None:
-                # It says why when it is made to start.
+                # The reason shows when CUDA is initialised.
                 torch.cuda.init()  # type: ignore[no-untyped-call]
             return (), ""
         found = []

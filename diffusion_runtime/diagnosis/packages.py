@@ -1,5 +1,5 @@
-"""Packages: what is installed, and whether it can be imported. Each is imported in a process of its own, where a crash
-is a finding and costs nobody anything."""
+"""Package check: what is installed, and whether it can be imported. Each is imported in a subprocess, where a crash is
+a finding."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from diffusion_runtime.diagnosis.problems import Problem
 from diffusion_runtime.hardware import ATTENTION_PACKAGES
 from diffusion_runtime.models.diffusers_import import IMPORTED_BY_DIFFUSERS, blocking_package
 
-# CuTe packages take long the first time; what takes longer than this hangs.
+# CuTe packages take long at the first import; a longer one counts as a hang.
 IMPORT_SECONDS = 180
 _NUM_PROCESSES = 2
 
-# What models are loaded and files written with, beside torch itself; accelerate is for pipelines of diffusers' own.
+# Packages that load models and write files, beside torch; accelerate is for diffusers' own pipelines.
 NEEDED = ("diffusers", "transformers", "accelerate", "safetensors", "imageio-ffmpeg")
 PACKAGES = (*NEEDED, *ATTENTION_PACKAGES)
 
-# Some packages swallow what their kernels raise at import: what is called of them must be there too.
+# Some packages catch what their kernels raise at import: the functions we call must exist too.
 _IMPORT = "import importlib, sys; m = importlib.import_module(sys.argv[1]); [getattr(m, name) for name in sys.argv[2:]]"
-# Its use is the program it carries, so that is what is asked.
+# The package is needed for the ffmpeg binary that it contains, so that is checked.
 _RUN_FFMPEG = "import imageio_ffmpeg; print('ffmpeg', imageio_ffmpeg.get_ffmpeg_version())"
 
 
 @dataclass(frozen=True)
 class PackageCheck:
     """name: on the package index; version: None when it is not installed; error: why it cannot be imported, else empty;
-    crashed: importing it ends the process; detail: what else it says; is_needed: whether it comes with this package,
-    which cannot do without; install: the command that brings it."""
+    crashed: importing it ends the process; detail: further output; is_needed: whether it is a required dependency of
+    this package; install: the command that installs it."""
 
     name: str
     version: str | None
@@ -65,7 +65,7 @@ class PackageCheck:
 
 
 def check_packages(on_package: Callable[[str], None]) -> list[PackageCheck]:
-    """Every package of PACKAGES; on_package is called with a name before its import is waited for."""
+    """Every package of PACKAGES; on_package is called with each name before its import."""
     backends = _package_backends()
     checks = []
     with ThreadPoolExecutor(_NUM_PROCESSES) as pool:
@@ -85,7 +85,7 @@ def check_packages(on_package: Callable[[str], None]) -> list[PackageCheck]:
                     version=installed.get(name),
                     error=imported.error,
                     crashed=imported.crashed,
-                    detail=imported.said,
+                    detail=imported.output,
                     is_needed=name in NEEDED,
                     install=install,
                 )
@@ -94,7 +94,7 @@ def check_packages(on_package: Callable[[str], None]) -> list[PackageCheck]:
 
 
 def package_problems(checks: list[PackageCheck]) -> list[Problem]:
-    """Packages that are broken, and those that are needed and missing. A missing optional one is no problem."""
+    """Packages that are broken, and required ones that are missing. A missing optional one is no problem."""
     versions = {check.name: check.version for check in checks if check.version is not None}
     problems = []
     for check in checks:
@@ -110,7 +110,7 @@ def package_problems(checks: list[PackageCheck]) -> list[Problem]:
 
 
 def _package_backends() -> dict[str, PackageBackend]:
-    """The backends that need one package, by its distribution: they know what is imported of it."""
+    """The backends that need one package, by its distribution: each declares which functions it calls."""
     found = [find_backend(name) for name in available_names()]
     return {backend.distribution: backend for backend in found if isinstance(backend, PackageBackend)}
 
@@ -124,18 +124,18 @@ def _installed_version(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Import:
-    """error: empty when it worked; crashed: the process was killed; said: what it printed."""
+    """error: empty when it worked; crashed: the process was killed; output: what it printed."""
 
     error: str = ""
     crashed: bool = False
-    said: str = ""
+    output: str = ""
 
 
 def _import_apart(name: str, module: str, functions: tuple[str, ...]) -> _Import:
-    """Import a package in a process of its own, and what backends call of it."""
+    """Import a package, and the functions that backends call, in a subprocess."""
     asks_version = name == "imageio-ffmpeg"
     try:
-        # -P: the working folder is not searched, as it is not for the installed command.
+        # -P: the working folder is not on the search path, as for the installed command.
         done = subprocess.run(
             [sys.executable, "-P", "-W", "ignore", "-c", _RUN_FFMPEG if asks_version else _IMPORT, module, *functions],
             capture_output=True,
@@ -147,7 +147,7 @@ def _import_apart(name: str, module: str, functions: tuple[str, ...]) -> _Import
     except subprocess.TimeoutExpired:
         return _Import(f"importing {module} takes longer than {IMPORT_SECONDS} s", crashed=True)
     if done.returncode == 0:
-        return _Import(said=done.stdout.strip().partition("\n")[0] if asks_version else "")
+        return _Import(output=done.stdout.strip().partition("\n")[0] if asks_version else "")
     if done.returncode < 0:
         return _Import(f"importing {module} ends the process with {_signal_name(-done.returncode)}", crashed=True)
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]

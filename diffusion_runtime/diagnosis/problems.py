@@ -1,4 +1,4 @@
-"""What is wrong with a machine, in one form for all checks."""
+"""Problem: a finding about a machine with its fix, in one form for all checks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """what: is wrong, in one sentence; fix: what to type or do; is_failure: whether something that was asked for, or a
-    test that was run, failed, which makes the exit code 1."""
+    """what: the problem, in one sentence; fix: what to type or do; is_failure: whether something that was asked for, or
+    a test that was run, failed, which makes the exit code 1."""
 
     what: str
     fix: str

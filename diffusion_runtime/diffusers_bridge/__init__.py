@@ -1,1 +1,2 @@
-"""Pipelines and models of diffusers: our attention inside them, and any of them behind the same call."""
+"""diffusers bridge: our attention inside diffusers' pipelines and models (attach), and any diffusers pipeline behind
+our call (passthrough)."""

@@ -1,4 +1,4 @@
-"""attach: our attention inside a model or a pipeline of diffusers, until it is detached."""
+"""attach: replaces the attention inside a diffusers model or pipeline, until detached."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
-# Held while modules are taken over: threads may attach to one model at once.
+# Held while modules are intercepted: several threads may attach to one model at once.
 _TAKING = threading.Lock()
 
 # How many modules a message lists before it counts the rest.
@@ -61,17 +61,18 @@ def attach(
 ) -> AttachedAttention:
     """Put our attention into a diffusers pipeline (its transformers or UNets), or into one model, until detached.
 
-    config: what AttentionConfig.parse takes: a backend's name, per role, schedules; None leaves it to the environment
+    config: any form of AttentionConfig.parse: a backend's name, per role, schedules; None leaves it to the environment
     and the platform. override: the same one level higher, as a command line does. scheduler: of the pipeline that a
     single model belongs to, for choices by step. device: where it will run, when it is moved there later. self_check:
-    whether third-party kernels are compared with the definition on an accelerator first, once for each version.
+    whether third-party kernels are compared with the definition on an accelerator first, once per version.
 
     Nothing outside the model is changed, so other pipelines of the process keep their attention, attached or not. The
-    handle is a context manager; `detach()` puts back what was there.
+    handle is a context manager; `detach()` restores the model.
 
-    Raises ConfigError for choices that are wrong, something that has no attention, or a model that is attached already,
-    and BackendUnavailableError for choices that cannot run or that reach no attention module at all. Modules that are
-    not reached while others are: a warning that lists them. A model in training: a warning of what cannot be trained.
+    Raises ConfigError for choices that are wrong, an object without attention, or a model that is attached already, and
+    BackendUnavailableError for choices that cannot run or that reach no attention module at all. Modules that are not
+    reached while others are: a warning that lists them. A model in training mode: a warning about what cannot be
+    trained.
     """
     checker = SelfChecker(enabled=self_check)
     handle = plan_attachment(
@@ -94,11 +95,10 @@ def plan_attachment(
     component: str | None = None,
     checker: SelfChecker | None = None,
 ) -> AttachedAttention:
-    """What `attach` would do, checked and not done: the handle of a model that is still its own.
+    """What `attach` would do, checked and not done: the handle of a model that is not changed yet.
 
-    dtype: what it will compute in, where its weights do not say so. component: what messages call a single model.
-    checker: of the numbers of the chosen backends.
-    Raises what `attach` raises.
+    dtype: the compute dtype, where the model's weights do not show it. component: the name of a single model in
+    messages. checker: self-checks of the chosen backends. Raises what `attach` raises.
     """
     checker = SelfChecker() if checker is None else checker
     denoisers = denoisers_of(model_or_pipeline)
@@ -134,7 +134,7 @@ def plan_attachment(
             dtype=dtype_of(model) if dtype is None else dtype,
             no_grid=""
             if token_order(uncompiled(model)) is not None
-            else f"which is known of {', '.join(TOKEN_ORDERS)}",
+            else f"which is known for {', '.join(TOKEN_ORDERS)}",
             self_check=checker.enabled,
         )
         for name, model in denoisers.items()
@@ -150,8 +150,8 @@ def plan_attachment(
 
 
 class AttachedAttention:
-    """What `attach` returns. num_modules, num_reached: attention modules, all and those with our attention; others:
-    the rest, with the reason for each. self_checks: of the chosen backends."""
+    """The handle that `attach` returns. num_modules, num_reached: attention modules, all and those with our attention;
+    others: the rest, with the reason for each. self_checks: of the chosen backends."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class AttachedAttention:
         self._recorder = AttentionRecorder()
         self._entries: RegistryEntries | None = None
         self._calls = CallCount()
-        self._said: frozenset[tuple[str, str]] = frozenset()
+        self._logged: frozenset[tuple[str, str]] = frozenset()
         self._is_chosen = any(map(is_chosen, policies.values()))
         self._denoisers = [
             AttachedModel(name, model, index, found[name], policies[name], self)
@@ -177,9 +177,9 @@ class AttachedAttention:
         ]
 
     def take_modules(self) -> None:
-        """Begin. Only `attach` calls it, once every choice is known to run.
+        """Intercept the modules. Only `attach` calls it, once every choice is known to run.
 
-        Raises ConfigError when somebody else has attached to one of the models in the meantime.
+        Raises ConfigError when one of the models has been attached in the meantime.
         """
         with _TAKING:
             for denoiser in self._denoisers:
@@ -200,7 +200,7 @@ class AttachedAttention:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is worth saying about models as a whole."""
+        """Remarks about whole models, for users."""
         return tuple(remark for denoiser in self._denoisers for remark in denoiser.remarks)
 
     @property
@@ -209,7 +209,7 @@ class AttachedAttention:
         return tuple(module for denoiser in self._denoisers for module in denoiser.modules)
 
     def report(self) -> AttentionReport:
-        """What ran since the attaching or the last `start_report`."""
+        """The attention report since attaching or the last `start_report`."""
         report = self._recorder.report()
         remarks = (self.reach, *self.remarks, *remarks_on(self.self_checks), self._calls.describe(), *report.notes)
         return AttentionReport(report.rows, report.libraries, tuple(filter(None, remarks)))
@@ -218,19 +218,19 @@ class AttachedAttention:
         """Begin a new report."""
         self._recorder = AttentionRecorder()
         self._calls = CallCount()
-        self._said = frozenset()
+        self._logged = frozenset()
 
     def set_step(self, index: int, num_steps: int, branch: str = "cond") -> None:
-        """Say which denoising step comes next, in a loop of your own without a scheduler that is known."""
+        """Set the next denoising step, in a loop of your own without a supported scheduler."""
         self._follower.set_step(StepInfo(index=index, num_steps=num_steps, branch=branch))
 
     def check_request(self, num_steps: int) -> None:
-        """Raises ConfigError for options that cannot serve a request of so many steps."""
+        """Raises ConfigError for options that do not fit a request with this number of steps."""
         for module in self.modules:
             module.check_request(num_steps)
 
     def detach(self) -> None:
-        """Put back what was there. Again, or after an exception: harmless."""
+        """Restore the model. Idempotent, also after an exception."""
         for denoiser in self._denoisers:
             denoiser.give_back()
         if self._entries is not None:
@@ -261,22 +261,22 @@ class AttachedAttention:
         return module.attend(call, number, masks, now, self._recorder)
 
     def add_unserved(self, module: str, reason: str, num_calls: int) -> None:
-        """Calls of a reached module went past. module: component and path."""
+        """Record calls of a reached module that were not intercepted. module: component and path."""
         self._calls.add_unserved(module, reason, num_calls)
 
     def end_pass(self) -> None:
-        """A forward pass has ended without an exception: say what went past, for the first time that it did.
+        """A forward pass has ended without an exception: log calls that were not intercepted, the first time.
 
         Raises BackendUnavailableError when a choice serves no call of the models.
         """
-        if self._calls.places == self._said:
+        if self._calls.places == self._logged:
             return
-        self._said = self._calls.places
+        self._logged = self._calls.places
         if self._is_chosen and self._calls.num_served == 0:
             raise BackendUnavailableError(
                 f"attach: the attention choice serves no call: {self._calls.describe()}. Undo that before attaching, "
                 "or run without a choice",
-                [("attach", reason) for reason in sorted({reason for _, reason in self._said})],
+                [("attach", reason) for reason in sorted({reason for _, reason in self._logged})],
             )
         _logger.warning(self._calls.describe())
 

@@ -1,4 +1,4 @@
-"""One model of what is attached: its modules are taken over, and each forward pass is followed."""
+"""One attached model: its modules are intercepted, and each forward pass is followed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from diffusion_runtime.diffusers_bridge.unserved import unserved_reason
 
 
 class Attachment(Protocol):
-    """What the attached models belong to."""
+    """The callbacks of an attached model."""
 
     def begin_pass(self, denoiser: AttachedModel, arguments: dict[str, Any]) -> ForwardPass:
         """A forward pass of one of the models begins. arguments: of its forward, by name."""
@@ -37,14 +37,14 @@ class Attachment(Protocol):
         """The result of one call, [batch, heads, seq_q, head_dim]."""
 
     def add_unserved(self, module: str, reason: str, num_calls: int) -> None:
-        """Calls of a reached module went past."""
+        """Record calls of a reached module that were not intercepted."""
 
     def end_pass(self) -> None:
         """A forward pass has ended without an exception."""
 
 
 class AttachedModel:
-    """One model of what is attached, and the forward pass that it is in."""
+    """One attached model, and the forward pass that it is in."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class AttachedModel:
         self.order = token_order(self.model)
         self._name = name
         self._owner = owner
-        # Of the thread that runs the model.
+        # Per thread that runs the model.
         self._now = threading.local()
         self._taken: dict[ModuleAttention, TakenModule] = {}
-        # Modules that are left alone although they were reached at first, and why.
+        # Modules that were reached at first and are left alone now, with the reason.
         self._left: dict[ModuleAttention, str] = {}
         self._hooks: list[Any] = []
         self._parameters = inspect.signature(type(self.model).forward)
@@ -72,7 +72,7 @@ class AttachedModel:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is worth saying about the model as a whole."""
+        """Remarks about the model as a whole, for users."""
         remarks = []
         if len(self._whole_graphs):
             remarks.append(
@@ -90,7 +90,7 @@ class AttachedModel:
         return tuple(remarks)
 
     def take(self, entries: DispatcherEntries) -> None:
-        """Begin. entries: what calls to diffusers' dispatcher ask for."""
+        """Intercept the modules. entries: what calls to diffusers' dispatcher look up."""
         for module in self.modules:
             self._taken[module] = TakenModule(
                 module.found.module,
@@ -99,7 +99,7 @@ class AttachedModel:
                 entries,
             )
         self._whole_graphs.set_aside()
-        # Hooks, and no method of ours in the model's place: offloading puts its own there, before or after.
+        # Hooks, not a replaced forward method: offloading replaces that itself, before or after.
         self._hooks += [
             self.model.register_forward_pre_hook(PassHook(self._begin), with_kwargs=True),
             self.model.register_forward_hook(PassHook(self._end), always_call=True),
@@ -107,7 +107,7 @@ class AttachedModel:
         ]
 
     def give_back(self) -> None:
-        """Put back what was there. Again: harmless."""
+        """Restore the modules. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._whole_graphs.give_back()
@@ -121,7 +121,7 @@ class AttachedModel:
         for module, taken in self._taken.items():
             try:
                 taken.take_again()
-            except Exception as error:  # whatever the copying of a stranger's processor raises
+            except Exception as error:  # any exception: copying a third-party processor may raise anything
                 kind = type(processor_of(module.found.module)).__name__
                 reason = f"{kind} was set in the meantime and cannot be copied: {error}"
                 self._add_unserved(module, reason, 1)
@@ -131,7 +131,7 @@ class AttachedModel:
                 self._left.pop(module, None)
 
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        # What was read from masks goes with the pass.
+        # The results of reading masks live for one pass.
         self._now.forward_pass = ForwardPass()
 
     def _succeed(self, _model: nn.Module, _args: Any, _output: Any) -> None:
@@ -144,8 +144,8 @@ class AttachedModel:
             return call.run_own()
         other = other_mode()
         if other is not None:
-            # Such as guidance that leaves scores out: what it makes of the call is its own.
-            self._add_unserved(module, f"{other} answers torch's attention here", 1)
+            # Such as guidance that skips attention scores: its mode replaces the call.
+            self._add_unserved(module, f"{other} replaces torch's attention here", 1)
             return call.run_own()
         return self._owner.attend(module, getattr(self._now, "forward_pass", ForwardPass()), call, number, masks)
 

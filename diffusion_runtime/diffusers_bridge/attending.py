@@ -1,4 +1,4 @@
-"""One attention module of a diffusers model, computed by the backend that our selection gives it."""
+"""ModuleAttention: computes one attention module of a diffusers model with the backend chosen for it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from diffusion_runtime.hardware import detect_hardware
 
 @dataclass
 class ForwardPass:
-    """One forward pass of a model, as its attention modules see it.
+    """One forward pass of a model, for its attention modules.
 
-    step: None when nobody knows it. order, grid: where tokens sit, None when that is not known.
+    step: None when unknown. order, grid: positions of the tokens, None when unknown.
     """
 
     step: StepInfo | None = None
@@ -52,7 +52,7 @@ class ForwardPass:
 
 
 class ModuleAttention:
-    """Computes the calls of one module. Raises at construction what a choice that cannot run raises."""
+    """Computes the calls of one module. The constructor raises for a choice that cannot run."""
 
     def __init__(self, found: FoundModule, policy: AttentionPolicy) -> None:
         self.found = found
@@ -65,18 +65,18 @@ class ModuleAttention:
 
     @property
     def layers(self) -> tuple[LocalAttention, ...]:
-        """What computes its calls, one for each kind of call that is known so far."""
+        """The layers that compute its calls, one per kind of call seen so far."""
         return tuple(self._layers.values())
 
     @property
     def needs_step(self) -> bool:
-        """Whether what it computes depends on the step."""
+        """Whether the chosen backend depends on the step."""
         if self._policy.cli.schedule or self._policy.config.schedule:
             return True
         return any(needs_grid(decision.backend) for layer in self._layers.values() for _, decision in layer.decisions)
 
     def check_request(self, num_steps: int) -> None:
-        """Raises ConfigError for options that are made for another number of steps."""
+        """Raises ConfigError for options made for another number of steps."""
         for layer in self._layers.values():
             layer.check_request(num_steps)
 
@@ -93,7 +93,7 @@ class ModuleAttention:
         q, k, v = (x.transpose(1, 2) for x in (call.q_bhsd, call.k_bhsd, call.v_bhsd))
         if isinstance(call.mask, BlockMask):
             return self._attend_blocks(call, call.mask, q, k, v, now, recorder)
-        # Masks that diffusers' own processors make depend on the masks they are given and on nothing else.
+        # Masks that diffusers' own processors build depend on the given masks and on nothing else.
         origin = (self._processor_class, number) if self._processor_class.__module__.startswith("diffusers.") else None
         seen = now.masks.read(call.mask, (q.shape[0], q.shape[1], k.shape[1]), given, origin)
         layer = self._layer(q.shape[2], q.shape[3], k.shape[2], call.scale, call.causal)
@@ -121,7 +121,7 @@ class ModuleAttention:
             raise ConfigError(f"{where}: a causal call with a mask on top; torch refuses this too")
         if now.step is None and self.needs_step:
             raise ConfigError(
-                f"{where}: the attention choice depends on the step, and nobody says which one this is. Attach to the "
+                f"{where}: the attention choice depends on the step, and the step is unknown here. Attach to the "
                 "pipeline and not to its model, give attach the pipeline's scheduler=, or call handle.set_step(...) in "
                 "your loop"
             )
@@ -154,7 +154,8 @@ class ModuleAttention:
         layer: LocalAttention,
         context: AttentionContext,
     ) -> torch.Tensor:
-        """A mask that is no padding: the first of the choices that takes masks, or the reasons why none does."""
+        """A mask that is not padding: computed by the first of the choices that takes masks; raises with the reasons
+        when none does."""
         feature = "boolean_mask" if mask.dtype == torch.bool else "additive_mask"
         decision = select(self._requirements(q, k, {feature}, layer.scale), self._levels(context.step))
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
@@ -189,7 +190,7 @@ class ModuleAttention:
         now: ForwardPass,
         recorder: AttentionRecorder,
     ) -> torch.Tensor:
-        """A call whose mask is a BlockMask: by the choice for its role, or as the module itself does it."""
+        """A call whose mask is a BlockMask: by the choice for its role, or by the module's own function."""
         step, info = now.step or StepInfo(), self.found.layer
         levels = self._levels(step)
         chosen = deciding_choice(levels, info.role)

@@ -1,4 +1,4 @@
-"""What sets some autoencoders of diffusers apart, by class: nothing in their configs says it."""
+"""Traits of diffusers' autoencoders by class that their configs do not contain: tiled decoding, causal first frame."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AutoencoderTraits:
-    """tiled_only: it raises NotImplementedError when it decodes without tiling, and is made with it off. causal: the
-    first latent frame is one frame of the video; else every latent frame is as many as the temporal factor says."""
+    """tiled_only: it raises NotImplementedError when it decodes without tiling, and tiling is off by default. causal:
+    the first latent frame is one frame of the video; else every latent frame stands for as many frames as the temporal
+    factor."""
 
     tiled_only: bool = False
     causal: bool = True
@@ -21,5 +22,5 @@ _KNOWN: Mapping[str, AutoencoderTraits] = {
 
 
 def traits_of(autoencoder: object) -> AutoencoderTraits:
-    """Of an autoencoder; the defaults for a class that is not listed."""
+    """Traits of an autoencoder; the defaults for a class that is not listed."""
     return _KNOWN.get(type(autoencoder).__name__, AutoencoderTraits())

@@ -1,4 +1,4 @@
-"""Who runs a model folder: our own transformer, or diffusers' own pipeline."""
+"""Chooses between native and passthrough for a model folder: our own transformer, or diffusers' own pipeline."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 
 def is_passthrough(backend: str, folder: Path) -> bool:
-    """Whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; `auto` says so where it is.
+    """Whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; with `auto` the choice is logged.
 
     Raises ModelLoadError when there is no model_index.json, or one that cannot be read.
     """
     if backend != "auto":
         return backend == "diffusers"
     index = read_json(folder / INDEX_FILE)
-    # What has neither is broken, which our own loading says better.
+    # A folder without either is broken, which our own loading reports better.
     entry = index.get("transformer") or index.get("unet")
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers" or is_supported(str(entry[1])):
         return False

@@ -1,4 +1,4 @@
-"""Parts of a model that torch.compile compiled."""
+"""torch.compile: compiled parts of a model, and graph breaks around our attention."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Returned = TypeVar("Returned")
 
 
 def outside_graphs(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """The function, for which a compiled model leaves its graph."""
+    """The function with a graph break around it (torch.compiler.disable)."""
     disable: Any = torch.compiler.disable
     eager: Callable[Parameters, Returned] = disable(function)
     return eager
 
 
 def uncompiled(part: Any) -> Any:
-    """The module that torch.compile was given, for what it returned; anything else as it is."""
+    """The module behind the result of torch.compile; anything else as it is."""
     return part._orig_mod if is_compiled_wrapper(part) else part
 
 
 def is_compiled_wrapper(part: object) -> bool:
-    """Whether something is what torch.compile returned for a module."""
+    """Whether an object is the result of torch.compile for a module."""
     return isinstance(part, torch._dynamo.OptimizedModule)
 
 
 class WholeGraphs:
-    """The modules of a model, itself included, that hold `taken` ones and are compiled with fullgraph=True.
+    """The modules of a model, itself included, that contain `taken` ones and are compiled with fullgraph=True.
 
-    `set_aside` runs them uncompiled: attention of ours leaves the graph, which such a compilation refuses.
+    `set_aside` runs them uncompiled: our attention breaks the graph, which fullgraph=True refuses.
     """
 
     def __init__(self, model: nn.Module, taken: Collection[nn.Module]) -> None:
@@ -53,13 +53,13 @@ class WholeGraphs:
             module.__dict__[name] = value
 
     def give_back(self) -> None:
-        """Again: harmless."""
+        """Run them compiled again. Idempotent."""
         for module, name, value in self._before:
             module.__dict__[name] = value
         self._before = []
 
 
-# Where nn.Module.compile keeps what it made.
+# Where nn.Module.compile keeps the compiled call.
 _IMPLEMENTATION = "_compiled_call_impl"
 
 
@@ -70,7 +70,7 @@ def _is_whole_graph(module: nn.Module) -> bool:
 
 
 def _held_by(function: Any) -> Iterator[object]:
-    # A compiled function holds its settings in its closure and says them nowhere.
+    # A compiled function holds its settings in its closure alone.
     yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
 
 

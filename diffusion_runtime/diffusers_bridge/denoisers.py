@@ -1,4 +1,4 @@
-"""Which models of a diffusers pipeline denoise, where they run and in what."""
+"""The denoising models of a diffusers pipeline, with their device and dtype."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, resolve_device
 
-# Where diffusers keeps the classes of models that denoise.
+# The modules of diffusers that define denoising models.
 _DENOISER_PACKAGES = ("transformers", "unets", "controlnets")
 
 
 def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
-    """The models that denoise, by component name, compiled ones as they are. Raises ConfigError."""
+    """The denoising models, by component name, compiled ones as they are. Raises ConfigError."""
     if isinstance(model_or_pipeline, nn.Module):
         return {type(uncompiled(model_or_pipeline)).__name__: model_or_pipeline}
     components = getattr(model_or_pipeline, "components", None)
@@ -36,19 +36,19 @@ def denoisers_of(model_or_pipeline: Any) -> dict[str, nn.Module]:
 
 
 def denoises(name: str, kind: type) -> bool:
-    """Whether a component of a pipeline is one that denoises: by the class of its model, and by its name where that is
-    none of diffusers'."""
+    """Whether a component of a pipeline denoises: by the class of its model, and by its name for a class that is not
+    diffusers'."""
     package = kind.__module__.split(".")
     if package[:2] == ["diffusers", "models"]:
         return package[2] in _DENOISER_PACKAGES
     return name.startswith(("transformer", "unet"))
 
 
-def device_of(model_or_pipeline: Any, model: nn.Module, stated: str | torch.device | None) -> torch.device:
-    """Where a model will run. stated: by whoever knows better."""
-    if stated is not None:
-        return resolve_device(str(stated))
-    # Offloaded models wait on the CPU and run elsewhere; the pipeline knows where.
+def device_of(model_or_pipeline: Any, model: nn.Module, device: str | torch.device | None) -> torch.device:
+    """The device a model will run on. device: by the caller, if known."""
+    if device is not None:
+        return resolve_device(str(device))
+    # Offloaded models wait on the CPU and run elsewhere; the pipeline has the execution device.
     place = getattr(model_or_pipeline, "_execution_device", None)
     if isinstance(place, torch.device) and place.type != "meta":
         return place
@@ -56,7 +56,7 @@ def device_of(model_or_pipeline: Any, model: nn.Module, stated: str | torch.devi
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """What it computes in. Quantised weights say nothing about that; bfloat16 is what they come with."""
+    """The compute dtype. Quantised weights do not show it; bfloat16 is their usual one."""
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     known = (*DTYPES, "float64")
     return next((dtype for dtype in dtypes if dtype_name(dtype) in known), torch.bfloat16)

@@ -1,9 +1,9 @@
-"""What the twins of processors ask diffusers' dispatcher for: entries of our own in its registry, for one run.
+"""Entries of ours in diffusers' attention dispatcher, for one run of a pipeline.
 
-`set_attention_backend` changes the process: it leaves an active backend behind that serves every other pipeline from
-then on. Here a name goes into the twins (interception.py) and nowhere else. A call that arrives at an entry goes to
-whoever took the module, as one of torch's would; what the module would have made of it itself is a backend of
-diffusers': the one that was chosen, with the calls that it would get wrong refused, else the one it asked for.
+`set_attention_backend` changes the whole process: the backend stays active for every other pipeline from then on. Here
+only the copied processors (interception.py) get a name. A call that arrives at an entry is served by the interception,
+like one of torch's scaled_dot_product_attention; the module's own function is then a backend of diffusers': the chosen
+one, with calls that it would compute wrong refused, else the one the processor asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diffusion_runtime.diffusers_bridge.masks import KeyPadding, is_block_mask, 
 from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall, current_run
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 
-# They do what a mask says, whatever it is.
+# They apply any mask.
 _TAKES_EVERY_MASK = frozenset({"native", "_native_cudnn", "_native_efficient", "_native_math", "_native_npu"})
 # They count the keys that a mask leaves and take the first ones.
 _TAKES_PADDING_ON_THE_RIGHT = frozenset(
@@ -31,11 +31,11 @@ _NO_BLOCK_MASKS = "it takes no BlockMask, which is how this model hides pairs; f
 
 
 class RegistryEntries:
-    """Entries in the dispatcher's registry, gone after `close`.
+    """Entries in the dispatcher's registry, removed by `close`.
 
-    name: the backend of diffusers' that calls are to end in, None for the one that each processor asks for. Raises
-    BackendUnavailableError when diffusers does not have it or cannot run it here; so do calls with a mask that it would
-    get wrong.
+    name: the diffusers backend that computes the calls in the end, None for the one that each processor asks for.
+    Raises BackendUnavailableError when diffusers does not have it or cannot run it here; so do calls with a mask that
+    it would compute wrong.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -47,7 +47,8 @@ class RegistryEntries:
         self._entries: dict[str | None, Any] = {}
 
     def entry_for(self, processor: Any) -> object:
-        """What `_attention_backend` of a processor has to be. It equals the name that is there, as some compare it."""
+        """The value for `_attention_backend` of a processor. It compares equal to the present name, as some processors
+        compare it."""
         asked = processor._attention_backend
         wanted = self._name or (None if asked is None else str.__str__(asked))
         if wanted not in self._entries:
@@ -117,9 +118,9 @@ class RegistryEntries:
 
 @functools.cache
 def _entry_type(names: Any) -> Any:
-    """The class of entries: members of diffusers' enum that it does not list, so that nobody else can ask for one.
+    """The class of entries: members of diffusers' enum that it does not list, so that no other code can ask for one.
 
-    An entry equals the name of a backend, which processors compare, and is another key than that name.
+    An entry equals the name of a backend, which processors compare, but is a different dictionary key.
     """
     return type.__new__(type(names), "Entry", (names,), {"__hash__": object.__hash__})
 
@@ -161,13 +162,13 @@ def _usable(name: str) -> Any:
     try:
         dispatch._check_attention_backend_requirements(own)
         dispatch._maybe_download_kernel_for_backend(own)
-    except Exception as error:  # a missing package, a hub that is not reached, a kernel for another machine
+    except Exception as error:  # any exception: a missing package, an unreachable hub, a kernel for another machine
         raise _refusal(name, str(error)) from error
     return own
 
 
 def checked_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What diffusers registers as its backend `name`, with the masks that it would get wrong refused."""
+    """The function of diffusers' backend `name`, with masks refused that it would compute wrong."""
 
     def run(**arguments: Any) -> Any:
         query, key, mask = arguments["query"], arguments["key"], arguments.get("attn_mask")
@@ -181,7 +182,7 @@ def checked_function(name: str, function: Callable[..., Any]) -> Callable[..., A
 
 
 def _allowed(name: str, mask: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor | None:
-    """The mask, None when it hides nothing. Raises BackendUnavailableError when the backend would get it wrong."""
+    """The mask, None when it hides nothing. Raises BackendUnavailableError when the backend would compute it wrong."""
     batch, _, seq_k = shape
     is_short = mask.dim() == 2 and mask.shape == (batch, seq_k)
     seen = read_mask(mask[:, None, None] if is_short else mask, shape)

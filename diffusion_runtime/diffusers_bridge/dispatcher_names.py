@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# As AttentionBackendName of diffusers 0.42 has them; a version that lacks one says so when it is used.
+# AttentionBackendName of diffusers 0.42; using a name that the installed version lacks raises.
 DISPATCHER_NAMES = (
     "flash",
     "flash_hub",
@@ -35,5 +35,6 @@ DISPATCHER_NAMES = (
 
 
 def dispatcher_name(choice: object) -> str | None:
-    """The name of diffusers' that a choice is, when it is one name and nothing else, as diffusers spells it."""
+    """The diffusers backend that a choice names, in diffusers' spelling; None unless the choice is that one name
+    alone."""
     return choice if isinstance(choice, str) and choice in DISPATCHER_NAMES else None

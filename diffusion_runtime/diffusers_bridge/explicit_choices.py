@@ -1,4 +1,4 @@
-"""Which of the attention choices speak for a role at all, before any of them is asked whether it can run."""
+"""Which explicit attention choices apply to a role, before checking whether they can run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusion_runtime.errors import BackendUnavailableError
 
 
 def deciding_choice(levels: Levels, role: str) -> tuple[str, AttentionSpec] | None:
-    """(key, choice) that decides for a role; None when nobody chose, or nothing that is made for the role."""
+    """The (key, choice) that decides for a role; None without a choice, or when no choice applies to the role."""
     for _, spec, by_name, key in levels.choices(role):
         if any(by_name or _is_made_for(name, role) for name in spec.candidates):
             return key, spec
@@ -22,15 +22,14 @@ def deciding_choice(levels: Levels, role: str) -> tuple[str, AttentionSpec] | No
 
 
 def is_chosen(policy: AttentionPolicy) -> bool:
-    """Whether anybody names a backend, for whatever role."""
+    """Whether any level names a backend, for any role."""
     return bool(list(_named(policy)))
 
 
 def check_choices(models: Sequence[tuple[AttentionPolicy, Sequence[FoundModule]]]) -> None:
     """Raises BackendUnavailableError for choices that can serve no attention module.
 
-    models: the policy of each, and its modules that are reached. Of a module that does not say its heads, only what its
-    role tells is checked.
+    models: the policy of each, and its reached modules. For a module without known heads, only the role is checked.
     """
     deciding = [
         (policy, module, choice)
@@ -57,7 +56,7 @@ def check_choices(models: Sequence[tuple[AttentionPolicy, Sequence[FoundModule]]
 
 
 def _possible(policy: AttentionPolicy, module: FoundModule) -> Iterator[tuple[str, AttentionSpec]]:
-    """The choices that decide for a module, at whatever step."""
+    """The choices that decide for a module, at any step."""
     for rules in dict.fromkeys(policy.held_rules(module.layer)):
         choice = deciding_choice(policy.levels(rules), module.layer.role)
         if choice is not None:
@@ -83,6 +82,6 @@ def _is_made_for(name: str, role: str) -> bool:
 
 
 def needs_grid(name: str) -> bool:
-    """Whether a backend reads off the grid where tokens sit."""
+    """Whether a backend needs the positions of tokens in the grid."""
     backend = find_backend(name)
     return backend is not None and backend.capability.needs_grid

@@ -1,4 +1,4 @@
-"""What a diffusers pipeline returned, as frames."""
+"""Converts the result of a diffusers pipeline to uint8 frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from diffusion_runtime.errors import DiffusionRuntimeError
 
-# Where pipelines put what they made, in the order in which they are looked for.
+# The result fields of pipelines, in the order in which they are tried.
 VIDEO_FIELDS = ("frames", "video")
 PICTURE_FIELDS = (*VIDEO_FIELDS, "images", "image")
 
@@ -21,7 +21,7 @@ def frames_of(result: Any, pipeline_class: str) -> numpy.typing.NDArray[numpy.ui
     Raises DiffusionRuntimeError when the pipeline made neither images nor a video, or numbers that are not finite.
     """
     returned = {field: getattr(result, field, None) for field in PICTURE_FIELDS}
-    field = next((field for field, made in returned.items() if made is not None), None)
+    field = next((field for field, value in returned.items() if value is not None), None)
     if field is None:
         raise DiffusionRuntimeError(
             f"{pipeline_class} returned {type(result).__name__} with none of {', '.join(PICTURE_FIELDS)}; it cannot be "
@@ -48,12 +48,12 @@ def _sample(frames: Any) -> Any:
     return frames
 
 
-def _array(made: Any) -> numpy.typing.NDArray[Any]:
-    if isinstance(made, torch.Tensor):
-        return made.detach().float().cpu().numpy()
-    if isinstance(made, list | tuple):
-        return numpy.stack([_picture(picture) for picture in made])
-    return numpy.asarray(made)
+def _array(frames: Any) -> numpy.typing.NDArray[Any]:
+    if isinstance(frames, torch.Tensor):
+        return frames.detach().float().cpu().numpy()
+    if isinstance(frames, list | tuple):
+        return numpy.stack([_picture(picture) for picture in frames])
+    return numpy.asarray(frames)
 
 
 def _picture(picture: Any) -> numpy.typing.NDArray[Any]:
@@ -65,7 +65,7 @@ def _picture(picture: Any) -> numpy.typing.NDArray[Any]:
 
 
 def _bytes(array: numpy.typing.NDArray[Any], pipeline_class: str) -> numpy.typing.NDArray[numpy.uint8]:
-    """Frames in [0, 1] or bytes, as bytes."""
+    """Frames in [0, 1] or uint8, as uint8."""
     if array.dtype == numpy.uint8:
         return numpy.ascontiguousarray(array)
     if not numpy.isfinite(array).all():

@@ -1,7 +1,7 @@
-"""Where tokens sit inside the diffusers models whose forward says so: the grid, and the text beside it.
+"""Token grids and text positions of diffusers models, read from the arguments of their forward.
 
-Keys are class names of diffusers. A model that is not here runs like any other; only choices that need a grid are
-refused for it.
+Keys are class names of diffusers. A model that is not listed runs as well; only choices that need a grid are refused
+for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ReadGrid: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], Grid | No
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """read_grid: out of one call of the model. text: where the text, or other tokens beside the grid, stand in its
-    self-attention, if it has any."""
+    """read_grid: from the arguments of one call of the model. text: where text, or other tokens beside the grid, stand
+    in its self-attention, if it has any."""
 
     read_grid: ReadGrid
     text: Literal["none", "before", "after"]
@@ -73,7 +73,7 @@ def _named_sizes(arguments: Mapping[str, Any], _config: Mapping[str, Any]) -> Gr
 
 def _named_sizes_or_coordinates(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Grid | None:
     """video_coords: [batch, 3, tokens], time, height and width of every token, where the sizes are not given. Tokens of
-    conditions stand before the grid, which begins at the first frame again."""
+    conditions come before the grid, which begins at the first frame again."""
     named = _named_sizes(arguments, config)
     coordinates = arguments.get("video_coords")
     if named is not None or not isinstance(coordinates, torch.Tensor) or coordinates.dim() != 3:
@@ -84,7 +84,7 @@ def _named_sizes_or_coordinates(arguments: Mapping[str, Any], config: Mapping[st
     return grid
 
 
-# A pipeline gives the same tensor at every step; reading it waits for the device once a request.
+# A pipeline passes the same tensor at every step; reading it synchronises with the device once per request.
 _GRIDS_OF_COORDINATES: MutableMapping[torch.Tensor, Grid | None] = WeakTensorKeyDictionary()
 
 
@@ -97,7 +97,7 @@ def _grid_at_the_end(coordinates: torch.Tensor) -> Grid | None:
     if per_frame % width:
         return None
     frames = 1
-    # Frame by frame towards the front, for as long as each is earlier than the one behind it.
+    # Frame by frame towards the front, as long as each is earlier than the one behind it.
     while (frames + 1) * per_frame <= num_tokens:
         earlier = time[num_tokens - (frames + 1) * per_frame : num_tokens - frames * per_frame]
         if not bool((earlier < time[num_tokens - frames * per_frame]).all()) or earlier.min() != earlier.max():
@@ -145,5 +145,5 @@ TOKEN_ORDERS: Mapping[str, TokenOrder] = {
 
 
 def token_order(model: nn.Module) -> TokenOrder | None:
-    """What is known about a model's tokens; None for nothing."""
+    """The token order of a model; None when it is unknown."""
     return TOKEN_ORDERS.get(type(model).__name__)

@@ -1,7 +1,8 @@
-"""One module's attention calls, taken over while that module runs and at no other time.
+"""Intercepts the attention calls of one module, only while that module runs.
 
-A processor is replaced by a twin in this module alone, and what is without one by its forward. Where a twin asks
-diffusers' dispatcher, it asks for an entry of ours. Leaving the run, by an exception too, ends it all (module_run.py).
+A processor is replaced by a twin (a copy of a derived class) in this module alone; a module without one gets its
+forward replaced. Where a twin calls diffusers' dispatcher, it looks up an entry of ours. When the run ends, by an
+exception too, everything is restored (module_run.py).
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from diffusion_runtime.diffusers_bridge.module_run import AttendCall, ModuleRun,
 from diffusion_runtime.diffusers_bridge.modules import mask_arguments, processor_of
 
 _ABSENT = object()
-# Told after each run of a module how many calls were seen.
+# Called after each run of a module with the number of intercepted calls.
 OnRun: TypeAlias = Callable[[int], None]
-# (position, name) of the arguments of a module or processor that carry masks.
+# (position, name) of the mask arguments of a module or processor.
 MaskPlaces: TypeAlias = tuple[tuple[int, str], ...]
 
 
 class DispatcherEntries(Protocol):
-    """Gives processors what they are to ask diffusers' dispatcher for; see dispatcher.py."""
+    """Supplies the values that processors pass to diffusers' dispatcher; see dispatcher.py."""
 
     def entry_for(self, processor: Any) -> object:
-        """The value for a processor's `_attention_backend`, for one that has it."""
+        """The value for a processor's `_attention_backend`, if it has one."""
 
 
 class TakenModule:
     """A module whose attention calls go to `attend` until `give_back`.
 
-    entries: what its calls to diffusers' dispatcher ask for, None to leave that alone. A copy of the module, by
+    entries: what its calls to diffusers' dispatcher look up, None to leave that unchanged. A copy of the module, by
     deepcopy or pickle, has its own attention.
     """
 
@@ -50,7 +51,7 @@ class TakenModule:
         self._on_run = on_run
         self._entries = entries
         self._active = True
-        # The last processor that was taken over, and its twin.
+        # The last intercepted processor, and its twin.
         self._taken: tuple[Any, Any] | None = None
         processor = processor_of(module)
         if processor is None:
@@ -59,16 +60,16 @@ class TakenModule:
             self._place_twin(processor)
 
     def take_again(self) -> None:
-        """Take over a processor that somebody has set in the meantime.
+        """Intercept a processor that was set in the meantime.
 
-        Perturbed-attention guidance does that within a call of its pipeline, and scripts do.
+        Perturbed-attention guidance sets one within a call of its pipeline, and scripts do.
         """
         processor = processor_of(self.module)
         if self._active and processor is not None and _taking_of(processor) is None:
             self._place_twin(processor)
 
     def give_back(self) -> None:
-        """Put back what was there, unless somebody has replaced ours in the meantime."""
+        """Restore the module, unless other code has replaced ours in the meantime."""
         self._active = False
         processor = processor_of(self.module)
         if processor is not None:
@@ -88,7 +89,8 @@ class TakenModule:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """One run of the module. inner: what computes it, own: the same after `give_back`; masks: which arguments."""
+        """Run the module. inner: the function that computes it, own: the same after `give_back`; masks: the mask
+        arguments."""
         if not self._active:
             return own(*args, **kwargs)
         given = [kwargs.get(name, args[at] if at < len(args) else None) for at, name in masks]
@@ -104,7 +106,7 @@ class TakenModule:
         self.module.processor = self._taken[1]
 
     def _twin(self, processor: Any) -> Any:
-        """A copy of a processor, of a class of its own: same name, same signature, same state."""
+        """A copy of a processor with a class of its own: same name, same signature, same state."""
         twin = copy.copy(processor)
         kind: Any = getattr(type(processor), "_class_before", type(processor))
         taking = _Taking(self, processor, twin)
@@ -112,7 +114,7 @@ class TakenModule:
             twin.__class__ = _twin_class(kind)
             twin._taking = taking
         else:
-            # The class of an object without a __dict__ is the one place that is left.
+            # The class of an object without a __dict__ is the only place left.
             twin.__class__ = type(kind.__name__, (_twin_class(kind),), {"__slots__": (), "_taking": taking})
         if self._entries is not None and asks_dispatcher(processor):
             twin._attention_backend = self._entries.entry_for(processor)
@@ -121,7 +123,7 @@ class TakenModule:
 
 @dataclass(frozen=True, eq=False)
 class _Taking:
-    """Whose twin of what a processor is."""
+    """The owner of a twin, and the original processor."""
 
     owner: TakenModule
     before: Any
@@ -129,17 +131,17 @@ class _Taking:
 
 
 def _taking_of(processor: Any) -> _Taking | None:
-    # One that was made of the class of a twin, or is a copy of its state, is none.
+    # An object built from the class of a twin, or a copy of its state, is not one itself.
     taking: _Taking | None = getattr(processor, "_taking", None)
     return None if taking is None or taking.twin is not processor else taking
 
 
 @functools.lru_cache(maxsize=64)
 def _twin_class(kind: Any) -> Any:
-    """The class of twins of processors of class `kind`. One for all of them: dynamo compiles once for each class."""
+    """The class of twins of processors of class `kind`, shared by all of them: dynamo compiles once per class."""
     masks = mask_arguments(kind.__call__)
 
-    # A compiled model leaves its graph here, as dynamo does not follow the mode.
+    # A graph break for compiled models: dynamo does not trace the function mode.
     @outside_graphs
     def run(twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taking, inner = _taking_of(twin), functools.partial(kind.__call__, twin)
@@ -155,7 +157,7 @@ def _twin_class(kind: Any) -> Any:
         taking = _taking_of(self)
         return kind.__reduce_ex__(self, protocol) if taking is None else (_itself, (taking.before,))
 
-    # No slots beside those of `kind`: Python changes the class of an object to one of the same layout alone.
+    # No slots beside those of `kind`: Python can change an object's class only to one of the same layout.
     body = {
         "__call__": call,
         "__reduce_ex__": reduce,
@@ -167,7 +169,7 @@ def _twin_class(kind: Any) -> Any:
 
 
 class _TakenForward:
-    """Stands in the place of a module's forward; copies of the module get a forward of their own."""
+    """Replaces a module's forward; copies of the module get a forward of their own."""
 
     def __init__(self, owner: TakenModule, module: nn.Module) -> None:
         self.owner = owner
@@ -192,10 +194,10 @@ class _TakenForward:
 
 
 class PassHook:
-    """A hook of a model; copies of the model, by deepcopy or pickle, get one that does nothing."""
+    """A hook of a model; deepcopies and pickles of the model get one that does nothing."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        # Hooks of a compiled model may be traced, and none of ours can be.
+        # Hooks of a compiled model may be traced, and ours cannot be.
         self._function = outside_graphs(function)
 
     def __call__(self, *args: Any) -> None:
@@ -206,7 +208,7 @@ class PassHook:
 
 
 def take_again_before_each_pass(model: nn.Module, taken: Sequence[TakenModule]) -> RemovableHandle:
-    """Take over processors that were set in the meantime, as often as the model runs. Returns the hook."""
+    """Before each run of the model, intercept processors that were set in the meantime. Returns the hook."""
 
     def take_again(*_: Any) -> None:
         for module in taken:
@@ -216,12 +218,12 @@ def take_again_before_each_pass(model: nn.Module, taken: Sequence[TakenModule]) 
 
 
 def asks_dispatcher(processor: Any) -> bool:
-    """Whether a processor says which backend of diffusers' dispatcher its calls go to."""
+    """Whether a processor has an attribute for the backend of diffusers' dispatcher."""
     return getattr(processor, "_attention_backend", _ABSENT) is not _ABSENT
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Whether the attention of a module is already taken over."""
+    """Whether the attention of a module is already intercepted."""
     processor = processor_of(module)
     if processor is None:
         return isinstance(module.__dict__.get("forward"), _TakenForward)

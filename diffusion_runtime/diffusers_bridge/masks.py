@@ -1,12 +1,13 @@
-"""What an attention mask hides, read once a forward pass: as lengths wherever it is padding, whatever its shape.
+"""Classifies attention masks, once per forward pass: as sequence lengths wherever a mask is padding, whatever its
+shape.
 
 A mask reaches torch's scaled_dot_product_attention as anything that broadcasts to [batch, heads, seq_q, seq_k], boolean
-(True: attend) or added to the scores. Models mean four things by it:
+(True: attend) or added to the scores. Models express four things with it:
 
 - keys that are padding, on the right, on the left or in the middle (`KeyPadding`);
 - the same, and queries that are padding and see nothing (`KeyPadding` with `rows`);
-- few kinds of queries, each with its own keys (`QueryGroups`);
-- anything else (`OtherMask`), which only a backend that takes masks can do.
+- few groups of queries, each with its own keys (`QueryGroups`);
+- anything else (`OtherMask`), which only a backend that takes masks can compute.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import torch
 
 BoolArray: TypeAlias = numpy.typing.NDArray[numpy.bool_]
 
-# An additive mask hides a key with this or less: exp() of it is 0 in float32, and scores of models differ by far less.
+# An additive mask hides a key with this value or less: exp() of it is 0 in float32, and scores of models differ by far
+# less.
 _HIDDEN = -1e4
-# Above this many pairs a mask is not looked at row by row on the CPU.
+# Above this many pairs a mask is not compared row by row on the CPU.
 _MAX_PAIRS_ON_CPU = 1 << 22
 _MAX_GROUPS = 4
 
@@ -52,7 +54,7 @@ class KeyPadding:
 
     @cached_property
     def visible_first(self) -> torch.Tensor:
-        """[batch, seq_k] on the device: an order of the keys with those that are seen first, in their own order."""
+        """[batch, seq_k] on the device: a permutation of the keys with the visible ones first, in their own order."""
         return torch.from_numpy(numpy.argsort(~self.keys, axis=1, kind="stable")).to(self.device)
 
     @cached_property
@@ -61,7 +63,7 @@ class KeyPadding:
         return None if self.rows is None else torch.from_numpy(~self.rows).to(self.device)[:, :, None, None]
 
     def part(self, start: int, stop: int) -> KeyPadding:
-        """What it says of keys [start, stop)."""
+        """The same mask for keys [start, stop)."""
         return KeyPadding(self.keys[:, start:stop], None, self.device)
 
 
@@ -83,10 +85,10 @@ Visibility: TypeAlias = KeyPadding | QueryGroups | OtherMask | None
 
 
 class MaskReader:
-    """Reads each mask of one forward pass once; reading waits for the device."""
+    """Classifies each mask of one forward pass once; reading one synchronises with the device."""
 
     def __init__(self) -> None:
-        # The tensors are kept too: the memory of a live tensor is not given to another one.
+        # References to the tensors: the memory of a live tensor is not reused.
         self._read: dict[Hashable, tuple[Sequence[torch.Tensor], Visibility]] = {}
 
     def read(
@@ -94,14 +96,14 @@ class MaskReader:
     ) -> Visibility:
         """What `mask` hides in a call of `shape` (batch, seq_q, seq_k); None: nothing.
 
-        given, origin: the masks that the module was given, and who makes `mask` of them and how; equal ones make equal
-        masks, so that a mask which every block makes anew is read once. None as origin: nobody knows.
+        given, origin: the masks that the module was given, and which code builds `mask` from them; equal ones build
+        equal masks, so that a mask which every block builds anew is read once. None as origin: unknown.
         """
         if mask is None:
             return None
         sources = list(given) if origin is not None and given else [mask]
         if any(source.is_inference() for source in sources):
-            # Such tensors do not say when they are written to.
+            # Such tensors have no version counter that would show a write.
             return read_mask(mask, shape)
         key = (origin if sources[0] is not mask else None, mask.shape, mask.dtype, shape, *map(_identity, sources))
         if key not in self._read:
@@ -110,7 +112,7 @@ class MaskReader:
 
 
 def is_block_mask(mask: object) -> bool:
-    """Whether a mask is one of torch's FlexAttention, which lists blocks of pairs and is no tensor."""
+    """Whether a mask is a BlockMask of torch's FlexAttention, which lists blocks of pairs and is no tensor."""
     from torch.nn.attention.flex_attention import BlockMask
 
     return isinstance(mask, BlockMask)
@@ -141,9 +143,9 @@ def read_mask(mask: torch.Tensor, shape: tuple[int, int, int]) -> Visibility:
 
 
 def _additive_as_boolean(mask: torch.Tensor) -> torch.Tensor | None:
-    """What a mask that is added to the scores leaves to be seen; None when it does more than hide.
+    """An additive mask as a boolean one; None when it does more than hide.
 
-    A row that hides every key with a finite number hides none of them: softmax takes no notice of a constant.
+    A row that hides every key with a finite number hides none of them: softmax is invariant to a constant.
     """
     hidden = mask <= _HIDDEN
     only_hides = (hidden | (mask == 0)).all() & ~hidden.all(-1).any()
@@ -159,7 +161,7 @@ def _same_along(seen: torch.Tensor, dim: int) -> bool:
 def _groups(
     seen: torch.Tensor, device: torch.device
 ) -> tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...] | None:
-    """Queries with equal keys together, sample by sample; None when there are many kinds of queries."""
+    """Queries with equal keys together, sample by sample; None when there are many different rows."""
     samples = []
     for pairs in _on_cpu(seen):
         kinds, kind_of = numpy.unique(pairs, axis=0, return_inverse=True)

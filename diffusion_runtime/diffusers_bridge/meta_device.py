@@ -1,7 +1,8 @@
-"""Parts of a diffusers pipeline, and the pipeline itself, from their configs alone: on the meta device, no weight read.
+"""Builds parts of a diffusers pipeline, and the pipeline itself, on the meta device from their configs: no weight is
+read.
 
-They answer what only an instance can: which attention layers a model has, and which sizes the pipeline's own checks
-refuse. What cannot be made so is left for when the weights are loaded.
+Some facts need an instance: which attention layers a model has, and which sizes the pipeline's own checks refuse. Parts
+that cannot be built so are checked when the weights are loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 
 def meta_model(folder: Path, component: str, entry: Any) -> Any:
-    """A model of diffusers on the meta device, from its config alone; None when it cannot be made there.
+    """A model of diffusers on the meta device, from its config alone; None when it cannot be built there.
 
     entry: of model_index.json, [library, class name]. Raises ModelLoadError for a config that cannot be read.
     """
@@ -39,14 +40,16 @@ def meta_model(folder: Path, component: str, entry: Any) -> Any:
             return model_class.from_config(read_json(config))
     except (BackendUnavailableError, ModelLoadError):
         raise
-    except Exception as error:  # classes read values of tensors while they are made, which the meta device refuses
+    except (
+        Exception
+    ) as error:  # any exception: classes read values of tensors in their constructors, which the meta device refuses
         _logger.debug("%s: %s cannot be made without weights: %s", folder, entry[1], error)
         return None
 
 
 def meta_pipeline(pipeline_class: Any, folder: Path, index: Mapping[str, Any], models: Mapping[str, Any]) -> Any | None:
-    """A pipeline as its class makes it of `models` and the scheduler, with None for every other component; None where
-    the class cannot do without those, or a model is missing: classes put factors of their own in place of its.
+    """A pipeline built by its class from `models` and the scheduler, with None for every other component; None where
+    the class needs those, or a model is missing: classes would use default factors in its place.
 
     index: model_index.json. models: on the meta device, by component.
     """
@@ -66,7 +69,9 @@ def meta_pipeline(pipeline_class: Any, folder: Path, index: Mapping[str, Any], m
     try:
         with _quiet_diffusers():
             return pipeline_class(**arguments)
-    except Exception as error:  # whatever a class does with a tokenizer or a text encoder that is None
+    except (
+        Exception
+    ) as error:  # any exception: a class may fail in any way with a tokenizer or text encoder that is None
         _logger.debug("%s: %s cannot be made without weights: %s", folder, pipeline_class.__name__, error)
         return None
 
@@ -103,7 +108,7 @@ def _class_of(entry: Any, base: str) -> Any | None:
 
 @contextlib.contextmanager
 def _quiet_diffusers() -> Iterator[None]:
-    """Remarks of diffusers about configs come again when the weights are loaded."""
+    """diffusers' warnings about configs are shown when the weights are loaded."""
     from diffusers.utils import logging as diffusers_logging
 
     before = diffusers_logging.get_verbosity()

@@ -1,7 +1,7 @@
-"""One run of an attention module: every attention call that it makes is seen, and served by whoever took it over.
+"""One run of an attention module: a torch function mode intercepts every attention call that it makes.
 
-A torch function mode of this thread sees torch's scaled_dot_product_attention; what goes to diffusers' dispatcher
-arrives by an entry in its registry (dispatcher.py).
+The mode is of this thread and sees torch's scaled_dot_product_attention; calls to diffusers' dispatcher arrive by an
+entry in its registry (dispatcher.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# torch's own, whatever others put in its place in torch.nn.functional.
+# torch's own function, whatever replaces it in torch.nn.functional.
 _SDPA: Any = torch._C._nn.scaled_dot_product_attention
 
 
@@ -29,8 +29,8 @@ class AttentionModuleCall:
     """One attention call of a module, with the arguments of torch.nn.functional.scaled_dot_product_attention under its
     own names; q_bhsd, k_bhsd, v_bhsd: [batch, heads, seq, head_dim].
 
-    own: who computes it where it is left alone, a backend of diffusers' dispatcher or torch's function; run_own: what
-    that makes of it, [batch, heads, seq_q, head_dim].
+    own: what computes it without interception, a backend of diffusers' dispatcher or torch's function; run_own: the
+    result of that, [batch, heads, seq_q, head_dim].
     """
 
     q_bhsd: torch.Tensor
@@ -67,7 +67,7 @@ class ModuleRun(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named = {} if kwargs is None else kwargs
-        # A module inside another one answers for itself.
+        # A module inside another one is intercepted by itself.
         if func is not _SDPA or self._is_serving or _run_now.get() is not self:
             return func(*args, **named)
         return self.serve(_bind(functools.partial(func, *args, **named), *args, **named))
@@ -75,7 +75,7 @@ class ModuleRun(TorchFunctionMode):
     def serve(self, call: AttentionModuleCall) -> torch.Tensor:
         """[batch, heads, seq_q, head_dim]"""
         self.num_calls += 1
-        # What computes it may end in another call, which is torch's own business.
+        # Computing it may call torch's function again, which is not intercepted.
         self._is_serving = True
         try:
             return self._attend(call, self.num_calls - 1, self._masks)
@@ -83,13 +83,13 @@ class ModuleRun(TorchFunctionMode):
             self._is_serving = False
 
 
-# The innermost run of a taken module that this thread is in.
+# The innermost run of an intercepted module in this thread.
 _run_now: ContextVar[ModuleRun | None] = ContextVar("attention_module_run", default=None)
 
 
 @contextlib.contextmanager
 def entered(run: ModuleRun) -> Iterator[None]:
-    """This thread's calls are those of `run` inside."""
+    """While the block runs, this thread's calls are those of `run`."""
     token = _run_now.set(run)
     try:
         with run:
@@ -99,7 +99,7 @@ def entered(run: ModuleRun) -> Iterator[None]:
 
 
 def current_run() -> ModuleRun | None:
-    """The run of a taken module that this thread is in."""
+    """The run of an intercepted module that this thread is in."""
     return _run_now.get()
 
 
@@ -120,10 +120,10 @@ def _bind(
 
 
 def other_mode() -> str | None:
-    """Who else, with a function mode of their own, may answer calls of torch's in this thread; None for nobody.
+    """Another torch function mode of this thread that may replace torch's calls; None for no such mode.
 
-    diffusers' hooks for guidance without attention scores do, and torch's own modes, such as that of a default device,
-    do not.
+    diffusers' hooks for guidance without attention scores have one; torch's own modes, such as that of a default
+    device, are not counted.
     """
     stack: Callable[[], list[object]] = torch.overrides._get_current_function_mode_stack
     for mode in stack():
@@ -134,7 +134,7 @@ def other_mode() -> str | None:
 
 
 def replaced_sdpa() -> str | None:
-    """Who stands in the place of torch's scaled_dot_product_attention, None for torch itself."""
+    """What replaces torch's scaled_dot_product_attention, None for torch's own function."""
     placed = F.scaled_dot_product_attention
     if placed is _SDPA:
         return None

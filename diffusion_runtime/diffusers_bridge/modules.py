@@ -1,7 +1,7 @@
-"""The attention modules inside a diffusers model: where they are, what they relate, and whether they can be reached.
+"""Finds the attention modules of a diffusers model: path, role, heads, and whether their calls can be intercepted.
 
-Reached is a module that ends in torch's scaled_dot_product_attention, by itself or through diffusers' dispatcher.
-Others compute attention by hand, such as linear attention, and there is no call to put another backend behind.
+A module is reached when it ends in torch's scaled_dot_product_attention, by itself or through diffusers' dispatcher.
+Others compute attention by hand, such as linear attention, and have no call to intercept.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.diffusers_bridge.compiled import is_compiled_wrapper
 
-# Text alone, before it meets the picture, and sound alone. No grid is there, so they are of category cross: a choice
-# that is made for grids passes over them.
+# Attention among text alone, before it meets the picture, and sound alone. There is no grid, so they are of category
+# cross: a choice that is made for grids does not apply to them.
 TEXT_ROLE = "diffusers.text"
 _AUDIO_ROLE = "diffusers.audio"
 _TEXT_PLACES = ("context_embedder", "token_refiner", "context_refiner", "text_embedder", "caption", "time_embed")
@@ -33,18 +33,18 @@ _ROLES_OF_NAMES = {
 }
 
 _ATTENTION_CALLS = frozenset({"dispatch_attention_fn", "scaled_dot_product_attention"})
-# What attention modules call the number of their heads and the size of one, or of all together.
+# Attribute names for the number of heads and the size of one, or of all together.
 _HEADS = ("heads", "num_heads", "num_attention_heads")
 _KV_HEADS = ("kv_heads", "num_kv_heads", "num_key_value_heads")
 _INNER_SIZES = ("inner_dim",)
 _HEAD_SIZES = ("head_dim", "dim_heads")
 _QUERY_PROJECTIONS = ("to_q", "to_query", "q_proj")
-# How many functions deep a processor may hide its call.
+# How many function calls deep a processor may hide its call.
 _MAX_CALL_DEPTH = 3
 
 
 def register_declared_roles() -> None:
-    """Make the roles that modules of diffusers may have known, whether or not a model of it is loaded."""
+    """Register the roles that modules of diffusers may have, whether or not a model is loaded."""
     for name in (TEXT_ROLE, *_ROLES_OF_NAMES.values()):
         register_role(name, "cross")
 
@@ -57,7 +57,7 @@ class FoundModule:
     """One attention module of a model.
 
     path: in the model. layer: its role, and its number among those of that role. processor: the class that computes it,
-    the module's own for one without a processor. unreached: why it cannot be reached; empty when it can.
+    the module's own for one without a processor. unreached: why its calls cannot be intercepted; empty when they can.
     """
 
     path: str
@@ -84,12 +84,12 @@ def find_attention_modules(model: nn.Module) -> list[FoundModule]:
 
 
 def processor_of(module: nn.Module) -> Any:
-    """What computes the attention of a module: its processor; None when its own forward does."""
+    """The processor of a module; None when its own forward computes attention."""
     return getattr(module, "processor", None)
 
 
 def head_shape(module: nn.Module) -> tuple[int, int, int] | None:
-    """(heads, head_dim, kv_heads) as a module's attributes say them; None when they do not."""
+    """(heads, head_dim, kv_heads) from a module's attributes; None without them."""
     heads = _number(module, _HEADS)
     if heads is None:
         return None
@@ -121,7 +121,7 @@ def _is_attention(module: nn.Module) -> bool:
         return False
     if isinstance(module, Attention | MochiAttention | AttentionModuleMixin):
         return True
-    # Modules of others, and those of diffusers that attend in their own forward.
+    # Modules of other packages, and those of diffusers that attend in their own forward.
     return callable(processor_of(module)) or _calls_attention(type(module).forward)
 
 
@@ -149,7 +149,7 @@ def computer_of(module: nn.Module) -> type:
 
 
 def unreached_reason(module: nn.Module) -> str:
-    """Why a module cannot be reached; empty when it can."""
+    """Why the calls of a module cannot be intercepted; empty when they can."""
     processor = processor_of(module)
     if processor is None:
         function = type(module).forward

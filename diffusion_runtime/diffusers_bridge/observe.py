@@ -1,4 +1,4 @@
-"""diffusers' own attention, left alone or given another of diffusers' backends, and counted like ours."""
+"""diffusers' own attention, unchanged or with another of diffusers' backends, counted in our attention report."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _NO_DISPATCHER = "its processor does not ask diffusers' dispatcher"
 
 
 class ObservedAttention:
-    """The attention modules of a pipeline. name: the backend of diffusers' that they are to take, None for their own.
+    """The attention modules of a pipeline. name: the diffusers backend they are to use, None for their own.
 
-    source: the level that said so. others: modules that the name does not reach. Raises BackendUnavailableError for a
+    source: the level that chose it. others: modules that the name does not reach. Raises BackendUnavailableError for a
     name that cannot run here, or that reaches no module.
     """
 
@@ -74,7 +74,7 @@ class ObservedAttention:
 
     @contextlib.contextmanager
     def counting(self, step: Callable[[], StepInfo]) -> Iterator[None]:
-        """While the pipeline runs. step: says which step it is in."""
+        """Counts calls while the pipeline runs. step: returns the current step."""
         with contextlib.ExitStack() as stack:
             entries = stack.enter_context(RegistryEntries(self._name))
             taken: dict[str, list[TakenModule]] = {}
@@ -131,5 +131,5 @@ class ObservedAttention:
         )
 
     def _is_planned(self, component: str, module: FoundModule) -> bool:
-        """Whether the name is to reach it."""
+        """Whether the named backend is to compute this module."""
         return self._name is not None and (component, module.path) not in self._beyond

@@ -1,4 +1,4 @@
-"""Calls whose mask is padding, or few kinds of queries: keys are cut or moved, so that every backend can serve them."""
+"""Attention with padding masks or query groups: keys are cut or permuted, so that every backend can compute it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def attend_padded(
     seen: KeyPadding,
     context: AttentionContext,
 ) -> torch.Tensor:
-    """Attention to the keys that each sample sees. Keys have no order in attention, so they may be moved."""
+    """Attention to the keys that each sample sees. Attention does not depend on the order of keys, so they may be
+    permuted."""
     layout = context.layout
     if layout is not None and layout.num_text_tokens:
         start = 0 if layout.num_prefix_tokens else layout.num_grid_tokens
@@ -55,7 +56,7 @@ def _attend_padded_text(
     start: int,
     context: AttentionContext,
 ) -> torch.Tensor:
-    """The same where only text beside a grid is padded: tokens of the grid stay where they are."""
+    """As attend_padded, where only text beside a grid is padded: tokens of the grid are not moved."""
     assert context.layout is not None
     padded = context.with_layout(dataclasses.replace(context.layout, valid_lengths=text.lengths))
     if text.is_on_the_right:
@@ -75,7 +76,7 @@ def attend_groups(
     seen: QueryGroups,
     context: AttentionContext,
 ) -> torch.Tensor:
-    """One call for each kind of query of each sample, with the keys that it sees and no others."""
+    """One call per group of queries of each sample, with the keys that it sees and no others."""
     out = torch.zeros_like(q)
     plain = context.with_layout(None)
     for sample, groups in enumerate(seen.groups):

@@ -1,4 +1,4 @@
-"""Any pipeline of diffusers behind our call: same requests, progress, recipe, report and media."""
+"""Passthrough: any diffusers pipeline behind our call, with the same requests, progress, recipe, report and media."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from diffusion_runtime.attention.self_check import SelfChecker
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
+from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
 from diffusion_runtime.diffusers_bridge.frames import frames_of
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.sound import sound_of
-from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
@@ -43,8 +43,8 @@ class DiffusersPipeline:
     """A loaded pipeline of diffusers; `load_pipeline(..., backend="diffusers")` makes one. One generation at a time: a
     second call meanwhile is an error.
 
-    pipeline: diffusers' own. defaults, presets: values of request fields. recipe: what the recipe of every generation
-    says about the model and its attention.
+    pipeline: diffusers' own. defaults, presets: values of request fields. recipe: the part of every generation's recipe
+    about the model and its attention.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class DiffusersPipeline:
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
     ) -> list[GeneratedMedia]:
-        """Each request for itself, one after the other: pipelines differ too much in what they batch.
+        """Each request by itself, one after the other: pipelines differ too much in what they batch.
 
         on_progress: called as steps begin and end; what it raises ends the generation. A Cancelled that names requests
         ends those alone: the result leaves them out.
 
         Raises RequestError for no request and for values that the pipeline does not take, before any work;
         PipelineBusyError at once while another generation of this pipeline runs; BackendUnavailableError when a call
-        comes that the chosen attention cannot serve, DeviceMemoryError when memory runs out, ThirdPartyError for what
-        the pipeline raises on its own account, and DiffusionRuntimeError when what comes out is not a picture.
+        comes that the chosen attention cannot serve, DeviceMemoryError when memory runs out, ThirdPartyError for
+        exceptions of the pipeline itself, and DiffusionRuntimeError when the result is not a picture.
         """
         if not requests:
             raise RequestError("a batch needs one request or more, got none")
@@ -112,12 +112,12 @@ class DiffusersPipeline:
     def _generate(self, request: GenerationRequest, on_progress: OnProgress | None) -> GeneratedMedia:
         arguments = self._arguments(request)
         advice = "These need less: a smaller height, width or num_frames, or dtype bfloat16"
-        watch = DenoisingWatch(self.pipeline, self.device, on_progress)
+        observer = DenoisingObserver(self.pipeline, self.device, on_progress)
         interface = self.rules.interface
-        with watch, self._attention(watch) as attention:
-            with translated_errors(interface, watch), explain_memory_shortage("generating", advice), torch.no_grad():
+        with observer, self._attention(observer) as attention:
+            with translated_errors(interface, observer), explain_memory_shortage("generating", advice), torch.no_grad():
                 result = self.pipeline(**arguments)
-            timings = watch.finish()
+            timings = observer.finish()
         frames = frames_of(result, interface.name)
         sound, notes = sound_of(result, self.pipeline)
         notes += self._other_sizes(request, frames.shape)
@@ -138,16 +138,16 @@ class DiffusersPipeline:
         if request.image_path is not None:
             arguments["image"] = open_picture(request.image_path)
         if self.rules.takes("generator"):
-            # On the CPU, so that every device starts alike.
+            # On the CPU, so that the noise is the same on every device.
             arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)
         if self.rules.takes("output_type"):
             arguments["output_type"] = "np"
         return arguments
 
     @contextlib.contextmanager
-    def _attention(self, watch: DenoisingWatch) -> Iterator[AttachedAttention | ObservedAttention]:
+    def _attention(self, observer: DenoisingObserver) -> Iterator[AttachedAttention | ObservedAttention]:
         """The chosen attention, for one run."""
-        # What is forced for this call alone is a choice as well.
+        # A force context around this call is a choice as well.
         planned = self._planned_attention(self._choice.ours or bool(current_force()))
         planned.start_report()
         if isinstance(planned, AttachedAttention):
@@ -157,13 +157,13 @@ class DiffusersPipeline:
             return
 
         def step() -> StepInfo:
-            return watch.step
+            return observer.step
 
         with planned.counting(step):
             yield planned
 
     def _planned_attention(self, ours: bool) -> AttachedAttention | ObservedAttention:
-        """What is put into the models for each run. Raises what `attach` raises."""
+        """The attention of the models in each run. Raises what `attach` raises."""
         if ours in self._planned:
             return self._planned[ours]
         choice = self._choice
@@ -181,12 +181,12 @@ class DiffusersPipeline:
         if planned.others:
             _logger.warning(planned.reach)
         if ours == choice.ours:
-            # What was forced around one call would stay in the plan.
+            # A force context around one call would otherwise stay in the plan.
             self._planned[ours] = planned
         return planned
 
     def _other_sizes(self, request: GenerationRequest, shape: tuple[int, ...]) -> list[str]:
-        """What is to be said of sizes that the request asked for and the pipeline rounded."""
+        """Remarks about sizes that the pipeline rounded."""
         return [
             f"{self.rules.pipeline_class} made {field} {made} where {asked} was asked for"
             for field, made in _sizes(shape).items()
@@ -208,7 +208,7 @@ def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
 def load_passthrough(
     folder: Path, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype, recipe: Mapping[str, Any]
 ) -> DiffusersPipeline:
-    """Load diffusers' own pipeline: safetensors alone, no code of the folder's.
+    """Load diffusers' own pipeline: safetensors alone, no code from the folder.
 
     Raises ModelLoadError for what diffusers cannot load, BackendUnavailableError for an attention choice that reaches
     nothing in it, and DeviceMemoryError when it does not fit.
@@ -234,8 +234,10 @@ def load_passthrough(
             # diffusers, transformers and safetensors raise a dozen kinds between them, some of them plain Exceptions.
             if "allocate memory" in str(error) or "not enough memory" in str(error):
                 raise
-            told = next(iter(str(error).strip().splitlines()), "no further detail")
-            raise ModelLoadError(f"{folder}: diffusers cannot load its {plan.rules.pipeline_class}: {told}") from error
+            detail = next(iter(str(error).strip().splitlines()), "no further detail")
+            raise ModelLoadError(
+                f"{folder}: diffusers cannot load its {plan.rules.pipeline_class}: {detail}"
+            ) from error
     pipeline.set_progress_bar_config(disable=True)
     _decode_in_tiles(pipeline)
     for model in denoisers_of(pipeline).values():
@@ -244,7 +246,7 @@ def load_passthrough(
 
 
 def _decode_in_tiles(pipeline: Any) -> None:
-    """Turn on tiling in autoencoders whose class decodes in no other way."""
+    """Turn on tiling in autoencoders whose class cannot decode without it."""
     for component, part in pipeline.components.items():
         if traits_of(part).tiled_only:
             part.enable_tiling()
@@ -252,7 +254,7 @@ def _decode_in_tiles(pipeline: Any) -> None:
 
 
 def _check_complete(folder: Path, pipeline: Any) -> None:
-    """diffusers only remarks on weights that are in no file, and leaves them empty."""
+    """Raises ModelLoadError for weights that are in no file: diffusers only warns, and leaves them uninitialised."""
     for component, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module):
             missing = [name for name, parameter in part.named_parameters() if parameter.is_meta]
@@ -275,7 +277,7 @@ def _check_numbers(folder: Path, pipeline: Any) -> None:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """diffusers' own, which would run into ours."""
+    """Without diffusers' own progress bars, which would mix with ours."""
     from diffusers.utils import logging
 
     had_progress_bars = logging.is_progress_bar_enabled()

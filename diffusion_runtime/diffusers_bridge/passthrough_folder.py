@@ -1,4 +1,5 @@
-"""A diffusers folder that diffusers' own pipeline loads: what it is, checked before any weight is read."""
+"""Checks a diffusers folder for the passthrough before any weight is read: pipeline class, components, weights,
+attention."""
 
 from __future__ import annotations
 
@@ -35,16 +36,16 @@ from diffusion_runtime.text_encoders.quiet import quiet_transformers
 
 _LIBRARIES = ("diffusers", "transformers")
 _DENOISERS = ("transformer", "unet")
-# How the files of a component's weights are called.
+# The names of weight files.
 _STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """What a RuntimeConfig says about the attention of a passthrough.
+    """The attention choice of a RuntimeConfig for a passthrough.
 
     ours: whether any level chooses one of our backends, which are then attached. dispatcher: a name of diffusers' own,
-    None for none. source: the level that said it. self_check: RuntimeConfig's.
+    None for none. source: the level of that name. self_check: RuntimeConfig's.
     """
 
     config: Any
@@ -56,25 +57,25 @@ class AttentionChoice:
 
     @classmethod
     def of(cls, config: RuntimeConfig, environment: Mapping[str, str]) -> AttentionChoice:
-        """diffusers' names count when they stand alone, as the whole of a level. Raises ConfigError."""
-        for source, said in (("cli", config.attention_override), ("config", config.attention)):
-            name = dispatcher_name(said)
+        """diffusers' names count when they are the whole of a level. Raises ConfigError."""
+        for source, choice in (("cli", config.attention_override), ("config", config.attention)):
+            name = dispatcher_name(choice)
             if name is not None:
                 return cls(None, None, False, name, source, config.self_check)
-            if _says_something(said):
+            if _is_choice(choice):
                 # Below a choice of ours, a name that both have is one of ours.
                 break
         levels = (config.attention_override, config.attention)
-        ours = any(map(_says_something, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or bool(current_force())
+        ours = any(map(_is_choice, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or bool(current_force())
         return cls(config.attention, config.attention_override, ours, None, "platform", config.self_check)
 
 
 @dataclass(frozen=True)
 class PassthroughPlan:
-    """What a folder leads to.
+    """The plan for a folder.
 
-    pipeline_class: of diffusers. layers: ours, as they would be attached; empty when none are, or when nobody knows
-    before the weights are there. libraries: components whose attention is their library's own. self_checks: of the
+    pipeline_class: of diffusers. layers: ours, as they would be attached; empty when none are, or when they are unknown
+    before the weights are loaded. libraries: components whose attention is their library's own. self_checks: of the
     backends that those layers chose.
     """
 
@@ -94,7 +95,7 @@ def plan_passthrough(
     environment: Mapping[str, str],
     checker: SelfChecker,
 ) -> PassthroughPlan:
-    """Read the folder's json and settle what can be settled with it.
+    """Read the folder's json and decide everything that follows from it.
 
     Raises ModelLoadError for a folder that diffusers cannot load or that asks for code of its own, and for a pipeline
     that no request can run; BackendUnavailableError and ConfigError for an attention choice that cannot run.
@@ -140,11 +141,11 @@ def plan_passthrough(
 
 
 def check_weights(folder: Path) -> str | None:
-    """Whether every component has its weights, as safetensors and whole. Returns the variant to load, such as `fp16`,
+    """Whether every component has its weights, as complete safetensors. Returns the variant to load, such as `fp16`,
     where a component has no files without one.
 
     Raises ModelLoadError for a component that is missing, and for files that are missing, pickled, cut off, or
-    quantised without a word of how.
+    quantised without a declared method.
     """
     variant: str | None = None
     for component, entry in _components(read_json(folder / INDEX_FILE)):
@@ -180,9 +181,9 @@ def _components(index: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     return [(name, entry) for name, entry in pairs if all(isinstance(part, str) for part in entry)]
 
 
-def _says_something(said: Any) -> bool:
+def _is_choice(choice: Any) -> bool:
     """Whether a level chooses anything; `auto` alone is no choice."""
-    config = AttentionConfig.parse(said)
+    config = AttentionConfig.parse(choice)
     default = [] if config.default is None else [config.default]
     specs = [*default, *config.per_role.values(), *(rule.spec for rule in config.schedule)]
     return any(spec.candidates or spec.options for spec in specs)
@@ -223,7 +224,7 @@ def _pipeline_class(folder: Path, index: Mapping[str, Any]) -> Any:
 
 
 def _check_can_run(folder: Path, interface: PipelineInterface) -> None:
-    """Raises ModelLoadError for a pipeline that no request can run, or whose result is no picture and no video."""
+    """Raises ModelLoadError for a pipeline that no request can run, or whose result is neither picture nor video."""
     reasons = interface.refusals()
     if reasons:
         raise ModelLoadError(
@@ -239,7 +240,7 @@ def _planned(
     dtype: torch.dtype,
     checker: SelfChecker,
 ) -> list[AttachedAttention]:
-    """Our attention in the denoisers among `models`, which have no weights; those that could not be made are left for
+    """Our attention in the denoisers among `models`, which have no weights; those that could not be built are planned
     when they are loaded.
 
     Raises what `attach` raises.

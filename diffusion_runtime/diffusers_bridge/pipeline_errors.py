@@ -7,12 +7,12 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 
+from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
-from diffusion_runtime.diffusers_bridge.watch import DenoisingWatch
 from diffusion_runtime.errors import DiffusionRuntimeError, RequestError, ThirdPartyError
 
 _PACKAGE = __name__.partition(".")[0]
-# Hooks and interceptions of this folder stand in every traceback; a frame of another folder, such as a kernel's, means
+# Hooks and interceptions of this folder are in every traceback; a frame of another folder, such as a kernel's, means
 # that the exception is our own.
 _BRIDGE = __name__.rpartition(".")[0]
 _LIBRARIES = ("diffusers", "transformers")
@@ -22,22 +22,22 @@ _MAX_MESSAGE = 400
 
 
 @contextlib.contextmanager
-def translated_errors(interface: PipelineInterface, watch: DenoisingWatch) -> Iterator[None]:
-    """Around the call of a pipeline: what it raises becomes RequestError where it refuses the request before it
-    denoises, and ThirdPartyError everywhere else. What we or `on_progress` raise inside the call stays as it is."""
+def translated_errors(interface: PipelineInterface, observer: DenoisingObserver) -> Iterator[None]:
+    """Around the call of a pipeline: an exception becomes RequestError where the pipeline refuses the request before it
+    denoises, and ThirdPartyError everywhere else. Our own exceptions and those of `on_progress` pass unchanged."""
     try:
         yield
     except DiffusionRuntimeError:
         raise
     except Exception as error:
-        if error is watch.interruption or _is_ours(error.__traceback__):
+        if error is observer.interruption or _is_ours(error.__traceback__):
             raise
-        if isinstance(error, ValueError) and not watch.has_denoised:
+        if isinstance(error, ValueError) and not observer.has_denoised:
             raise RequestError(f"{interface.name} refuses the request: {_message(error)}") from error
-        stage = "while denoising or decoding" if watch.has_denoised else "before the first step"
+        stage = "while denoising or decoding" if observer.has_denoised else "before the first step"
         raise ThirdPartyError(
             f"diffusers' own {interface.name} failed {stage}{_place(error)}: {type(error).__name__}: "
-            f"{_message(error)}{_inputs(interface, watch)}"
+            f"{_message(error)}{_inputs(interface, observer)}"
         ) from error
 
 
@@ -68,9 +68,9 @@ def _message(error: Exception) -> str:
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 
-def _inputs(interface: PipelineInterface, watch: DenoisingWatch) -> str:
-    """Inputs that may be what is missing, where a call fails before it denoises."""
-    others = [] if watch.has_denoised else list(interface.other_inputs())
+def _inputs(interface: PipelineInterface, observer: DenoisingObserver) -> str:
+    """Inputs that may be missing, where a call fails before it denoises."""
+    others = [] if observer.has_denoised else list(interface.other_inputs())
     if not others:
         return ""
     shown = ", ".join(others[:_MAX_LISTED]) + (", ..." if len(others) > _MAX_LISTED else "")

@@ -1,4 +1,4 @@
-"""What a pipeline class of diffusers takes and returns, read from the class: no weight, no instance, no call."""
+"""Inputs and outputs of a diffusers pipeline class, read from its signature: no weight, no instance, no call."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 from diffusion_runtime.diffusers_bridge.frames import PICTURE_FIELDS, VIDEO_FIELDS
 from diffusion_runtime.request import REQUEST_FIELDS
 
-# Request field -> the parameters of `__call__` it may fill; a pipeline's first one counts.
+# Request field -> the parameters of `__call__` it may fill; the first one that a pipeline has counts.
 PARAMETER_NAMES: Mapping[str, tuple[str, ...]] = {
     name: declared.pipeline_parameters for name, declared in REQUEST_FIELDS.items() if declared.pipeline_parameters
 }
 _FILLED = frozenset(name for names in PARAMETER_NAMES.values() for name in names)
-# What every call gets beside the request.
+# Arguments of every call, beside the request's.
 _ALWAYS_GIVEN = frozenset({"generator", "output_type", "return_dict"})
 
 # Inputs that a pipeline cannot run without although its signature and its documentation call them optional, because
-# another input may stand in for them. One that stands for several is the one that a request can give.
+# another input may replace them. Of several alternatives, the one that a request can fill is listed.
 ALSO_NEEDED: Mapping[str, tuple[str, ...]] = {
     "AnimateDiffControlNetPipeline": ("conditioning_frames",),
     "AnimateDiffSparseControlNetPipeline": ("conditioning_frames",),
@@ -54,10 +54,10 @@ ALSO_NEEDED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class PipelineInterface:
-    """What is known of a pipeline class. name: of the class.
+    """The interface of a pipeline class. name: of the class.
 
     parameters: of its call: name -> default, inspect.Parameter.empty for none. needed: those without which a call
-    fails. output: the fields of what it returns; None when the class does not say.
+    fails. output: the fields of its result; None when the class does not declare them.
     """
 
     name: str
@@ -87,7 +87,7 @@ class PipelineInterface:
 
     @property
     def makes_video(self) -> bool:
-        """Whether what comes out is a video, as its field or a number of frames to make says."""
+        """Whether the result is a video, by its field or by a parameter for the number of frames."""
         return self.parameter("num_frames") is not None or bool({*VIDEO_FIELDS} & {*(self.output or ())})
 
     @property
@@ -107,7 +107,7 @@ class PipelineInterface:
         return reasons
 
     def other_inputs(self) -> tuple[str, ...]:
-        """Pictures, videos and masks that a call may be given and no request gives: where to look when it fails."""
+        """Image, video and mask inputs that a call may take and no request fills: listed when a call fails."""
         return tuple(
             name
             for name, default in self.parameters.items()
@@ -115,7 +115,7 @@ class PipelineInterface:
         )
 
 
-# Parameters that hold what somebody shows, and those that hold what was computed of it.
+# Parameters for media, and those for values computed from media.
 _MEDIA = re.compile(r"image|video|frames|control|condition|pose|reference|mask|hint")
 _DERIVED = re.compile(r"embeds|latents|attention_mask|scale|ids")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -130,7 +130,7 @@ def _plain_call(pipeline_class: type) -> Any:
 
 def _is_needed(parameter: inspect.Parameter, notes: str) -> bool:
     """A parameter without a default; or with None for one, where neither the annotation nor the docstring allows it:
-    diffusers writes `image: PipelineImageInput = None` for what its checks then refuse to miss."""
+    diffusers writes `image: PipelineImageInput = None` for inputs that its checks then require."""
     if parameter.default is inspect.Parameter.empty:
         return True
     if parameter.default is not None or parameter.name in _FILLED - {"image"} or parameter.name.endswith("latents"):
@@ -149,7 +149,7 @@ def _allows_none(annotation: Any) -> bool:
 
 
 def _is_optional(name: str, notes: str) -> bool:
-    """Whether a docstring says `name (..., *optional*, ...)`."""
+    """Whether a docstring has `name (..., *optional*, ...)`."""
     entry = re.search(rf"^\s*{re.escape(name)} ?\(([^\n]*)", notes, re.MULTILINE)
     return entry is not None and "optional" in entry[1]
 
@@ -161,8 +161,8 @@ def _output_fields(call: Any) -> tuple[str, ...] | None:
 
 
 def _in_annotation(call: Any) -> Iterator[Any]:
-    stated = inspect.signature(call).return_annotation
-    parts = [stated, *typing.get_args(stated)]
+    annotation = inspect.signature(call).return_annotation
+    parts = [annotation, *typing.get_args(annotation)]
     yield from (part for part in parts if _is_output(part))
 
 

@@ -1,4 +1,4 @@
-"""Which values of a request a diffusers pipeline takes, read off the signature of its call."""
+"""Which request values a diffusers pipeline takes, read from the signature of its call."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.request import GenerationRequest
 
-# Fields that mean something without the pipeline: the file's speed, and the generator's seed.
+# Fields that need no parameter of the pipeline: the file's frame rate, and the generator's seed.
 _OURS = ("fps", "seed")
 DEFAULT_FPS = 16
 
 
 @dataclass(frozen=True)
 class PassthroughRules:
-    """What one pipeline takes. interface: of its class. sizes: those it makes. defaults, presets: values of request
-    fields. check_steps: raises ConfigError for attention options that are made for another number of steps."""
+    """The request rules of one pipeline. interface: of its class. sizes: those it makes. defaults, presets: values of
+    request fields. check_steps: raises ConfigError for attention options that are made for another number of steps."""
 
     interface: PipelineInterface
     sizes: SizeRules
@@ -28,7 +28,7 @@ class PassthroughRules:
     presets: Mapping[str, Mapping[str, Any]]
     check_steps: Callable[[int], None]
 
-    # Known when something comes out.
+    # Known after the first result only.
     makes_sound: ClassVar[bool | None] = None
 
     @property
@@ -37,8 +37,8 @@ class PassthroughRules:
         return self.interface.name
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
-        """The request with every None filled that the preset or the pipeline has a value for; the others are the
-        pipeline's own to choose.
+        """The request with every None filled for which the preset or the pipeline has a value; the pipeline itself
+        chooses the others.
 
         Raises RequestError for an unknown preset, for a value that the pipeline does not take and for a size that it
         does not make; it names the value.
@@ -71,7 +71,7 @@ class PassthroughRules:
         return ()
 
     def arguments(self, request: GenerationRequest) -> dict[str, Any]:
-        """What a resolved request says, as keyword arguments of the pipeline's call; no image, no generator."""
+        """A resolved request as keyword arguments of the pipeline's call; without image and generator."""
         fields = {field: value for field, value in request.to_dict().items() if field != "image_path"}
         named = {self.interface.parameter(field): value for field, value in fields.items()}
         return {name: value for name, value in named.items() if name is not None and value is not None}
@@ -85,10 +85,10 @@ class PassthroughRules:
         if self.interface.makes_video:
             raise RequestError(f"num_frames: {self.pipeline_class} sets the length of its video itself; leave it out")
         if request.num_frames != 1:
-            raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or say 1")
+            raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or use 1")
 
     def _image(self, request: GenerationRequest) -> Any:
-        """The picture to start from; None without one."""
+        """The input image; None without one."""
         if request.image_path is not None:
             return open_picture(request.image_path)
         if self.interface.needs_image:
@@ -97,7 +97,7 @@ class PassthroughRules:
 
 
 def signature_defaults(interface: PipelineInterface) -> dict[str, Any]:
-    """The numbers that a pipeline's call has as defaults, by request field; one frame where it makes images."""
+    """The numeric defaults of a pipeline's call, by request field; one frame where it makes images."""
     defaults: dict[str, Any] = {} if interface.makes_video else {"num_frames": 1}
     for field in PARAMETER_NAMES:
         value = interface.parameters.get(interface.parameter(field) or "")
@@ -107,5 +107,5 @@ def signature_defaults(interface: PipelineInterface) -> dict[str, Any]:
 
 
 def accepted(values: Mapping[str, Any], interface: PipelineInterface) -> dict[str, Any]:
-    """Those request values that a pipeline has a parameter for, or that are not its to know."""
+    """The request values that a pipeline has a parameter for, or that need none."""
     return {field: value for field, value in values.items() if field in _OURS or interface.parameter(field) is not None}

@@ -1,6 +1,6 @@
-"""Which sizes and frame counts a diffusers pipeline makes as they are asked for, known before any weight is read.
+"""Sizes and frame counts that a diffusers pipeline makes exactly, known before any weight is read.
 
-diffusers refuses some in `check_inputs` and rounds others with a remark in its log. Both are a RequestError here.
+diffusers refuses some in `check_inputs` and rounds others with a log message. Both are a RequestError here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diffusion_runtime.errors import RequestError
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
-# What pipelines call the frames that their autoencoder folds into one.
+# Names of the autoencoder's temporal factor in pipelines.
 _TEMPORAL_FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 _IMAGE_PROCESSORS = ("video_processor", "image_processor")
 _SIZES = frozenset(name for field in ("height", "width", "num_frames") for name in PARAMETER_NAMES[field])
@@ -26,10 +26,10 @@ _EMPTY = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class SizeRules:
-    """Of one pipeline. pipeline: without weights, None where nothing is known before they are loaded.
+    """Size rules of one pipeline. pipeline: without weights, None where nothing is known before they are loaded.
 
-    multiple: of pixels that height and width have to be; frame_step: a video has `first_frames` plus a multiple of it;
-    resolutions: the only (width, height) there are. None where that is not known.
+    multiple: of pixels, for height and width; frame_step: a video has `first_frames` plus a multiple of it frames;
+    resolutions: the only (width, height) pairs. None where that is unknown.
     """
 
     interface: PipelineInterface
@@ -49,7 +49,7 @@ class SizeRules:
         return cls(interface, pipeline, _multiple(pipeline), step, _resolutions(pipeline), first)
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """arguments: what the pipeline's call would be given. Raises RequestError that names the value."""
+        """arguments: of the pipeline's call. Raises RequestError that names the value."""
         self._check_inputs(arguments)
         width, height = arguments.get("width"), arguments.get("height")
         if self.resolutions is not None and width and height and (width, height) not in self.resolutions:
@@ -69,12 +69,12 @@ class SizeRules:
         return f"{self.interface.name} makes {rule} {step}"
 
     def _check_inputs(self, arguments: Mapping[str, Any]) -> None:
-        """The pipeline's own checks. A refusal counts when it goes away with the sizes of the request: anything else
-        may come of the components that are not there yet, and is left for the call."""
-        told = self._refusal(arguments)
+        """The pipeline's own checks. A refusal counts when it disappears with the request's sizes: any other may come
+        from components that are not loaded yet, and is left for the call."""
+        refusal = self._refusal(arguments)
         without = {name: value for name, value in arguments.items() if name not in _SIZES}
-        if told is not None and told != self._refusal(without):
-            raise RequestError(f"{self.interface.name} refuses the request: {told}")
+        if refusal is not None and refusal != self._refusal(without):
+            raise RequestError(f"{self.interface.name} refuses the request: {refusal}")
 
     def _refusal(self, arguments: Mapping[str, Any]) -> str | None:
         check = getattr(type(self.pipeline), "check_inputs", None)
@@ -82,20 +82,21 @@ class SizeRules:
             return None
         _, *parameters = inspect.signature(check).parameters.values()
         values = {**self.interface.parameters, **arguments}
-        # What neither the request nor the call's signature says is computed on the way, or has gone out of use.
+        # Arguments that neither the request nor the call's signature sets are computed later, or deprecated.
         unknown = {each.name: None for each in parameters if each.default is _EMPTY}
         known = {each.name: values[each.name] for each in parameters if values.get(each.name, _EMPTY) is not _EMPTY}
         try:
             self.pipeline.check_inputs(**{**unknown, **known})
         except ValueError as error:
             return str(error)
-        except Exception as error:  # it asks for what only a call or a loaded pipeline has
+        except Exception as error:  # any exception: it may need what only a call or a loaded pipeline has
             _logger.debug("%s: check_inputs without weights: %s", self.interface.name, error)
         return None
 
 
 def _multiple(pipeline: Any) -> int | None:
-    """What the pipeline's image or video processor rounds sizes to, patches of the transformer included."""
+    """The multiple to which the pipeline's image or video processor rounds sizes, patches of the transformer
+    included."""
     for name in _IMAGE_PROCESSORS:
         config = getattr(getattr(pipeline, name, None), "config", None)
         factor = None if config is None else config.get("vae_scale_factor")

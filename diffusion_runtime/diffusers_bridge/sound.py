@@ -1,4 +1,4 @@
-"""What a diffusers pipeline returned as sound."""
+"""Reads the audio of a diffusers pipeline's result."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from diffusion_runtime.media.audio import Audio
 
 
 def sound_of(result: Any, pipeline: Any) -> tuple[Audio | None, list[str]]:
-    """The sound of the first sample, None when there is none or it cannot be written, and what is to be said of that.
+    """The sound of the first sample, None when there is none or it cannot be written, and remarks about that.
 
-    Pipelines return samples alone; how many make a second is known where a vocoder says it.
+    Pipelines return samples alone; the sample rate is known where a vocoder has one.
     """
-    made = getattr(result, "audio", None)
-    if made is None:
+    audio = getattr(result, "audio", None)
+    if audio is None:
         return None, []
     vocoder = getattr(pipeline, "vocoder", None)
     sample_rate = None if vocoder is None else vocoder.config.get("output_sampling_rate")
-    samples = made.detach().float().cpu().numpy() if isinstance(made, torch.Tensor) else numpy.asarray(made)
+    samples = audio.detach().float().cpu().numpy() if isinstance(audio, torch.Tensor) else numpy.asarray(audio)
     if samples.ndim == 3:
         samples = samples[0]
     if type(sample_rate) is not int or samples.ndim != 2:
-        return None, ["the pipeline made sound as well, which is not written: its samples a second are not known"]
+        return None, ["the pipeline made sound as well, which is not written: its sample rate is unknown"]
     return Audio(numpy.ascontiguousarray(samples.astype(numpy.float32).clip(-1.0, 1.0)), sample_rate), []

@@ -1,4 +1,5 @@
-"""Which step of which request a forward pass belongs to, read off the pipeline's scheduler without waiting for it."""
+"""Which denoising step of which request a forward pass belongs to, read from the pipeline's scheduler without a
+synchronisation."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ _BRANCHES = ("cond", "uncond")
 
 
 class StepFollower:
-    """Follows one pipeline.
+    """Follows the steps of one pipeline.
 
-    scheduler: of diffusers; None when nobody knows it: then steps are unknown until `set_step` says one, and what
-    backends keep lives for one forward pass.
+    scheduler: of diffusers; None when unknown: steps are then unknown until `set_step` sets one, and the state of
+    backends lives for one forward pass.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -24,13 +25,13 @@ class StepFollower:
         self._timesteps: torch.Tensor | None = None
         self._values: list[float] = []
         self._stated: StepInfo | None = None
-        # For each model: its last position in the timesteps, and how many passes it made there.
+        # Per model: its last position in the timesteps, and the number of passes there.
         self._passes: dict[int, tuple[int, int]] = {}
         self._first_seen: int | None = None
         self.state = AttentionState()
 
     def set_step(self, step: StepInfo | None) -> None:
-        """Say the step of the forward passes that follow; None to read it off the scheduler again."""
+        """Set the step of the following forward passes; None to read it from the scheduler again."""
         if step is None or self._stated is None or step.index < self._stated.index:
             self.state = AttentionState()
         self._stated = step
@@ -48,9 +49,9 @@ class StepFollower:
         return max(1, len(self._values) - self._first_index())
 
     def next_pass(self, expert: int, timestep: object) -> StepInfo | None:
-        """The step of a forward pass that begins now; None when it is not known.
+        """The step of a forward pass that begins now; None when unknown.
 
-        expert: which of the pipeline's models. timestep: what the model is given.
+        expert: which of the pipeline's models. timestep: the model's argument.
         """
         if self._stated is not None:
             return self._stated
@@ -76,18 +77,18 @@ class StepFollower:
         )
 
     def _first_index(self) -> int:
-        """Where in the timesteps the request began: those that start from an image leave the first ones out."""
+        """The index at which the request began: requests that start from an image skip the first timesteps."""
         if getattr(type(self._scheduler), "begin_index", None) is None:
             return self._first_seen or 0
         first = self._scheduler.begin_index
         return first if isinstance(first, int) else 0
 
     def _position(self, timestep: object) -> int | None:
-        """Where in the scheduler's timesteps the pass stands."""
+        """The index of the pass in the scheduler's timesteps."""
         timesteps = self._timesteps
         assert timesteps is not None
         if isinstance(timestep, torch.Tensor) and timestep.numel() and _shares_memory(timestep, timesteps):
-            # Pipelines walk over the timesteps: `t` is a view of them, and its offset is the step.
+            # Pipelines iterate over the timesteps: `t` is a view of them, and its offset is the step.
             return (timestep.storage_offset() - timesteps.storage_offset()) // max(1, timesteps.stride(0))
         if getattr(type(self._scheduler), "step_index", None) is not None:
             index = self._scheduler.step_index

@@ -1,4 +1,4 @@
-"""Attention calls that went past whoever took the modules over: how many, of which modules, and why."""
+"""Counts attention calls that were not intercepted: how many, of which modules, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_LISTED = 6
 
 
 class CallCount:
-    """The calls of one report. A run of a module in which no call was seen counts as one call."""
+    """The calls of one report. A run of a module without an intercepted call counts as one call."""
 
     def __init__(self) -> None:
         self.num_served = 0
@@ -22,7 +22,7 @@ class CallCount:
 
     @property
     def places(self) -> frozenset[tuple[str, str]]:
-        """(module, reason) of all that went past."""
+        """(module, reason) of all calls that were not intercepted."""
         return frozenset(self._unserved)
 
     def add_unserved(self, module: str, reason: str, num_calls: int) -> None:
@@ -30,7 +30,7 @@ class CallCount:
         self._unserved[module, reason] = self._unserved.get((module, reason), 0) + max(1, num_calls)
 
     def describe(self) -> str:
-        """`attention calls reached: 4 of 6; 2 went past: transformer.blocks.0.attn1 x 2 (why)`; empty for none."""
+        """`attention calls reached: 4 of 6; 2 not intercepted: blocks.0.attn1 x 2 (why)`; empty for none."""
         if not self._unserved:
             return ""
         shown = [
@@ -38,13 +38,13 @@ class CallCount:
         ]
         rest = len(self._unserved) - len(shown)
         total = self.num_served + self.num_unserved
-        return f"attention calls reached: {self.num_served} of {total}; {self.num_unserved} went past: " + (
+        return f"attention calls reached: {self.num_served} of {total}; {self.num_unserved} not intercepted: " + (
             ", ".join(shown) + (f" and {rest} modules more" if rest else "")
         )
 
 
 def unserved_reason(found: FoundModule) -> str:
-    """Why a module ran without a call that could be seen."""
+    """Why no call of a module's run was intercepted."""
     module = found.module
     processor = computer_of(module).__name__
     since = "" if processor == found.processor else f"{processor} was set in the meantime: "

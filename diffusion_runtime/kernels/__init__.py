@@ -1,1 +1,2 @@
-"""Operations that have several implementations: semantics in `api`, the specification in `reference`."""
+"""Kernels with several implementations: the semantics in `api`, the specification in `reference`, fast ones in Triton
+or CuTe."""

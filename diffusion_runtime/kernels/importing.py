@@ -1,4 +1,4 @@
-"""Packages that are installed and may be broken all the same: what importing them raises, tried once a process."""
+"""Import check of optional packages: what importing one raises, tried once per process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import warnings
 
 @functools.cache
 def import_failure(module: str, *functions: str) -> str | None:
-    """What importing `module` raises, in one line, or which of `functions` it lacks; None when all is there.
+    """What importing `module` raises, in one line, or which of `functions` it lacks; None when everything is found.
 
-    Some packages swallow what their own kernels raise at import, so a module that imports is not yet one that computes.
-    Tried once a process.
+    Some packages catch what their own kernels raise at import, so a module that imports need not have its functions.
+    Tried once per process.
     """
     import torch
 
     try:
-        # Choices settle where transformers are built, on the meta device; what a package makes is no part of it.
-        # A deprecation inside a package is no failure of it, wherever warnings are errors.
+        # Backends are chosen where transformers are built, on the meta device; a package's own import must not run on
+        # it. A deprecation inside a package is no failure of it, even where warnings are errors.
         with torch.device("cpu"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = importlib.import_module(module)
-    except Exception as error:  # whatever a stranger's package raises when it is imported
+    except Exception as error:  # any exception: a third-party package may raise anything when it is imported
         return raised_line(error)
     missing = [name for name in functions if not hasattr(found, name)]
     return f"module {module!r} has no {missing[0]!r}" if missing else None

@@ -1,1 +1,2 @@
-"""What transformers share that is not attention: positions, norms, modulation, embeddings, feed-forward."""
+"""Building blocks of transformers other than attention kernels: RoPE, norms, adaLN modulation, embeddings,
+feed-forward."""

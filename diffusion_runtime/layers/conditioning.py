@@ -1,4 +1,5 @@
-"""One vector a sample that shifts, scales and gates every block: timestep, guidance scale and pooled text, summed."""
+"""adaLN conditioning: one vector per sample, from timestep, guidance scale and pooled text, that shifts, scales and
+gates every block."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from diffusion_runtime.layers.linear import Linear
 
 
 class ConditionEmbedding(nn.Module):
-    """Each part goes through a two-layer network of its own.
+    """The sum of its parts, each through a two-layer network of its own.
 
-    num_waves: of timestep and guidance. pooled_dim: of the pooled text, None for models that take none. has_guidance:
-    whether the scale that a model was distilled at is an input (Meng et al., arXiv:2210.03142). bias: of the networks
-    of timestep and guidance.
+    num_waves: channels of the sinusoidal timestep and guidance embeddings. pooled_dim: of the pooled text, None for
+    models without one. has_guidance: whether the guidance scale is an input (guidance-distilled, Meng et al.,
+    arXiv:2210.03142). bias: of the networks of timestep and guidance.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class ConditionEmbedding(nn.Module):
     ) -> torch.Tensor:
         """[batch, dim]. timestep: [batch], in [0, 1000]. guidance: a scale such as 3.5. pooled: [batch, pooled_dim].
 
-        What this model does not take is ignored.
+        Arguments that this model has no input for are ignored.
         """
         embedded: torch.Tensor = self.timestep(timestep)
         if self.guidance is not None:
             assert guidance is not None, "this model takes a guidance scale"
-            # On the same footing as timesteps, and multiplied in float32 as in training: at thousands of radians the
-            # rounding shows in the quickest waves.
+            # Scaled like timesteps, and multiplied in float32 as in training: at thousands of radians the rounding
+            # shows in the highest frequencies.
             scales = torch.full_like(timestep, guidance, dtype=torch.float32) * 1000
             embedded = embedded + self.guidance(scales)
         if self.pooled is not None:
@@ -53,8 +54,8 @@ class ConditionEmbedding(nn.Module):
 
 
 class TimestepModulation(nn.Module):
-    """Rows of shift, scale or gate that come from the timestep alone, and to which every block adds its own
-    (adaLN-single, Chen et al., arXiv:2310.00426)."""
+    """adaLN-single (Chen et al., arXiv:2310.00426): rows of shift, scale or gate from the timestep alone, to which
+    every block adds its own."""
 
     def __init__(self, num_waves: int, dim: int, num_rows: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Another module's 3D convolutions and channel norms, quicker on a CPU and the same to float32 rounding.
+"""oneDNN fast paths for third-party conv3d and channel norms on a CPU, equal to float32 rounding.
 
-For small inputs (channels x frames x height below 20481, one sample) torch takes its own conv3d, which copies every
-window out first; oneDNN needs a third to a tenth of the time. torch's vector norm over the channels walks memory
-against its order, at 30 times the time of a product and a sum.
+For small inputs (channels x frames x height below 20481, one sample) torch uses its native conv3d, which copies every
+window out first (im2col); oneDNN needs a third to a tenth of the time. torch's vector norm over the channels reads
+memory with a stride, at 30 times the time of a product and a sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OneDnnConvolutions(TorchFunctionMode):
-    """While this is entered, calls of conv3d and of normalize over channels take the quicker way where there is one.
+    """While this is entered, calls of conv3d and of normalize over channels take the faster path where there is one.
 
     For float32 on a CPU, without gradients; every other call is left as it is.
     """
@@ -35,7 +35,7 @@ class OneDnnConvolutions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# How torch hands on F.normalize(x, dim=1): with every default written out.
+# How torch dispatches F.normalize(x, dim=1): with every default written out.
 _OVER_CHANNELS: Mapping[str, Any] = {"p": 2.0, "dim": 1, "eps": 1e-12, "out": None}
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

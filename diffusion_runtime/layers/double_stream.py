@@ -1,4 +1,4 @@
-"""A block of two streams, grid and text, that meet in its attention alone (MM-DiT, Esser et al., arXiv:2403.03206).
+"""Double-stream block (MM-DiT): grid and text streams that share one attention (Esser et al., arXiv:2403.03206).
 
 Shapes: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 """

@@ -1,4 +1,4 @@
-"""What goes into and comes out of a transformer: patches, timesteps, text."""
+"""Input and output of a transformer: patchify and unpatchify, sinusoidal timestep embedding, text embedding."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ MAX_PERIOD = 10000.0
 
 
 def patchify(latents: torch.Tensor, patch: tuple[int, int, int], *, channels_first: bool = True) -> torch.Tensor:
-    """[batch, channels, frames, height, width] to tokens in raster order,
-    [batch, tokens, channels * patch frames * patch height * patch width]; the channels last in a token without
-    channels_first."""
+    """[batch, channels, frames, height, width] to tokens in raster order, [batch, tokens, channels * patch frames *
+    patch height * patch width]; within a token the channels come first, or last without channels_first."""
     batch, channels = latents.shape[:2]
     frames, height, width = (size // side for size, side in zip(latents.shape[2:], patch, strict=True))
     blocks = latents.reshape(batch, channels, frames, patch[0], height, patch[1], width, patch[2])
@@ -41,7 +40,7 @@ def unpatchify(
 
 
 class PatchEmbedding(nn.Module):
-    """A linear map of every patch of latents; what a convolution with stride equal to its kernel computes."""
+    """A linear map of every patch of latents: the same as a convolution with stride equal to its kernel."""
 
     def __init__(self, num_channels: int, dim: int, patch: tuple[int, int, int]) -> None:
         super().__init__()
@@ -55,11 +54,11 @@ class PatchEmbedding(nn.Module):
 
 
 def timestep_waves(timestep: torch.Tensor, num_channels: int, scale: float = 1.0) -> torch.Tensor:
-    """[batch] to float32 [batch, channels]: cosines, then sines, of scale times the timestep at periods from 2 pi to
-    2 pi * MAX_PERIOD (Vaswani et al., arXiv:1706.03762).
+    """Sinusoidal embedding, [batch] to float32 [batch, channels]: cosines, then sines, of scale times the timestep at
+    periods from 2 pi to 2 pi * MAX_PERIOD (Vaswani et al., arXiv:1706.03762).
 
-    scale: for models that take time in [0, 1]. It comes last: at hundreds of radians the order shows in the fifth
-    digit.
+    scale: for models whose time is in [0, 1]. It is multiplied last: at hundreds of radians the order shows in the
+    fifth digit.
     """
     half = num_channels // 2
     exponents = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
@@ -68,8 +67,8 @@ def timestep_waves(timestep: torch.Tensor, num_channels: int, scale: float = 1.0
 
 
 class TimestepEmbedding(nn.Module):
-    """Waves of the timestep through a two-layer network, in the dtype of its weights. hidden_dim: None is dim.
-    scale: of timestep_waves."""
+    """The sinusoidal timestep embedding through a two-layer network, in the dtype of its weights. hidden_dim: None is
+    dim. scale: of timestep_waves."""
 
     def __init__(
         self, num_waves: int, dim: int, hidden_dim: int | None = None, *, scale: float = 1.0, bias: bool = True
@@ -89,7 +88,7 @@ class TimestepEmbedding(nn.Module):
 
 
 class VectorEmbedding(nn.Module):
-    """A vector, such as a pooled text, taken to the transformer's width by a two-layer network with SiLU between."""
+    """Projects a vector, such as a pooled text, to the transformer's width: two layers with SiLU between."""
 
     def __init__(self, in_dim: int, dim: int) -> None:
         super().__init__()
@@ -103,7 +102,7 @@ class VectorEmbedding(nn.Module):
 
 
 class TextEmbedding(FeedForward):
-    """The text encoder's tokens, taken to the transformer's width by a two-layer network."""
+    """Projects the text encoder's tokens to the transformer's width: two layers."""
 
     def __init__(self, text_dim: int, dim: int) -> None:
         super().__init__(text_dim, dim, dim)

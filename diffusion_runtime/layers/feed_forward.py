@@ -1,4 +1,4 @@
-"""The two-layer network of a transformer block."""
+"""Feed-forward networks (MLP) of a transformer block: GELU, and gated (SwiGLU)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Attention among the tokens of a grid and of a text together (MM-DiT, Esser et al., arXiv:2403.03206).
+"""Joint attention of grid and text tokens (MM-DiT, Esser et al., arXiv:2403.03206).
 
-The text stands behind the grid, so that its padding, and nothing else, is the end of the sequence.
-Shapes: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+The text stands behind the grid, so that its padding, and nothing else, is the end of the sequence. Shapes: B batch, S
+grid tokens, L text tokens, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from diffusion_runtime.layers.rope import rotate
 
 
 class JointAttention(nn.Module):
-    """Grid and text have projections and norms of their own, and one softmax. eps: of the norms, a head each. bias: of
-    the projections."""
+    """Grid and text have their own projections and norms, and share one softmax. eps: of the norms, one per head. bias:
+    of the projections."""
 
     def __init__(
         self,

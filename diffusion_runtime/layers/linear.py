@@ -1,4 +1,4 @@
-"""Linear maps, by oneDNN where that is quicker.
+"""Linear layers, by oneDNN where that is faster.
 
 On a CPU torch writes the bias into the whole output before it multiplies, and reads everything again for a GELU. oneDNN
 does both while it writes the product: the step of a small transformer gets 5 % shorter.
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def _find_onednn() -> Any:
-    """torch's oneDNN linear with an activation, the one its compiler calls; None in builds without it."""
+    """torch's oneDNN linear with a fused activation, the one that torch.compile calls; None in builds without it."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     try:
@@ -37,7 +37,7 @@ class Linear(nn.Linear):
         return super().forward(x)
 
     def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """The same through the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415)."""
+        """The linear layer followed by the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415)."""
         if _runs_on_onednn(x):
             out: torch.Tensor = _onednn(x, self.weight, self.bias, "gelu", [], "tanh")
             return out

@@ -1,4 +1,4 @@
-"""Adaptive layer norm: shift, scale and gate that come from the timestep (Peebles and Xie, arXiv:2212.09748)."""
+"""adaLN (adaptive layer norm): shift, scale and gate from the timestep (Peebles and Xie, arXiv:2212.09748)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusion_runtime.layers.linear import Linear
 
 
 class Modulation(nn.Module):
-    """Rows of shift, scale or gate out of a conditioning vector, in an order of the model's own."""
+    """Rows of shift, scale or gate from a conditioning vector, in the model's own order."""
 
     def __init__(self, dim: int, num_rows: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Modulation(nn.Module):
         self.projection = Linear(dim, num_rows * dim, bias=bias)
 
     def forward(self, conditioning: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[batch, dim], already through its activation, to num_rows times float32 [batch, dim]."""
+        """[batch, dim], after its activation, to num_rows times float32 [batch, dim]."""
         rows: torch.Tensor = self.projection(conditioning)
         return rows.float().chunk(self.num_rows, dim=-1)
 
@@ -30,7 +30,7 @@ def modulated_layer_norm(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tens
     """
     scale = scale + 1.0
     if x.shape[0] == 1:
-        # One sample: scale and shift are what a layer norm calls weight and bias, so one pass does it all.
+        # One sample: scale and shift are the weight and bias of a layer norm, so one pass does it all.
         return F.layer_norm(x.float(), x.shape[-1:], scale[0], shift[0], eps).to(x.dtype)
     normalized = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
     return normalized.mul_(scale[:, None]).add_(shift[:, None]).to(x.dtype)

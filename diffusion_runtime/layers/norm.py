@@ -1,4 +1,4 @@
-"""Norms that keep their mean and variance in float32."""
+"""RMSNorm and LayerNorm with float32 statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
         """x: [..., dim]. A float32 `x` is overwritten and returned; another dtype gives a new tensor."""
         if x.dtype != torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # In place and without a temporary of x's size: what torch's own does on a CPU costs mostly page faults.
+        # In place and without a temporary of x's size: most of the cost of torch's own on a CPU is page faults.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = length.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
         return x.mul_(scale).mul_(self.weight)

@@ -1,4 +1,5 @@
-"""What a transformer makes of the text alone, once a request and guidance branch."""
+"""Per-request cache of prompt-only projections: what a transformer computes from the text alone, once per request and
+guidance branch."""
 
 from __future__ import annotations
 
@@ -15,21 +16,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Kept(Generic[T]):
-    """made: out of embeddings."""
+class _Entry(Generic[T]):
+    """value: computed from embeddings."""
 
     embeddings: torch.Tensor
-    made: T
+    value: T
 
 
-def cached_for_prompt(name: str, embeddings: torch.Tensor, context: AttentionContext, make: Callable[[], T]) -> T:
-    """What `make` returns, kept under `name` for the other steps of the request; not to be written to.
+def cached_for_prompt(name: str, embeddings: torch.Tensor, context: AttentionContext, compute: Callable[[], T]) -> T:
+    """The result of `compute`, cached under `name` for the other steps of the request; it must not be written to.
 
-    embeddings: the text it is made of; another tensor in the same request and branch is made anew.
+    embeddings: the text it is computed from; another tensor in the same request and branch replaces the entry.
     """
-    place = LayerInfo(role="text", name=name)
-    kept = context.state.get_or_create(name, place, context.step, lambda: _Kept(embeddings, make()))
-    if kept.embeddings is not embeddings:
-        kept = _Kept(embeddings, make())
-        context.state.put(name, place, context.step, kept)
-    return kept.made
+    layer = LayerInfo(role="text", name=name)
+    entry = context.state.get_or_create(name, layer, context.step, lambda: _Entry(embeddings, compute()))
+    if entry.embeddings is not embeddings:
+        entry = _Entry(embeddings, compute())
+        context.state.put(name, layer, context.step, entry)
+    return entry.value

@@ -1,4 +1,5 @@
-"""Rotary positions on a frames x height x width grid (Su et al., arXiv:2104.09864), as complex multiplication.
+"""Rotary position embedding (RoPE) on a frames x height x width grid (Su et al., arXiv:2104.09864), as complex
+multiplication.
 
 Neighbouring channels (2i, 2i + 1) are one complex number, and turning it by an angle is one multiplication: a single
 pass over q and k, 25 times quicker on a CPU than the four products written out on strided halves.
@@ -23,22 +24,22 @@ def grid_rotations(
     grid: tuple[int, int, int], head_dim: int, device: torch.device, theta: float = THETA
 ) -> torch.Tensor:
     """Unit complex numbers [tokens, head_dim / 2], complex64, for the tokens of a grid in raster order that starts at
-    position 0 on every axis. Kept for the next forward."""
+    position 0 on every axis. Cached for the next forward pass."""
     return position_rotations(tuple(range(size) for size in grid), split_head_dim(head_dim), device, theta)
 
 
-# Few entries: one grid and one or two texts a request, and a 720p table is 40 MB.
+# Few entries: one grid and one or two texts per request, and a 720p table is 40 MB.
 @functools.lru_cache(maxsize=8)
 def position_rotations(
     axes: tuple[range, ...], channels: tuple[int, ...], device: torch.device, theta: float = THETA
 ) -> torch.Tensor:
     """Unit complex numbers [tokens, sum(channels) / 2], complex64, for the tokens of a box of positions.
 
-    axes: the positions along each axis; the tokens are all their combinations, the last axis running fastest.
-    channels: of a head that carry each axis, even numbers.
+    axes: the positions along each axis; the tokens are all their combinations, the last axis varying fastest. channels:
+    of a head that encode each axis, even numbers.
 
-    Channel pair i of an axis with n channels turns by position / theta ** (2 i / n). Angles are taken in float64: in
-    float32 the last frames of a long clip would already be off in the sixth digit. Kept for the next forward.
+    Channel pair i of an axis with n channels turns by position / theta ** (2 i / n). Angles are computed in float64: in
+    float32 the last frames of a long clip would already be off in the sixth digit. Cached for the next forward pass.
     """
     # Not an inference tensor, whatever mode the first caller is in: the next one may be in another.
     with torch.inference_mode(False), torch.no_grad():
@@ -63,8 +64,8 @@ def diagonal_rotations(
 
 
 def followed_by_text(rotations: torch.Tensor, text: torch.Tensor | int) -> torch.Tensor:
-    """The rotations [tokens, head_dim / 2] of a grid, then those of the text behind it. text: rotations of its own, or
-    how many tokens stay as they are."""
+    """The rotations [tokens, head_dim / 2] of a grid, then those of the text behind it. text: its own rotations, or the
+    number of tokens that are not rotated."""
     if isinstance(text, int):
         text = rotations.new_ones(text, rotations.shape[1])
     return torch.cat([rotations, text])
@@ -90,7 +91,7 @@ def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_by_head(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """As `rotate`, with rotations of each head's own [seq, heads, head_dim / 2]."""
+    """As `rotate`, with separate rotations per head [seq, heads, head_dim / 2]."""
     working = x.float()
     torch.view_as_complex(working.view(*x.shape[:-1], -1, 2)).mul_(rotations)
     return working.to(x.dtype)

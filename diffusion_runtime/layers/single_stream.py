@@ -1,4 +1,5 @@
-"""A block in which attention and feed-forward run side by side (Dehghani et al., arXiv:2302.05442), on one sequence.
+"""Single-stream block: attention and feed-forward in parallel (Dehghani et al., arXiv:2302.05442), on one sequence of
+grid and text.
 
 Shapes: B batch, T tokens of grid and text, D width (num_heads * head_dim).
 """
@@ -19,7 +20,8 @@ from diffusion_runtime.layers.rope import rotate
 
 
 class SingleStreamBlock(nn.Module):
-    """One projection makes q, k, v and the hidden features of the feed-forward; one takes attention and features back.
+    """One projection computes q, k, v and the hidden features of the feed-forward; one maps attention output and
+    features back.
 
     eps: of every norm.
     """
@@ -43,15 +45,15 @@ class SingleStreamBlock(nn.Module):
     ) -> None:
         """x [B, T, D] is overwritten.
 
-        conditioning: [B, D], through its activation. rotations: [T, head_dim / 2], complex. context.layout: the grid
-        with the text behind it.
+        conditioning: [B, D], after its activation. rotations: [T, head_dim / 2], complex. context.layout: the grid with
+        the text behind it.
         """
         shift, scale, gate = self.modulation(conditioning)
         projected = self.qkv_up(modulated_layer_norm(x, shift, scale, self.eps))
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in projected[..., : 3 * self.dim].chunk(3, dim=-1))
         attended = self.attention(rotate(self.norm_q(q), rotations), rotate(self.norm_k(k), rotations), v, context)
-        # What was attended goes to where v stood, beside the features: a concatenation would copy all of them, in a
-        # long video several GB.
+        # The attention output overwrites v, beside the features: a concatenation would copy all of them, in a long
+        # video several GB.
         v.copy_(attended)
         torch.ops.aten.gelu_(projected[..., 3 * self.dim :], approximate="tanh")
         # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.

@@ -1,8 +1,9 @@
-"""Another module's image network on bands of rows, one a process, with the result of the whole image.
+"""Spatial parallel: row-sharded execution of a third-party VAE with halo exchange; the result equals that of the whole
+image.
 
-Every operation that looks beyond a pixel gets what it would see: padded convolutions the rows of the neighbouring
-bands, attention the keys and values of all bands. The rest works on pixels alone. Each pixel is computed from the same
-numbers as without bands, so there are no seams to blend.
+Every operation with a receptive field gets the rows it needs: padded convolutions the halo rows of the neighbouring
+bands, attention the keys and values of all bands. Everything else is per pixel. Each pixel is computed from the same
+numbers as without sharding, so there are no seams to blend.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from diffusion_runtime.parallel.rank_group import RankGroup
 
 
 class SpatialParallel(TorchFunctionMode):
-    """While this is entered, `pad`, `conv2d` and attention see beyond the edges of this process's band.
+    """While this is entered, `pad`, `conv2d` and attention include the rows beyond the edges of this process's band.
 
-    For networks whose rows are the last dimension but one, whose convolutions have stride 1 and are padded with zeros
-    and whose attention is over all pixels of a frame, row by row. group: the processes, by band, from the top.
+    For networks whose rows are the last dimension but one, whose convolutions have stride 1 and zero padding and whose
+    attention is over all pixels of a frame, row by row. group: the processes, by band, from the top.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -64,5 +65,5 @@ class SpatialParallel(TorchFunctionMode):
 
 
 def _padding_of_rows(args: tuple[Any, ...]) -> int:
-    """How nn.Conv2d gives its padding to conv2d: (rows, columns), as its fifth argument."""
+    """The row padding of the arguments with which nn.Conv2d calls conv2d: (rows, columns), the fifth argument."""
     return int(args[4][0]) if len(args) > 4 and not isinstance(args[4], str) else 0

@@ -1,5 +1,5 @@
-"""Self-attention among the tokens of a text, gated by timestep and text, before a transformer takes them
-(Kong et al., arXiv:2412.03603, section 4.3). It lets the tokens of a causal language model see what follows them.
+"""Token refiner: self-attention among the text tokens, gated by timestep and text, before the transformer (Kong et al.,
+arXiv:2412.03603, section 4.3). It gives the tokens of a causal language model the context that follows them.
 
 Shapes: B batch, L text tokens, D width (num_heads * head_dim).
 """
@@ -29,10 +29,10 @@ HIDDEN_RATIO = 4
 
 @dataclass(frozen=True)
 class UnrefinedText:
-    """What the refiner starts from; it depends on the prompts alone.
+    """The refiner's input; it depends on the prompts alone.
 
-    tokens: [B, L, D], real ones first. lengths: for each sample how many are real. mean: of each sample's embeddings,
-    [B, D], through its network.
+    tokens: [B, L, D], valid ones first. lengths: of each sample. mean: of each sample's embeddings, [B, D], through its
+    network.
     """
 
     tokens: torch.Tensor
@@ -41,7 +41,7 @@ class UnrefinedText:
 
 
 class TokenRefinerBlock(nn.Module):
-    """Attention among the text, then a feed-forward network, each behind a layer norm and a gate."""
+    """Self-attention of the text, then a feed-forward network, each with a layer norm before and a gate after."""
 
     def __init__(self, num_heads: int, head_dim: int, *, layer: LayerInfo, policy: AttentionPolicy) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class TokenRefinerBlock(nn.Module):
         self.attention = LocalAttention(num_heads, head_dim, layer=layer, policy=policy)
 
     def forward(self, x: torch.Tensor, conditioning: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """x [B, L, D] is overwritten. conditioning: [B, D], through its activation. context.layout: the text."""
+        """x [B, L, D] is overwritten. conditioning: [B, D], after its activation. context.layout: the text."""
         gate, feed_forward_gate = self.gates(conditioning)
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         add_gated_(x, self.out(self.attention(q, k, v, context).flatten(2)), gate)
@@ -96,9 +96,9 @@ class TokenRefiner(nn.Module):
         )
 
     def prepare(self, embeddings: torch.Tensor, lengths: Sequence[int]) -> UnrefinedText:
-        """embeddings: [B, tokens, text_dim], real ones first. Padding behind the longest text is cut off."""
+        """embeddings: [B, tokens, text_dim], valid ones first. Padding behind the longest text is removed."""
         embeddings = embeddings[:, : max(1, *lengths)].to(self.projection.weight.dtype)
-        # Of the real tokens alone. An empty text has no mean; nothing attends to its tokens either.
+        # Of the valid tokens alone. An empty text has no mean; nothing attends to its tokens either.
         means = [
             sample[:length].sum(0, dtype=torch.float32) for sample, length in zip(embeddings, lengths, strict=True)
         ]

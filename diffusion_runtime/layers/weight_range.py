@@ -1,4 +1,4 @@
-"""Whether the numbers of a weight can be computed with: no NaN, no infinity, nothing that its dtype cannot hold."""
+"""Check of weights for NaN, infinity and numbers outside the range of the target dtype."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def unusable_numbers(weight: torch.Tensor, dtype: torch.dtype | None = None) -> str | None:
     """What is wrong with a weight on the CPU, of any shape, as the end of a sentence about it; None for nothing.
 
-    dtype: what it will be converted to, None for its own. Integers and 8-bit floats are not looked at.
+    dtype: the dtype it will be converted to, None for its own. Integers and 8-bit floats are not checked.
 
-    By its smallest and largest number, which are NaN where one number is: 0.06 s per GB on one core, an eighth of what
+    It reads the minimum and maximum, which are NaN where one number is: 0.06 s per GB on one core, an eighth of what
     copying takes; torch.isfinite takes 3.6 s.
     """
     if weight.dtype not in _CHECKED or weight.is_meta or not weight.numel():

@@ -1,4 +1,5 @@
-"""Generated frames and sound, and the files they are written to, each with its recipe."""
+"""Generated frames and sound, and the files (mp4, gif, webp, png, npy, wav) they are written to, each with its
+recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sound that goes with a video, and the .wav file that holds it alone."""
+"""Audio: the sound of a video, and the .wav file that holds it alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FULL_SCALE = 32767
 
 @dataclass(frozen=True, eq=False)
 class Audio:
-    """samples: float32 [channels, num_samples] in [-1, 1]; sample_rate: samples a second.
+    """samples: float32 [channels, num_samples] in [-1, 1]; sample_rate: samples per second.
 
     Raises OutputError when the samples have another shape or type, or are not finite.
     """
@@ -45,7 +45,7 @@ class Audio:
         return float(self.samples.shape[1]) / self.sample_rate
 
     def describe(self) -> dict[str, Any]:
-        """Plain values, as they stand in a sidecar."""
+        """Plain values, as a sidecar holds them."""
         return {
             "sample_rate": self.sample_rate,
             "num_channels": self.num_channels,
@@ -53,7 +53,7 @@ class Audio:
         }
 
     def interleaved(self) -> numpy.ndarray:
-        """int16 [num_samples, channels]: sample by sample, as players and encoders read it. Louder than 1 is cut."""
+        """int16 [num_samples, channels]: interleaved, as players and encoders read it. Values beyond 1 are clipped."""
         scaled = (self.samples.clip(-1.0, 1.0) * _FULL_SCALE).round().astype(numpy.int16)
         return numpy.ascontiguousarray(scaled.T)
 

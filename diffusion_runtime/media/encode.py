@@ -1,4 +1,4 @@
-"""Frames to bytes, one function a format. Frames are uint8 RGB [num_frames, height, width, 3] everywhere.
+"""Encoders: frames to file bytes, one function per format. Frames are uint8 RGB [num_frames, height, width, 3].
 
 Each function writes to a path that exists already and raises OSError when that fails, a full disk included.
 """
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 # x264's constant rate factor: 16 is visually lossless for most material, at about twice the size of the usual 23.
 MP4_RATE_FACTOR = 16
-# AAC in stereo: beyond this nobody hears a difference.
+# AAC in stereo: a higher bit rate makes no audible difference.
 AUDIO_BIT_RATE = "192k"
 WEBP_QUALITY = 90
-# EXIF's ImageDescription: the one text field that every reader knows.
+# EXIF's ImageDescription: the one text field that every reader supports.
 EXIF_DESCRIPTION = 0x010E
 
 
@@ -44,7 +44,7 @@ def encode(
 
 
 def _write_mp4(frames: numpy.ndarray, fps: int, recipe: str | None, path: Path, audio: Audio | None = None) -> None:
-    """H.264 in 4:2:0, which every player shows, and AAC. Sizes must be even: an odd edge is repeated once, never
+    """H.264 in 4:2:0, which every player supports, and AAC. Sizes must be even: an odd edge is repeated once, never
     cropped."""
     with _sound_arguments(audio, path.parent) as (sound, sound_track):
         _run_ffmpeg(frames, fps, recipe, path, sound, sound_track)
@@ -52,7 +52,7 @@ def _write_mp4(frames: numpy.ndarray, fps: int, recipe: str | None, path: Path, 
 
 @contextlib.contextmanager
 def _sound_arguments(audio: Audio | None, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """ffmpeg's arguments for a second input and for the track that is made of it, while the input exists."""
+    """ffmpeg's arguments for a second input and for the audio track made from it, while the input exists."""
     if audio is None:
         yield [], ["-an"]
         return
@@ -74,7 +74,8 @@ def _run_ffmpeg(
     even = numpy.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     height, width = even.shape[1:3]
     comment = [] if recipe is None else ["-metadata", f"comment={recipe}"]
-    # The conversion and the three tags name the same colour matrix, else players guess one by the picture's size.
+    # The conversion and the three tags name the same colour matrix; without them players guess one by the picture's
+    # size.
     colour = ["-vf", "scale=out_color_matrix=bt709:out_range=tv"]
     colour += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
     command = [
@@ -84,7 +85,7 @@ def _run_ffmpeg(
         "-c:v", "libx264", "-preset", "medium", "-crf", str(MP4_RATE_FACTOR), "-pix_fmt", "yuv420p",
         "-movflags", "+faststart+use_metadata_tags", *comment, "-f", "mp4", str(path),
     ]  # fmt: skip
-    # Its own session: Ctrl-C reaches this process alone, which then ends ffmpeg and removes the file.
+    # A session of its own: Ctrl-C reaches this process alone, which then ends ffmpeg and removes the file.
     result = subprocess.run(
         command,
         input=numpy.ascontiguousarray(even).data,
@@ -96,12 +97,12 @@ def _run_ffmpeg(
         lines = result.stderr.decode(errors="replace").strip().splitlines()
         if any("No space left" in line for line in lines):
             raise OSError(errno.ENOSPC, "no space left on the disk")
-        told = lines[-1] if lines else "it said nothing"
-        raise OSError(errno.EIO, f"ffmpeg ended with status {result.returncode}: {told}")
+        message = lines[-1] if lines else "no message"
+        raise OSError(errno.EIO, f"ffmpeg ended with status {result.returncode}: {message}")
 
 
 def _write_gif(frames: numpy.ndarray, fps: int, recipe: str | None, path: Path) -> None:
-    """256 colours, chosen for each frame. Times are in hundredths of a second."""
+    """256 colours, chosen per frame. Times are in hundredths of a second."""
     images = _images(frames)
     comment = {} if recipe is None else {"comment": recipe.encode("ascii")}
     images[0].save(
@@ -148,7 +149,7 @@ def _write_npy(frames: numpy.ndarray, _fps: int, _recipe: str | None, path: Path
     """The frames as they are. The format has no room for a recipe; the sidecar has it."""
     contiguous = numpy.ascontiguousarray(frames)
     with path.open("wb") as file:
-        # Header and bytes by hand: numpy.save hides why a write failed.
+        # Header and bytes are written by hand: numpy.save hides why a write failed.
         numpy.lib.format.write_array_header_1_0(file, numpy.lib.format.header_data_from_array_1_0(contiguous))
         file.write(contiguous.data)
 
@@ -170,6 +171,6 @@ def _images(frames: numpy.ndarray) -> list[Image.Image]:
 
 
 def _durations(num_frames: int, fps: int, per_second: int) -> list[int]:
-    """How long each frame is shown, in 1/per_second seconds: rounded so that the whole has the right length."""
+    """How long each frame is shown, in 1/per_second seconds: rounded so that the total has the right length."""
     ends = [round((index + 1) * per_second / fps) for index in range(num_frames)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,4 +1,4 @@
-"""Which file formats there are, and what they hold. Plain values: importing this loads nothing."""
+"""File formats and what each can hold (frames, sound). Plain values: importing this loads no library."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from diffusion_runtime.errors import ConfigError, nearest, shown
 
 FORMATS = ("mp4", "gif", "webp", "png", "npy")
 IMAGE_FORMATS = ("png",)
-# Those that carry the sound of a video with its pictures; beside the others it is a file of its own.
+# Formats that carry the sound of a video with its pictures; with the others it is a separate file.
 FORMATS_WITH_SOUND = ("mp4",)
-# Sound alone, for models that make some.
+# Sound alone, for models that generate sound.
 SOUND_FORMATS = ("wav",)
 
 
 def format_of(path: str | Path) -> str:
-    """The format that a file name's extension stands for. Raises ConfigError for one that is not of FORMATS or
+    """The format of a file name's extension. Raises ConfigError for one that is in neither FORMATS nor
     SOUND_FORMATS."""
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in (*FORMATS, *SOUND_FORMATS):
@@ -28,8 +28,8 @@ def format_of(path: str | Path) -> str:
 
 
 def check_format(name: str, num_frames: int | None = None, *, has_sound: bool | None = None) -> str:
-    """`name`, when it is a format that holds `num_frames` frames, or sound where there is some (None: not known yet).
-    Else ConfigError."""
+    """`name`, when it is a format that holds `num_frames` frames, and sound where has_sound is True (None: not known
+    yet). Else raises ConfigError."""
     plain = name.lower().removeprefix(".")
     if plain not in (*FORMATS, *SOUND_FORMATS):
         raise ConfigError(f"format: unknown value {shown(name)}.{nearest(plain, FORMATS)}")

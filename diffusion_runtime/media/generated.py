@@ -1,4 +1,4 @@
-"""GeneratedMedia: the frames of one generation and everything that is known about them."""
+"""GeneratedMedia: the frames of one generation with recipe, attention report and timings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("diffusion_runtime")
 
 
 class AttentionReportLike(Protocol):
-    """What media needs of an AttentionReport, which lives in a higher row."""
+    """The fields of an AttentionReport that media reads; the class itself is in a higher row."""
 
     @property
     def rows(self) -> Sequence[Any]: ...
@@ -46,10 +46,10 @@ class AttentionReportLike(Protocol):
 class GeneratedMedia:
     """A video, or an image when there is one frame.
 
-    frames: uint8 RGB [num_frames, height, width, 3]; fps: frames a second of the written video.
+    frames: uint8 RGB [num_frames, height, width, 3]; fps: frames per second of the written video.
     recipe: plain values that repeat the generation: `request` (every GenerationRequest field, filled), `runtime`
-        (RuntimeConfig fields) and whatever else is worth keeping; `schema` is added when it is missing.
-    attention_report: what attention ran. timings: seconds by stage. audio: the sound, of models that make some.
+        (RuntimeConfig fields) and further values; `schema` is added when it is missing.
+    attention_report: which attention ran. timings: seconds by stage. audio: the sound, of models that generate it.
 
     Raises OutputError when the frames have another shape or type.
     """
@@ -78,14 +78,15 @@ class GeneratedMedia:
     def save(
         self, path: str | Path, *, overwrite: bool = True, on_published: Callable[[Path], None] | None = None
     ) -> Path:
-        """Write the file and its sidecar `NAME.json`; the extension picks the format. Returns the file's path.
+        """Write the file and its sidecar `NAME.json`; the extension selects the format. Returns the file's path.
 
-        Sound goes into an mp4; beside another format it is `NAME.wav`, which the sidecar and a line of the log say.
-        `NAME.wav` as the path is the sound alone. With `overwrite=False` a taken name gets a number (`out-2.mp4`); else
-        the .wav of the file that is overwritten goes with it. The files appear complete or not at all; what processes
-        that are gone left half written in the folder is removed. on_published: told the path before an interruption
-        can come between.
-        Raises ConfigError for an extension that is unknown or cannot hold what was made, OutputError when writing
+        Sound goes into an mp4; with another format it is `NAME.wav`, which the sidecar and a line of the log name. With
+        `NAME.wav` as the path the sound alone is written. With `overwrite=False` a taken name gets a number
+        (`out-2.mp4`); else the .wav of the file that is overwritten is replaced with it. The files appear complete or
+        not at all; partial files of processes that no longer run are removed from the folder. on_published: called with
+        the path before an interruption can come between.
+
+        Raises ConfigError for an extension that is unknown or cannot hold what was generated, OutputError when writing
         fails.
         """
         target = Path(path)
@@ -138,7 +139,7 @@ class GeneratedMedia:
 
     @contextlib.contextmanager
     def _written(self, file_format: str, recipe: str | None, media_file: Path) -> Iterator[Path | None]:
-        """Write the media file; gives the file of a sound that it does not carry, while that exists."""
+        """Write the media file; yields a temporary file with the sound where the format does not carry it."""
         if self.audio is not None and file_format in SOUND_FORMATS:
             write_wav(self.audio, media_file)
             yield None
@@ -175,7 +176,7 @@ class GeneratedMedia:
 
 
 def _sound_of(target: Path) -> Path | None:
-    """The .wav that was written with the file `target`, by its sidecar; any other .wav is somebody else's."""
+    """The .wav that was written with the file `target`, by its sidecar; any other .wav is not ours."""
     if format_of(target) in SOUND_FORMATS:
         return None
     try:

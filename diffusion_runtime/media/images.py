@@ -1,4 +1,4 @@
-"""Images that a generation starts from, read from files of strangers."""
+"""Reads the input image of image-to-video generation; files may be untrusted."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MAX_IMAGE_BYTES = 512 * 1024 * 1024
 # Pillow refuses twice its own limit of 89 megapixels by itself; phones take up to 200.
 MAX_PIXELS = 170_000_000
 FORMATS = ("PNG", "JPEG", "WEBP")
-# How far the sides' ratio may be from the clip's: below, nobody sees that the picture was stretched.
+# How far the ratio of the sides may be from the clip's: a smaller difference is not visible as stretching.
 MAX_STRETCH = 0.1
 
 
 def open_picture(path: str) -> Any:
-    """An image file as Pillow's RGB image of its own size, turned upright as its EXIF orientation says.
+    """An image file as Pillow's RGB image of its own size, turned upright by its EXIF orientation.
 
     Grey, palette, CMYK and 16-bit images are converted. Raises RequestError for a file that is missing, damaged or no
-    image, and for one with transparent parts: what would be seen behind them is nobody's choice yet.
+    image, and for one with transparent parts: the background behind them is not defined.
     """
     from PIL import Image, ImageOps
 
@@ -38,7 +38,7 @@ def open_picture(path: str) -> Any:
                 upright = ImageOps.exif_transpose(image)
                 is_transparent = _is_transparent(upright)
                 converted = _eight_bits(upright).convert("RGB")
-    except Exception as error:  # a stranger's bytes may upset a decoder in any way it knows
+    except Exception as error:  # any exception: a decoder may raise anything on untrusted bytes
         raise RequestError(
             f"image_path: {source} is not a readable {', '.join(FORMATS)} image: {first_line(error)}"
         ) from error
@@ -81,7 +81,7 @@ def _is_transparent(image: Any) -> bool:
 
 
 def _eight_bits(image: Any) -> Any:
-    """Grey of 16 bits as grey of 8: Pillow's own conversion cuts every value at 255 and leaves white."""
+    """16-bit grey as 8-bit grey: Pillow's own conversion clips every value at 255 and leaves white."""
     from PIL import Image
 
     if not image.mode.startswith("I"):

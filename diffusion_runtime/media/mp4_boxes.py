@@ -1,6 +1,6 @@
-"""What an MP4 file says about itself, read off its boxes without decoding anything (ISO 14496-12, QuickTime `mdta`).
+"""MP4 metadata from the file's boxes, without decoding (ISO 14496-12, QuickTime `mdta`).
 
-The file may come from a stranger: every size is checked against what holds it, nothing is followed, and no other
+The file may be untrusted: every size is checked against what contains it, no reference is followed, and no other
 program is started.
 """
 
@@ -22,12 +22,13 @@ MAX_BOXES = 10_000
 
 
 class BrokenMp4Error(ValueError):
-    """The boxes do not fit into each other."""
+    """The sizes of the boxes contradict each other."""
 
 
 @dataclass(frozen=True)
 class Mp4Facts:
-    """Of the first video track; fps is frames a second on average. comment: the `comment` tag, None without one."""
+    """Metadata of the first video track; fps is the average frames per second. comment: the `comment` tag, None without
+    one."""
 
     width: int
     height: int
@@ -65,7 +66,7 @@ def _track_facts(track: bytes, media: bytes, comment: bytes | None) -> Mp4Facts:
 
 
 def _comment(moov: bytes) -> bytes | None:
-    """The `comment` of a `meta` box with keys of its own (`-movflags use_metadata_tags`)."""
+    """The `comment` of a `meta` box with custom keys (`-movflags use_metadata_tags`)."""
     for holder in (moov, *_find(moov, b"udta")):
         for meta in _find(holder, b"meta"):
             # QuickTime's meta is a plain box, ISO's starts with four bytes of version and flags.
@@ -96,7 +97,7 @@ def _read_moov(file: BinaryIO, file_size: int) -> bytes:
         elif size == 0:
             size = file_size - position
         if size < start or position + size > file_size:
-            raise BrokenMp4Error(f"box {kind!r} at {position} says {size} bytes, the file has {file_size}")
+            raise BrokenMp4Error(f"box {kind!r} at {position} has a size of {size} bytes, the file has {file_size}")
         if kind == b"moov":
             if size > MAX_MOOV_BYTES:
                 raise BrokenMp4Error(f"its index has {size} bytes, more than {MAX_MOOV_BYTES}")
@@ -114,7 +115,7 @@ def _boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
             return
         size, kind = struct.unpack_from(">I4s", data, position)
         if size < 8 or position + size > len(data):
-            raise BrokenMp4Error(f"box {kind!r} says {size} bytes, {len(data) - position} are left")
+            raise BrokenMp4Error(f"box {kind!r} has a size of {size} bytes, {len(data) - position} are left")
         yield kind, data[position + 8 : position + size]
         position += size
     raise BrokenMp4Error(f"more than {MAX_BOXES} boxes in one")

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and that never take another file's name."""
+"""Atomic publishing of files: they appear complete or not at all, and never replace another file by accident."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if sys.platform != "win32":
     import fcntl
 
 _SUFFIX = ".partial"
-# Of this process, for an end that unwinds nothing.
+# Temporary files of this process, for an exit without unwinding.
 _temporary_files: set[Path] = set()
 
 
 @contextlib.contextmanager
 def temporary_file(folder: Path) -> Iterator[Path]:
-    """An empty file in `folder` under a name of its own; gone afterwards, unless it was renamed. Raises OSError.
+    """An empty file in `folder` under a unique name; removed afterwards, unless it was renamed. Raises OSError.
 
     It is locked while this process lives: see remove_abandoned_files.
     """
@@ -40,11 +40,11 @@ def _create(folder: Path) -> tuple[Path, int]:
     while True:
         path = folder / f".{os.getpid()}-{_host()}-{secrets.token_hex(8)}{_SUFFIX}"
         _temporary_files.add(path)
-        # os.open and not tempfile: a result gets the rights the user's umask gives, not 0600.
+        # os.open and not tempfile: a result gets the permissions of the user's umask, not 0600.
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
             if sys.platform != "win32":
-                # Without locks on this file system nobody removes what is not his own.
+                # Without locks on this file system, no process removes files of another.
                 with contextlib.suppress(OSError):
                     fcntl.flock(file, fcntl.LOCK_EX)
             if os.fstat(file).st_nlink:
@@ -59,10 +59,10 @@ def _create(folder: Path) -> tuple[Path, int]:
 
 
 def remove_abandoned_files(folder: Path) -> None:
-    """Remove what processes of this host that are gone left of `temporary_file`, without a word about what cannot be.
+    """Remove temporary files of processes of this host that no longer run; failures are ignored.
 
-    The system lets go of a lock when its process ends, however it ends; a process number would be given to others.
-    Files of other hosts stay, as a shared file system may not show their locks.
+    The system releases a lock when its process ends, however it ends; a process id would be reused. Files of other
+    hosts stay, as a shared file system may not show their locks.
     """
     if sys.platform == "win32":
         return
@@ -77,7 +77,7 @@ def remove_abandoned_files(folder: Path) -> None:
 
 
 def remove_own_temporary_files() -> None:
-    """For a process that ends without unwinding."""
+    """For a process that exits without unwinding."""
     for path in tuple(_temporary_files):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -89,7 +89,8 @@ def _host() -> str:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """SIGINT and SIGTERM wait until the block, which must be short, is done: for what is only true as a whole."""
+    """SIGINT and SIGTERM are deferred until the block, which must be short, is done: it must not be left half
+    executed."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if threading.current_thread() is not threading.main_thread() or None in handlers.values():
         yield
@@ -112,12 +113,12 @@ def numbered(path: Path, number: int) -> Path:
 
 
 def publish_pair(media: Path, sidecar: Path, target: Path, *, overwrite: bool, sound: Path | None = None) -> Path:
-    """Give finished temporary files of one folder their names: `target`, `target` with .json, and with .wav for a sound
-    that the media file cannot carry.
+    """Rename finished temporary files of one folder: to `target`, `target` with .json, and with .wav for a sound that
+    the media file cannot carry.
 
-    Without `overwrite` the first number is taken for which all names are free; the file system decides who gets a
-    name, so two processes never get the same one. The media file comes last: whoever sees it finds the others.
-    Returns the name of the media file. Raises OSError.
+    Without `overwrite` the first number is taken for which all names are free; the file system decides which process
+    gets a name, so two never get the same one. The media file is renamed last: once it is visible, the others are.
+    Returns the path of the media file. Raises OSError.
     """
     files = [(sidecar, ".json"), *([] if sound is None else [(sound, ".wav")]), (media, target.suffix)]
     if overwrite:
@@ -131,7 +132,7 @@ def publish_pair(media: Path, sidecar: Path, target: Path, *, overwrite: bool, s
 
 
 def _take_names(files: Sequence[tuple[Path, str]], path: Path) -> bool:
-    """Give all files (source, suffix) the name `path` with their suffix; none of them when one name is taken."""
+    """Rename all files (source, suffix) to `path` with their suffix; none of them when one name is taken."""
     taken: list[tuple[Path, Path]] = []
     for source, suffix in files:
         name = path.with_suffix(suffix)
@@ -142,7 +143,7 @@ def _take_names(files: Sequence[tuple[Path, str]], path: Path) -> bool:
                 earlier.unlink()
             raise
         if not is_free:
-            # Give the other names back, but keep what the files hold for the next try.
+            # Release the other names, but keep the contents for the next try.
             for earlier_source, earlier in taken:
                 os.replace(earlier, earlier_source)
             return False
@@ -163,7 +164,7 @@ def _take_name(source: Path, path: Path) -> bool:
 
 
 def _take_name_without_links(source: Path, path: Path) -> bool:
-    """The same on a file system without hard links: reserve the name, then move over it."""
+    """As _take_name, on a file system without hard links: reserve the name, then move over it."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except FileExistsError:

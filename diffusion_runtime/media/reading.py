@@ -1,4 +1,4 @@
-"""Files back to what is known about them. They may come from strangers: nothing but JSON and numbers is believed."""
+"""Reads generated files and their sidecars back. They may be untrusted: only JSON and numbers are read from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diffusion_runtime.media.mp4_boxes import read_mp4
 from diffusion_runtime.media.sidecar import RECIPE_KEY, RECIPE_SCHEMA, parse_recipe, read_sidecar, sidecar_path
 from diffusion_runtime.untrusted.files import check_file, check_path
 
-# An hour of video in high quality; more would take a decoder more than that.
+# An hour of video in high quality; decoding a longer one would need more memory than that.
 MAX_MEDIA_BYTES = 64 * 1024**3
 
 _KNOWN_FORMATS = (*FORMATS, *SOUND_FORMATS)
@@ -27,11 +27,11 @@ _SOUND_SUFFIXES = tuple(f".{name}" for name in SOUND_FORMATS)
 
 @dataclass(frozen=True)
 class MediaFile:
-    """One generated file: what it is, and what it says about how it was made.
+    """One generated file: its format and size, and its recipe.
 
-    width, height, num_frames: 0 for sound alone. fps: None when the format does not say and no recipe does. recipe,
+    width, height, num_frames: 0 for sound alone. fps: None when neither the format nor a recipe holds it. recipe,
     attention_report, timings: None when neither the file nor its sidecar has them. audio: of a file of sound, and of
-    one whose sidecar says that there is sound in it or beside it: sample_rate, num_channels, seconds, is_beside.
+    one whose sidecar records sound in it or beside it: sample_rate, num_channels, seconds, is_beside.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class MediaFile:
 
 
 def read_recipe(path: str | Path, key: str = "") -> dict[str, Any]:
-    """The recipe of a generated file: the one inside it, else the one in the sidecar; a sidecar may be given itself.
+    """The recipe of a generated file: the one inside it, else the one in its sidecar; `path` may be a sidecar itself.
 
     key: the flag that named it, for messages.
 
@@ -72,7 +72,7 @@ def read_recipe(path: str | Path, key: str = "") -> dict[str, Any]:
 
 
 def read_media_file(path: str | Path, key: str = "") -> MediaFile:
-    """What a media file and its sidecar say. key: the flag that named it, for messages.
+    """The metadata of a media file and its sidecar. key: the flag that named it, for messages.
 
     Raises OutputError when the file is missing or broken, and ConfigError for a path that is no file's or may not be
     read.
@@ -86,7 +86,7 @@ def read_media_file(path: str | Path, key: str = "") -> MediaFile:
         facts = _READERS[file_format](source)
     except OSError as error:
         raise OutputError(f"cannot read {source}: {error.strerror or 'it is not a ' + file_format}") from error
-    except Exception as error:  # a stranger's bytes may upset a decoder in any way it knows
+    except Exception as error:  # any exception: a decoder may raise anything on untrusted bytes
         raise OutputError(f"{source} is not a readable {file_format}: {first_line(error)}") from error
     sidecar = read_own_sidecar(source) or {}
     recipe = parse_recipe(facts.recipe) or _recipe_of(sidecar)
@@ -106,8 +106,8 @@ def read_media_file(path: str | Path, key: str = "") -> MediaFile:
 
 
 def read_own_sidecar(path: Path) -> dict[str, Any] | None:
-    """The sidecar that was written with the media file `path`, which need not be there any more; None when there is
-    none, or another file's: all formats of a name share one. Raises OutputError when it is unreadable."""
+    """The sidecar that was written with the media file `path`, which need not exist any more; None when there is none,
+    or when it belongs to another file: all formats of a name share one. Raises OutputError when it is unreadable."""
     sidecar = read_sidecar(sidecar_path(path)) or {}
     written = _mapping(sidecar.get("file")) or {}
     if written.get("format") == path.suffix.lower().removeprefix("."):
@@ -137,7 +137,7 @@ def _read_mp4(path: Path) -> _Facts:
 
 
 def _read_image(path: Path) -> _Facts:
-    """GIF, WebP and PNG, by Pillow; an image too large to be honest is refused by Pillow's own limit."""
+    """GIF, WebP and PNG, by Pillow; implausibly large images are refused by Pillow's own limit."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -163,7 +163,7 @@ def _image_comment(image: Any) -> str | bytes | None:
 
 
 def _read_npy(path: Path) -> _Facts:
-    # Mapped, so that a header that promises terabytes costs nothing; never a pickle.
+    # Memory-mapped, so that a header that claims terabytes costs nothing; never a pickle.
     array = numpy.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, numpy.ndarray) or array.dtype != numpy.uint8 or array.ndim != 4 or array.shape[3] != 3:
         raise ValueError("expected uint8 frames [num_frames, height, width, 3]")

@@ -1,8 +1,7 @@
-"""The text that goes with a file: the recipe inside it, and the sidecar beside it. JSON only, with size limits.
+"""Recipes and sidecars: the JSON inside a media file, and the JSON file beside it, with size limits.
 
-A recipe is a mapping with a `schema` of RECIPE_SCHEMA; a sidecar holds a recipe and what was measured:
-`{"schema", "file", "recipe", "attention_report", "timings"}`. Both may come from a stranger: they are parsed as JSON
-and as nothing else.
+A recipe is a mapping with a `schema` of RECIPE_SCHEMA; a sidecar holds a recipe and measurements: `{"schema", "file",
+"recipe", "attention_report", "timings"}`. Both may be untrusted: they are parsed as JSON and as nothing else.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ SIDECAR_SCHEMA = "diffusion_runtime.sidecar/1"
 # The key under which a PNG carries its recipe; the other formats have one place for a comment and need no key.
 RECIPE_KEY = "diffusion_runtime"
 
-# A recipe longer than this stays in the sidecar alone: a command line's argument may have 128 KiB on Linux,
-# and a comment of that size is of no use to whoever looks at the file.
+# A longer recipe stays in the sidecar alone: an argument of a command line may have 128 KiB on Linux, and a comment of
+# that size is of no use to a reader of the file.
 MAX_EMBEDDED_CHARACTERS = 100_000
 MAX_SIDECAR_BYTES = 8 * 1024 * 1024
 
@@ -70,7 +69,7 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
     try:
         state = os.stat(path)
     except OSError as error:
-        # A media file's name may be so long that its sidecar's could not be.
+        # A media file's name may be so long that its sidecar's would be too long.
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
             return None
         raise OutputError(f"cannot read {path}: {error.strerror}") from error
@@ -81,5 +80,5 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
 
 
 def finite_seconds(timings: Mapping[str, float]) -> dict[str, float]:
-    """Timings as they are written: seconds, rounded to a tenth of a millisecond."""
+    """Timings for the sidecar: seconds, rounded to a tenth of a millisecond."""
     return {name: round(seconds, 4) for name, seconds in timings.items() if math.isfinite(seconds)}

@@ -1,1 +1,1 @@
-"""Memory: how the CPU allocator is set up, and what to say when there is not enough."""
+"""Memory: allocator settings for the CPU, and out-of-memory errors with advice."""

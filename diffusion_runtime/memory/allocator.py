@@ -18,16 +18,16 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 * 2**20
-# How much of the heap lies on huge pages: what a decode takes. Below the trim threshold, or freeing it would return it.
+# How much of the heap is on huge pages: what a decode takes. Below the trim threshold, or freeing it would return it.
 _HUGE_HEAP = 3 * 2**29
 
 
 def tune_cpu_allocator() -> bool:
-    """Keep freed memory in the process; returns whether this libc understood (Linux with glibc does).
+    """Keep freed memory in the process; returns whether this libc supports that (Linux with glibc does).
 
-    It holds for the whole process and from then on its memory stays at its peak, which suits a program that generates
-    and ends. That is the application's choice, so a program calls this (the `generate` command does) and the library
-    never does. Call it before the first tensor is made. Settings made with MALLOC_* variables are left alone.
+    It holds for the whole process, whose memory stays at its peak from then on; that suits a program that generates and
+    ends. The application decides: a program calls this (the `generate` command does) and the library never does. Call
+    it before the first tensor is made. Settings made with MALLOC_* variables are left alone.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
@@ -41,7 +41,8 @@ def tune_cpu_allocator() -> bool:
 
 
 def _lay_heap_on_huge_pages(libc: ctypes.CDLL) -> None:
-    """Grow the heap once, ask the kernel for huge pages there, free it again: addresses only, no memory is taken.
+    """Grow the heap once, ask the kernel for huge pages there (madvise), free it again: addresses only, no memory is
+    taken.
 
     Only advice: where the kernel has no huge pages, or the process may not grow so far, nothing changes.
     """

@@ -1,4 +1,4 @@
-"""Running out of memory, said as DeviceMemoryError with what would need less."""
+"""Out of memory (OOM): errors of the CPU or an accelerator as DeviceMemoryError, with advice on what needs less."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PHRASES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: 
 def explain_memory_shortage(doing: str, advice: str) -> Iterator[None]:
     """Turn an out-of-memory error inside the block, of the CPU or of an accelerator, into DeviceMemoryError.
 
-    doing: what was being done, such as `loading the transformer`; advice: what would need less.
+    doing: what was being done, such as `loading the transformer`; advice: what needs less memory.
     """
     try:
         yield

@@ -1,1 +1,2 @@
-"""Exchanges between processes around a `run` function. They never meet a kernel."""
+"""Sequence parallel (context parallel) attention and the processes behind it: exchanges around a `run` function.
+Nothing here calls a kernel."""

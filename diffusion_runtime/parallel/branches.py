@@ -1,4 +1,5 @@
-"""The two branches of guidance on two groups of processes (Fang et al., arXiv:2411.01738, section 4)."""
+"""CFG parallel: the two branches of classifier-free guidance on two groups of processes (Fang et al., arXiv:2411.01738,
+section 4)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from diffusion_runtime.parallel.rank_group import RankGroup
 
 @dataclass(frozen=True)
 class BranchExchange:
-    """Each process runs one branch and learns the other one's velocity from its partner, once a step.
+    """Each process runs one guidance branch and receives the other branch's velocity from its partner, once per step.
 
     group: this process and its partner, which holds the same part of the sequence; the first runs `cond`.
     """

@@ -1,8 +1,9 @@
-"""Tensors under way between the processes of a group, and the buffers they travel in.
+"""Asynchronous collectives: all-to-all, all-gather and send/receive between the processes of a group, with their
+buffers.
 
-A transfer runs beside what is computed meanwhile: with NCCL on a stream of its own, which starts after what was queued
-on the current stream and which `wait` makes the current stream wait for; no host waits. Buffers are allocated on the
-current stream and kept alive until `wait`, so the allocator hands them out again in an order that is safe.
+A transfer overlaps with computation. With NCCL it runs on a stream of its own, which starts after what was queued on
+the current stream; `wait` makes the current stream wait for it, and no host thread waits. Buffers are allocated on the
+current stream and kept alive until `wait`, so the allocator reuses them in a safe order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from diffusion_runtime.parallel.rank_group import RankGroup
 
 @dataclass(frozen=True)
 class MemberBlocks:
-    """One buffer with a block for every member of a group, laid out as torch counts the members.
+    """One buffer with one block per member of a group, in the order in which torch counts the members.
 
     buffer: one-dimensional. sizes: elements of each member's block, by member.
     """
@@ -32,7 +33,7 @@ class MemberBlocks:
 
     @classmethod
     def empty(cls, group: RankGroup, sizes: Sequence[int], like: torch.Tensor) -> Self:
-        """Room for blocks of these sizes, in the dtype and on the device of `like`."""
+        """An empty buffer for blocks of these sizes, in the dtype and on the device of `like`."""
         return cls(group, like.new_empty(sum(sizes)), tuple(sizes))
 
     @property
@@ -59,7 +60,7 @@ class MemberBlocks:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Blocks that arrive, and what keeps those that were sent alive. Call `wait` once, before reading."""
+    """Blocks being received, and a reference that keeps the sent ones alive. Call `wait` once, before reading."""
 
     received: MemberBlocks
     sent: torch.Tensor
@@ -72,7 +73,8 @@ class Transfer:
 
 
 def start_all_to_all(sent: MemberBlocks, received_sizes: Sequence[int]) -> Transfer:
-    """Every member gets its block of `sent`. received_sizes: elements that come from each member, by member."""
+    """Start an all-to-all: every member receives its block of `sent`. received_sizes: elements received from each
+    member, by member."""
     group = sent.group
     if group.size == 1:
         return Transfer(sent, sent.buffer, ())
@@ -90,7 +92,7 @@ def start_all_to_all(sent: MemberBlocks, received_sizes: Sequence[int]) -> Trans
 
 @dataclass(frozen=True)
 class Handover:
-    """A tensor that arrives from the member before, while another one goes to the member after."""
+    """One step of a ring: a tensor being received from the previous member, while another is sent to the next."""
 
     received: torch.Tensor
     sent: torch.Tensor
@@ -103,7 +105,8 @@ class Handover:
 
 
 def start_handover(group: RankGroup, sent: torch.Tensor, received_shape: Sequence[int]) -> Handover:
-    """sent: contiguous; it goes to the next member, and one of received_shape comes from the one before."""
+    """Start one step of a ring. `sent` (contiguous) goes to the next member; a tensor of received_shape comes from the
+    previous one."""
     received = sent.new_empty(tuple(received_shape))
     after = group.members[(group.index + 1) % group.size]
     before = group.members[(group.index - 1) % group.size]
@@ -115,7 +118,7 @@ def start_handover(group: RankGroup, sent: torch.Tensor, received_shape: Sequenc
 
 
 def all_gather(group: RankGroup, x: torch.Tensor) -> list[torch.Tensor]:
-    """What every member holds, by member; all in one shape."""
+    """The tensors of all members, by member; all of one shape."""
     if group.size == 1:
         return [x]
     by_place = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]

@@ -1,4 +1,5 @@
-"""A mesh of processes that do not run: what attention would be chosen on them, and what it would refuse."""
+"""A process mesh without process groups, for dry runs: which attention would be chosen on it, and what it would
+refuse."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from diffusion_runtime.parallel.rank_group import RankGroup
 
 
 def planned_mesh(ulysses_degree: int, ring_degree: int, branch_degree: int) -> ProcessMesh:
-    """The mesh as its first process would see it, without torch's groups: nothing can be exchanged on it."""
+    """The mesh as rank 0 would see it, without torch's process groups: nothing can be exchanged on it."""
     return ProcessMesh(
         ulysses=_planned(ulysses_degree),
         ring=_planned(ring_degree),

@@ -1,4 +1,4 @@
-"""Why a run of several processes ended, as a value that processes and launchers pass on as JSON."""
+"""Why a multi-process run ended, as a value that ranks and launchers pass on as JSON."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, Self
 
 from diffusion_runtime.errors import DiffusionRuntimeError
 
-# Where the record stands in an error file of torch's elastic launcher, beside torch's own key `message`.
+# The key of the record in an error file of torch's elastic launcher, beside torch's own key `message`.
 _RECORD_KEY = "diffusion_runtime"
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The process that failed, and how.
+    """The rank that failed, and how.
 
-    rank: whose fault it is, which need not be the process that noticed. kind: the error's class name; message: for
-    people; trace: where it happened. is_reported: somebody has told the user already.
+    rank: the rank at fault, which need not be the one that detected it. kind: the error's class name; message: for
+    users; trace: where it was raised. is_reported: the user has already seen it.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class RankFailure:
 
     @classmethod
     def of_interruption(cls, message: str) -> Self:
-        """Nobody's fault: the user ended the run."""
+        """The user ended the run: no rank is at fault."""
         return cls(0, "Interrupted", message, 130)
 
     def to_json(self) -> str:
@@ -43,7 +43,7 @@ class RankFailure:
         return cls(**json.loads(text))
 
     def write(self, path: str | Path) -> None:
-        """Into an error file, in the form that torch's elastic launcher reads: torchrun shows it too."""
+        """Write it into an error file, in the form that torch's elastic launcher reads: torchrun shows it too."""
         extra = {"py_callstack": self.trace, "timestamp": str(int(time.time()))}
         record = {"message": self.message, "extraInfo": extra}
         content = json.dumps({"message": record, _RECORD_KEY: dataclasses.asdict(self)})
@@ -53,7 +53,7 @@ class RankFailure:
 
     @classmethod
     def read(cls, path: str | Path) -> Self | None:
-        """What an error file says; None when there is none or somebody else wrote it."""
+        """Read an error file; None when there is none or another program wrote it."""
         try:
             content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(**content[_RECORD_KEY])
@@ -62,9 +62,9 @@ class RankFailure:
 
 
 class RunEnded(BaseException):
-    """Unwinds the main thread because the run is over, like KeyboardInterrupt: no item's failure.
+    """Unwinds the main thread because the run is over, like KeyboardInterrupt. It is not the failure of one item.
 
-    failure: why, if it is known here.
+    failure: why the run ended, if this process knows it.
     """
 
     def __init__(self, failure: RankFailure | None = None) -> None:
@@ -73,7 +73,7 @@ class RunEnded(BaseException):
 
 
 class FirstProcessError(DiffusionRuntimeError):
-    """On the other processes: what the first one could not make. failure: why."""
+    """Raised on the other ranks when rank 0 could not make what they wait for. failure: why."""
 
     def __init__(self, failure: RankFailure) -> None:
         super().__init__(failure.message)

@@ -1,9 +1,9 @@
-"""Process groups as values: which processes share a sequence by heads, which by blocks of keys, and where this one is.
+"""Process groups as values: a mesh of sequence parallel (Ulysses, ring) and guidance branch groups.
 
 A mesh has three axes. `branch`: the two guidance branches. `ring`: blocks of keys. `ulysses`: heads. The grid's tokens
 are cut into ring.size * ulysses.size slices, and this process holds slice ring.index * ulysses.size + ulysses.index,
-whatever its rank: the slices of an Ulysses group are neighbours in the sequence, so a ring's blocks have no holes.
-Which ranks are neighbours is another question; either answer is a mesh (Fang and Zhao, arXiv:2405.07719, section 4).
+whatever its rank: the slices of an Ulysses group are neighbours in the sequence, so each block of a ring is contiguous.
+The order of the ranks is independent of that; either order is a mesh (Fang and Zhao, arXiv:2405.07719, section 4).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ AXES = ("branch", "ring", "ulysses")
 
 @dataclass(frozen=True)
 class ProcessMesh:
-    """The processes of one generation. The default is one process alone, which needs no torch.distributed.
+    """The processes of one generation. The default is a single process, which needs no torch.distributed.
 
-    ulysses, ring, branch: the processes that differ from this one along one axis alone. sequence: all that share the
-    sequence with it, by slice.
+    ulysses, ring, branch: the processes that differ from this one along that axis alone. sequence: all processes that
+    share the sequence with it, by slice.
     """
 
     ulysses: RankGroup = field(default_factory=RankGroup)
@@ -47,12 +47,12 @@ class ProcessMesh:
 
     @property
     def size(self) -> int:
-        """Processes of the whole generation."""
+        """Number of processes of the whole generation."""
         return self.sequence.size * self.branch.size
 
     @property
     def sharding(self) -> SequenceSharding:
-        """How a transformer's tokens are cut over the processes that share the sequence."""
+        """How a transformer's tokens are cut among the processes that share the sequence."""
         return SequenceSharding(self.sequence)
 
     @classmethod
@@ -65,11 +65,12 @@ class ProcessMesh:
         ring_inside: bool = False,
         timeout: timedelta | None = None,
     ) -> Self:
-        """The mesh of all processes; torch.distributed must be initialised for more than one. All must call it alike.
+        """The mesh of all processes; torch.distributed must be initialised for more than one. A collective call: all
+        processes make it with the same arguments.
 
-        ring_inside: False makes the processes of an Ulysses group neighbours by rank, as suits all-to-alls within a
-        host and rings across hosts; True those of a ring. Guidance branches are always the furthest apart. timeout: of
-        the groups' collectives; None is torch's default.
+        ring_inside: False makes the processes of an Ulysses group neighbours by rank, which suits all-to-alls within a
+        host and rings across hosts; True those of a ring. Guidance branches are always furthest apart. timeout: of the
+        groups' collectives; None is torch's default.
 
         Raises ConfigError when the product of the degrees is not the number of processes.
         """
@@ -108,7 +109,7 @@ class ProcessMesh:
 
     @classmethod
     def _of_ranks(cls, ranks: torch.Tensor, timeout: timedelta | None = None) -> Self:
-        """ranks: [branch, ring, ulysses]. Every group is made by every process, in one order, as torch asks for."""
+        """ranks: [branch, ring, ulysses]. Every process creates every group, in one order, as torch requires."""
         mine = dist.get_rank()
         groups = {
             name: RankGroup.create(rows.tolist(), mine, timeout)

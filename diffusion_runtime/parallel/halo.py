@@ -1,4 +1,5 @@
-"""Bands of an image, one a process: the rows beyond a band's edges come from its neighbours."""
+"""Halo exchange: each process holds one band of an image's rows, and receives the rows beyond its edges from its
+neighbours."""
 
 from __future__ import annotations
 
@@ -11,14 +12,18 @@ from diffusion_runtime.parallel.rank_group import RankGroup
 
 
 def band_of(num_rows: int, group: RankGroup) -> slice:
-    """The rows of this process: bands differ by one row at most, and every process has one of num_rows >= its size."""
+    """The rows of this process. Bands differ by at most one row, and none is empty when num_rows >= the group's
+    size."""
     index, size = group.index, group.size
     return slice(index * num_rows // size, (index + 1) * num_rows // size)
 
 
 def with_neighbour_rows(x: torch.Tensor, num_rows: int, group: RankGroup) -> torch.Tensor:
-    """x: [..., rows, width] of a band. Returns [..., rows + 2 * num_rows, width]: with its neighbours' edges around it,
-    and zeros where the image ends. Every band needs num_rows rows or more."""
+    """x: [..., rows, width] of a band. Returns [..., rows + 2 * num_rows, width]: with the halo rows of both
+    neighbours, and zeros at the image's edges.
+
+    Every band needs at least num_rows rows.
+    """
     above, below = x[..., :num_rows, :].contiguous(), x[..., -num_rows:, :].contiguous()
     from_above, from_below = torch.zeros_like(above), torch.zeros_like(below)
     operations = []

@@ -1,4 +1,4 @@
-"""Which heads each process of an Ulysses group computes: as evenly as whole heads allow, with no head made up."""
+"""Which heads each process of an Ulysses group computes: as evenly as whole heads allow, without padding heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diffusion_runtime.errors import ConfigError
 class HeadShare:
     """Query heads start to stop - 1, and the key head of each run of equal length among them.
 
-    kv_heads: without repetition where the query heads divide evenly among them, else one a query head.
+    kv_heads: without repetition where the query heads divide evenly among them, else one per query head.
     """
 
     start: int
@@ -56,8 +56,8 @@ def share_heads(
 ) -> tuple[tuple[HeadShare, ...], ...]:
     """[head groups][members]: the heads of each member, cut into groups that are computed one after the other.
 
-    Query heads that share a key head stay together where there are key heads enough; else key heads are replicated.
-    There are no more groups than the member with the fewest can fill, so no share is empty.
+    Query heads that share a key head stay together where there are enough key heads; else key heads are replicated.
+    There are at most as many groups as the member with the fewest heads can fill, so no share is empty.
     """
     repeats = num_heads // num_kv_heads
     unit = repeats if num_kv_heads >= num_members else 1
@@ -70,7 +70,7 @@ def share_heads(
 
 
 def _cut(start: int, stop: int, count: int) -> list[tuple[int, int]]:
-    """[start, stop) in `count` ranges; the first ones are longer by one where it does not divide."""
+    """[start, stop) cut into `count` ranges; the first ones are longer by one where it does not divide evenly."""
     length, longer = divmod(stop - start, count)
     starts = [start + index * length + min(index, longer) for index in range(count + 1)]
     return list(itertools.pairwise(starts))

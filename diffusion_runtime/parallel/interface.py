@@ -1,4 +1,4 @@
-"""What an exchange is: it moves parts of q, k, v between processes and calls `run` on what each one holds."""
+"""The interface of an exchange: it moves parts of q, k, v between processes and calls `run` on each process's part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SequenceLayout(Protocol):
-    """What an exchange reads of a token layout; this row knows nothing else of attention."""
+    """The fields of a token layout that an exchange reads."""
 
     @property
     def num_grid_tokens(self) -> int: ...
@@ -23,7 +23,7 @@ class SequenceLayout(Protocol):
     def num_suffix_tokens(self) -> int: ...
 
     def part(self, num_grid_tokens: int, *, with_text: bool) -> Self:
-        """The layout of keys that are a run of the grid's tokens, with the text around them or without."""
+        """The layout of the keys of a contiguous part of the grid, with or without the text around it."""
 
 
 Layout = TypeVar("Layout", bound=SequenceLayout)
@@ -50,34 +50,36 @@ class AttentionInputs(NamedTuple, Generic[Layout]):
     num_heads_total: int
 
 
-# Attention on what it is given: (out like q, log-sum-exp or None).
+# Attention on the given inputs: (out like q, log-sum-exp or None).
 Run = Callable[[AttentionInputs[Layout]], "tuple[torch.Tensor, torch.Tensor | None]"]
 
 
 class Exchange(ABC):
-    """How the processes that share a sequence attend to all of it."""
+    """How the processes that share a sequence compute attention over all of it."""
 
     @property
     @abstractmethod
     def needs_lse(self) -> bool:
-        """Whether `run` sees a part of the keys at a time, and must return the log-sum-exp to merge the parts by."""
+        """Whether `run` gets part of the keys at a time, and must return the log-sum-exp by which the parts are
+        merged."""
 
     @property
     @abstractmethod
     def splits_heads(self) -> bool:
-        """Whether `run` sees a part of the heads."""
+        """Whether `run` gets part of the heads."""
 
     @abstractmethod
     def check(self, num_heads: int, num_kv_heads: int, *, causal: bool) -> None:
-        """Raises ConfigError when a layer of these heads cannot be shared in this way."""
+        """Raises ConfigError when a layer with these heads cannot be shared in this way."""
 
     @abstractmethod
     def with_every_key(self, num_heads: int) -> Exchange | None:
-        """The exchange for a backend that looks at every key, and at all heads of a process at once; None if none."""
+        """The exchange for a backend that needs every key, with all heads of a process in one call; None if there is
+        none."""
 
     @abstractmethod
     def describe(self) -> str:
-        """How the sequence is shared, for people; empty when it is not."""
+        """How the sequence is shared, for messages; empty when it is not."""
 
     @abstractmethod
     def attend(self, inputs: AttentionInputs[Layout], run: Run[Layout]) -> torch.Tensor:
@@ -88,13 +90,13 @@ class Exchange(ABC):
 
 
 class SingleProcess(Exchange):
-    """Nothing to exchange: the one process holds the whole sequence."""
+    """No exchange: the single process holds the whole sequence."""
 
     needs_lse = False
     splits_heads = False
 
     def check(self, num_heads: int, num_kv_heads: int, *, causal: bool) -> None:
-        """Everything fits."""
+        """Nothing is refused."""
 
     def with_every_key(self, num_heads: int) -> Exchange:  # noqa: ARG002
         return self

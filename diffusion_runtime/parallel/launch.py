@@ -1,4 +1,5 @@
-"""Start N processes of this program on this machine with torch's elastic launcher, and say how they ended."""
+"""Start N ranks of this program on this machine with torch's elastic launcher (as torchrun does), and report how they
+ended."""
 
 from __future__ import annotations
 
@@ -21,23 +22,23 @@ from diffusion_runtime.parallel.failure import RankFailure
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE
 from diffusion_runtime.parallel.process_state import children_of, is_alive
 
-# torch's own words about processes that fail; this program has better ones.
+# torch's own messages about ranks that fail; this program has better ones.
 _ELASTIC_LOGGER = "torch.distributed.elastic"
-# C++ code of torch says on standard error whatever it also raises.
+# torch's C++ code logs to stderr what it also raises.
 _QUIET_TORCH = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
-# How long processes that were killed may take to be gone.
+# How long to wait for killed processes to be gone.
 _KILL_SECONDS = 5.0
-# Of what a process has said on standard error when it ends without a reason.
+# How much of a rank's stderr is quoted when it ends without a reason.
 _NUM_LAST_LINES = 6
 _MAX_LAST_BYTES = 4096
 _KILLED = (
-    "was killed by SIGKILL: somebody killed it, or the system ran out of memory (fewer processes, a smaller size or "
-    "dtype bfloat16 need less)"
+    "was killed by SIGKILL: by another program, or by the system because memory ran out (fewer processes, a smaller "
+    "size or dtype bfloat16 need less)"
 )
 
 
 class Interrupted(Exception):
-    """A signal ended the run. is_reported: the first process has told the user what was finished."""
+    """A signal ended the run. is_reported: rank 0 has printed what was finished."""
 
     def __init__(self, *, is_reported: bool) -> None:
         super().__init__("interrupted")
@@ -45,9 +46,9 @@ class Interrupted(Exception):
 
 
 def this_program() -> tuple[str, ...]:
-    """What follows the interpreter in the command line that starts this program again: a module or a script."""
+    """The arguments after the interpreter in the command line that starts this program again: a module or a script."""
     is_module = sys.modules["__main__"].__spec__ is not None
-    # An installed command is a script too, but not on every system one that Python can read.
+    # An installed command is a script too, but on some systems not one that Python can read.
     return (sys.argv[0],) if sys.argv[0].endswith(".py") and not is_module else ("-m", "diffusion_runtime")
 
 
@@ -56,11 +57,11 @@ def launch(
 ) -> RankFailure | None:
     """Run a Python program in `num_processes` processes until all have ended; None when all succeeded.
 
-    A process that fails ends the others. on_cpu: the processes share the CPU's cores. verbose: what torch says about
-    its processes is shown, and what others than the first say on standard error.
+    A rank that fails ends the others. on_cpu: the ranks share the CPU's cores. verbose: show torch's messages about its
+    ranks, and the stderr of ranks other than 0.
 
-    end_at_once: called for a second signal, when the processes have been killed; told whether one of them has said that
-    the run was interrupted.
+    end_at_once: called on a second signal, after the ranks have been killed; its argument is whether one of them had
+    reported the interruption.
 
     Raises Interrupted after SIGINT, SIGTERM or SIGHUP, once all processes have ended.
     """
@@ -70,17 +71,17 @@ def launch(
             max_nodes=1,
             nproc_per_node=num_processes,
             run_id=Path(folder).name,
-            # A store of the launcher's own on a free port: two runs never meet.
+            # A rendezvous store of the launcher's own on a free port: two runs never share one.
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=0.1,
-            # The first process speaks to the terminal. What another one says, though it should not, tells why it died.
+            # Rank 0 writes to the terminal. The stderr of the others is kept: it may say why one of them died.
             logs_specs=DefaultLogsSpecs(
                 log_dir=folder, redirects={} if verbose else dict.fromkeys(range(1, num_processes), Std.ERR)
             ),
-            # Not those that end a run: `_signals` has them.
+            # Not the signals that end a run: `_signals` handles those.
             signals_to_handle="SIGUSR2",
         )
         started = elastic_launch(config, sys.executable)
@@ -106,19 +107,19 @@ def launch(
 
 
 def _variables(num_processes: int, *, on_cpu: bool, verbose: bool) -> dict[str, str]:
-    """What the processes find in their environment, unless the user set it."""
+    """Environment variables for the ranks, unless the user set them."""
     variables = {LAUNCHED_VARIABLE: str(os.getpid())}
     if not verbose:
         variables |= _QUIET_TORCH
     if on_cpu:
-        # Each process would start a thread a core, and all would wait for each other.
+        # Each rank would start one thread per core, and all would compete for the cores.
         variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_processes))
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """The launcher's processes inherit its environment; nothing else of this process reads it meanwhile."""
+    """Set variables in this process's environment, which the launched ranks inherit, while the block runs."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -130,8 +131,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals(on_second: Callable[[], None]) -> Iterator[None]:
-    """While the block runs every polite signal reaches the processes as SIGINT, so that SIGTERM means to them that
-    another process has failed."""
+    """While the block runs, SIGINT, SIGTERM and SIGHUP all reach the ranks as SIGINT. SIGTERM then always means that
+    another rank has failed."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     kept = {number: signal.getsignal(number) for number in numbers}
     num_signals = 0
@@ -141,7 +142,7 @@ def _signals(on_second: Callable[[], None]) -> Iterator[None]:
         num_signals += 1
         if num_signals > 1:
             on_second()
-        # What torch's launcher raises for a signal of its own: it passes this one on to the processes.
+        # What torch's launcher raises for a signal; the signal is passed on to the ranks.
         raise SignalException("interrupted", signal.SIGINT)
 
     for number in numbers:
@@ -155,7 +156,7 @@ def _signals(on_second: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _quiet(verbose: bool) -> Iterator[None]:
-    """While the block runs torch's launcher says nothing, unless `verbose`."""
+    """While the block runs, torch's launcher logs nothing, unless `verbose`."""
     logger = logging.getLogger(_ELASTIC_LOGGER)
     was_propagating, handlers = logger.propagate, logger.handlers
     if not verbose:
@@ -177,13 +178,13 @@ def _kill_children() -> None:
 
 
 def _records(folder: str) -> list[RankFailure]:
-    """What processes have written about why they ended, by rank."""
+    """The failure records that ranks have written, by rank."""
     found = [RankFailure.read(path) for path in sorted(Path(folder).glob("**/error.json"))]
     return [record for record in found if record is not None]
 
 
-def _last_words(folder: str, rank: int) -> str:
-    """The end of what a process has said on standard error, where that was kept."""
+def _stderr_end(folder: str, rank: int) -> str:
+    """The end of a rank's stderr, where that was kept."""
     lines: list[str] = []
     for path in Path(folder).glob(f"**/{rank}/stderr.log"):
         with path.open("rb") as file:
@@ -193,8 +194,8 @@ def _last_words(folder: str, rank: int) -> str:
 
 
 def _cause(failures: Mapping[int, ProcessFailure], records: Sequence[RankFailure], folder: str) -> RankFailure:
-    """The one reason among several: a process says why it gives up, a signal does not."""
-    # The launcher ends processes with SIGTERM, and with SIGKILL those that do not listen, after another one has failed.
+    """The root cause among several failures: one with a record is preferred to one that a signal ended."""
+    # After a failure the launcher ends the other ranks with SIGTERM, and with SIGKILL those that do not react.
     first = min(failures.values(), key=lambda failure: failure.timestamp)
     killed = [failure for failure in failures.values() if failure.exitcode < 0 and failure.signal_name() != "SIGTERM"]
     if records:
@@ -205,8 +206,10 @@ def _cause(failures: Mapping[int, ProcessFailure], records: Sequence[RankFailure
         name = chosen.signal_name()
         what = _KILLED if name == "SIGKILL" else f"crashed with {name}"
     else:
-        last_words = _last_words(folder, rank)
-        what = f"ended with exit code {chosen.exitcode} " + (
-            f"and said last:\n{last_words}" if last_words else "before it could say why; see above for its last words"
+        stderr_end = _stderr_end(folder, rank)
+        what = f"ended with exit code {chosen.exitcode}" + (
+            f"; its stderr ends with:\n{stderr_end}"
+            if stderr_end
+            else " without a recorded reason; see its stderr above"
         )
     return RankFailure(rank, "ProcessLostError", f"rank {rank} (process {process}) {what}")

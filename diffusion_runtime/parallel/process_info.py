@@ -1,4 +1,4 @@
-"""Which process this is among those that were started together: read from the environment that launchers set."""
+"""Rank, world size and rendezvous address of this process, read from the environment that launchers set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from diffusion_runtime.errors import ConfigError
 
-# Set by our own launcher for the processes that it starts: it says their errors, so that each is said once.
+# Set by our own launcher for its ranks. The launcher reports their errors, so that each is reported once.
 LAUNCHED_VARIABLE = "DIFFUSION_RUNTIME_LAUNCHED"
 # Set by torch's elastic launcher, ours and torchrun: its process is our parent.
 AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
@@ -18,7 +18,7 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """This process among all.
+    """This process among those of the run.
 
     rank: from 0 to world_size - 1; local_rank: among the local_world_size of this machine, which is also the number of
     its device. address, port: where the processes meet; port 0 for a process alone, which meets nobody. attempt: how
@@ -39,12 +39,12 @@ class ProcessInfo:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes files and speaks to people."""
+        """Whether this is rank 0, which writes files and the terminal's output."""
         return self.rank == 0
 
 
 def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessInfo | None:
-    """The place a launcher gave this process; None when it is alone.
+    """The rank and rendezvous that a launcher has set; None when this process runs alone.
 
     Raises ConfigError for an environment that is incomplete or contradicts itself.
     """

@@ -1,4 +1,5 @@
-"""What the system says of other processes on this host: whether they run, compute, read and write. Linux's /proc."""
+"""State of other processes on this host, from Linux's /proc: whether they run, and how much they compute, read and
+write."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 @dataclass(frozen=True)
 class ProcessState:
-    """code: the letter of proc(5). seconds: what all threads have computed; num_bytes: read from and written to disks
-    and files, 0 where it may not be known."""
+    """code: the state letter of proc(5). seconds: CPU time of all threads; num_bytes: read from and written to disks
+    and files, 0 where that is not readable."""
 
     code: str
     seconds: float
@@ -21,22 +22,22 @@ class ProcessState:
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP, or by a debugger."""
+        """Stopped by SIGSTOP or by a debugger."""
         return self.code in ("T", "t")
 
     @property
     def is_dead(self) -> bool:
-        """It has ended, and its parent has not asked yet."""
+        """A zombie: it has ended, and its parent has not waited for it yet."""
         return self.code in ("Z", "X", "x")
 
     @property
     def reads_disk(self) -> bool:
-        """It waits for a disk, and cannot be interrupted."""
+        """In uninterruptible disk sleep."""
         return self.code == "D"
 
 
 def read_state(process: int | str) -> ProcessState | None:
-    """Of a process by its number, or of "self"; None when there is no such process, or no /proc."""
+    """State of a process by its id, or of "self"; None when there is no such process, or no /proc."""
     try:
         fields = _stat_fields(process)
     except (OSError, IndexError):
@@ -45,7 +46,7 @@ def read_state(process: int | str) -> ProcessState | None:
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process with this number runs or can go on; one that has ended is not alive."""
+    """Whether a process with this id exists and is no zombie."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -57,7 +58,7 @@ def is_alive(process: int) -> bool:
 
 
 def children_of(parent: int) -> list[int]:
-    """The processes that `parent` has started and that have not ended; none where there is no /proc."""
+    """The running child processes of `parent`; none where there is no /proc."""
     found = []
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if entry.name.isdecimal():
@@ -71,7 +72,7 @@ def children_of(parent: int) -> list[int]:
 
 
 def variable_of(process: int, name: str) -> str | None:
-    """A variable of the environment that a process was started with; None when that is not known."""
+    """A variable of a process's initial environment; None when that is not readable."""
     try:
         pairs = (_PROC / str(process) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -81,7 +82,7 @@ def variable_of(process: int, name: str) -> str | None:
 
 
 def _stat_fields(process: int | str) -> list[str]:
-    """From the state on: the name before it may hold spaces and brackets."""
+    """The fields from the state on: the name before it may hold spaces and brackets."""
     return (_PROC / str(process) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 

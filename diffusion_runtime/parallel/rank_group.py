@@ -1,4 +1,4 @@
-"""One group of processes, in an order of its own."""
+"""A process group with an order of its own among its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class RankGroup:
     """members: ranks in the world, in this group's order; index: which of them is this process.
 
-    process_group: torch's; None for one process alone. places: where torch, which sorts, counts each member.
+    process_group: torch's; None for a single process. places: each member's index in torch's group, which is sorted by
+    rank.
     """
 
     members: tuple[int, ...] = (0,)
@@ -26,7 +27,7 @@ class RankGroup:
     places: tuple[int, ...] = (0,)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        # A copy of a model talks to the same processes: torch's groups are handles and cannot be copied.
+        # A copied model uses the same process groups: torch's groups are handles and cannot be copied.
         return self
 
     @property
@@ -35,12 +36,13 @@ class RankGroup:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether torch counts the members as this group does."""
+        """Whether torch's order of the members is this group's."""
         return self.places == tuple(range(self.size))
 
     @classmethod
     def of(cls, process_group: ProcessGroup, members: Sequence[int] | None = None) -> Self:
-        """An existing group of torch's that this process is in. members: its ranks in the world, in another order."""
+        """Wrap an existing torch group that contains this process. members: its ranks in the world, in another
+        order."""
         by_place = dist.get_process_group_ranks(process_group)
         members = by_place if members is None else members
         places = tuple(by_place.index(rank) for rank in members)
@@ -48,7 +50,7 @@ class RankGroup:
 
     @classmethod
     def create(cls, rows: Sequence[Sequence[int]], rank: int, timeout: timedelta | None = None) -> Self:
-        """Make one group a row of world ranks, on every process alike, and return the one that `rank` is in.
+        """Create one group per row of world ranks, on every process alike, and return the one that holds `rank`.
 
         timeout: of its collectives; None is torch's default, half an hour for gloo, whatever the world's is.
         """

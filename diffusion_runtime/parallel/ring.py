@@ -1,9 +1,10 @@
-"""Ring attention: keys and values go round, block by block (Liu et al., arXiv:2310.01889; arXiv:2411.01783).
+"""Ring attention: keys and values circulate among processes, block by block (Liu et al., arXiv:2310.01889;
+arXiv:2411.01783).
 
-Every process keeps its queries. The next block of keys and values is under way while attention to this one is
-computed; the parts are merged by their log-sum-exps. Blocks have the lengths they have: padding is cut off before the
-first one leaves. Text is on every process already and never travels: whoever computes block 0 adds the text's keys to
-it, so each key counts once, and text queries, which every process computes, come out the same on all of them.
+Every process keeps its queries. The next block of keys and values is transferred while attention to the current one is
+computed; the parts are merged by their log-sum-exps (online softmax). Blocks are not padded: padding is removed before
+the first one is sent. Every process has the whole text, which is never sent: the process that computes block 0 adds the
+text's keys to it, so each key counts once. All processes compute the text's queries, with equal results.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from diffusion_runtime.parallel.slices import Slices, around, rows, slices_of
 
 @dataclass(frozen=True)
 class RingExchange(Exchange):
-    """Handovers within `group`. slices_of_block: slices of the sequence that make up one process's block."""
+    """Ring exchange within `group`. slices_of_block: number of sequence slices that make up one process's block."""
 
     group: RankGroup
     slices_of_block: int = 1
@@ -52,7 +53,7 @@ class RingExchange(Exchange):
         return self.attend_block(inputs, slices_of(inputs, self.group.size * self.slices_of_block), run)
 
     def attend_block(self, inputs: AttentionInputs[Layout], slices: Slices, run: Run[Layout]) -> torch.Tensor:
-        """`attend` for inputs that hold this process's block of the grid, with padding or without."""
+        """`attend` for inputs that hold this process's block of the grid, with or without padding."""
         if inputs.gate is not None:
             raise ConfigError("ring attention has no gated branch: a gate is applied to the whole result, not to parts")
         own, num_local = self.group.index, inputs.q.shape[1]
@@ -76,7 +77,7 @@ class RingExchange(Exchange):
                 travelling = handover.wait()
         out = merged.result(q)
         if text_parts:
-            self._settle_text(out, text_parts, slices)
+            self._merge_text_in_order(out, text_parts, slices)
         return _with_padding(out, slices, num_local)
 
     def _block_length(self, slices: Slices, block: int) -> int:
@@ -92,7 +93,7 @@ class RingExchange(Exchange):
         block: int,
         run: Run[Layout],
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This process's queries on one block; block 0 comes with the text. None where there is nothing to compute."""
+        """This process's queries on one block; block 0 includes the text. None where there is nothing to compute."""
         with_text = block == 0 and slices.num_text > 0
         length = travelling.shape[2]
         if part.q.shape[1] == 0 or (length == 0 and not with_text):
@@ -113,15 +114,17 @@ class RingExchange(Exchange):
         return out, lse
 
     def _mask_rows(self, mask: torch.Tensor | None, slices: Slices, length: int) -> torch.Tensor | None:
-        """The rows of the queries that are here."""
+        """The mask rows of this process's queries."""
         if mask is None or mask.shape[2] == 1:
             return mask
         start = slices.num_prefix + self.group.index * self.slices_of_block * slices.length
         return _columns(mask.transpose(2, 3), slices, start, length, with_text=True).transpose(2, 3)
 
     @staticmethod
-    def _settle_text(out: torch.Tensor, parts: dict[int, tuple[torch.Tensor, torch.Tensor]], slices: Slices) -> None:
-        """Merge the rows of text again, in the order of the blocks: the sums then round alike on every process."""
+    def _merge_text_in_order(
+        out: torch.Tensor, parts: dict[int, tuple[torch.Tensor, torch.Tensor]], slices: Slices
+    ) -> None:
+        """Merge the text rows again in block order, so that the sums round alike on every process."""
         merged = PartialAttention()
         for block in sorted(parts):
             merged.add(*parts[block])
@@ -131,15 +134,15 @@ class RingExchange(Exchange):
 
 
 def _packed(k: torch.Tensor, v: torch.Tensor, slices: Slices, length: int) -> torch.Tensor:
-    """[2, batch, tokens, kv_heads, head_dim] of a block's grid tokens. An empty block travels as one token that nobody
-    reads: communicators are set up in the first exchange, which all processes must take part in."""
+    """[2, batch, tokens, kv_heads, head_dim] of a block's grid tokens. An empty block is sent as one token that is
+    never read: communicators are set up in the first exchange, which needs all processes."""
     if length == 0:
         return k.new_zeros(2, k.shape[0], 1, *k.shape[2:])
     return torch.stack([rows(x, slices.num_prefix, length) for x in (k, v)])
 
 
 def _columns(mask: torch.Tensor, slices: Slices, start: int, length: int, with_text: bool) -> torch.Tensor:
-    """Columns of a mask over the whole sequence: some of the grid, and those of the text around it."""
+    """Columns of a mask over the whole sequence: part of the grid, with or without the text around it."""
     grid = mask.narrow(3, start, length) if length else mask[..., :0]
     if not with_text or not slices.num_text:
         return grid
@@ -147,7 +150,7 @@ def _columns(mask: torch.Tensor, slices: Slices, start: int, length: int, with_t
 
 
 def _text_rows(out: torch.Tensor, lse: torch.Tensor, slices: Slices) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of text of a result, those before the grid first."""
+    """The text rows of a result, those before the grid first."""
     grid = slice(slices.num_prefix, out.shape[1] - slices.num_suffix)
     return (
         torch.cat([out[:, : grid.start], out[:, grid.stop :]], dim=1),
@@ -156,7 +159,7 @@ def _text_rows(out: torch.Tensor, lse: torch.Tensor, slices: Slices) -> tuple[to
 
 
 def _without_padding(x: torch.Tensor, slices: Slices, length: int) -> torch.Tensor:
-    """x with the first `length` grid tokens of its block alone."""
+    """x with only the first `length` grid tokens of its block."""
     if x.shape[1] == length + slices.num_text:
         return x
     suffix = rows(x, x.shape[1] - slices.num_suffix, slices.num_suffix)

@@ -1,6 +1,7 @@
-"""A board that all processes of a run read and write: what each one says about itself, and why the run ends.
+"""Run store: a key-value store shared by all ranks (torch's rendezvous store), with heartbeats and the reason the run
+ended.
 
-It stands in the key-value store that torch's launcher keeps, outside the processes that compute, so it outlives them.
+It is kept by torch's launcher, outside the processes that compute, so it outlives them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _ENDED = "ended"
-# Seconds between two looks of a wait: short at first, because most waits are.
+# Poll intervals of a wait in seconds: short at first, because most waits are.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 
 
 class RunStore:
-    """Texts by name. Every call is quick; waits are loops of looks, so that other threads get their turn."""
+    """Texts by key. Every call is quick; waits poll, so that other threads of the process can use the store."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
@@ -39,22 +40,22 @@ class RunStore:
             self._store.set(self._prefix + name, text)
 
     def get(self, names: Sequence[str]) -> list[str]:
-        """The texts of names that are there."""
+        """The values of keys that exist."""
         with self._lock:
             return [value.decode() for value in self._store.multi_get([self._prefix + name for name in names])]
 
     def has(self, *names: str) -> bool:
-        """Whether all of them are there."""
+        """Whether all keys exist."""
         with self._lock:
             return bool(self._store.check([self._prefix + name for name in names]))
 
     def count(self, name: str) -> int:
-        """How often this was called for `name`, this time included."""
+        """Number of calls for `name` so far, this one included."""
         with self._lock:
             return int(self._store.add(self._prefix + name, 1))
 
     def wait(self, names: Sequence[str], give_up: Callable[[], bool]) -> bool:
-        """Until all names are there; False when `give_up` says so first. It may also raise."""
+        """Wait until all keys exist; False as soon as `give_up` returns True. `give_up` may raise."""
         pause = _FIRST_PAUSE
         while not self.has(*names):
             if give_up():
@@ -64,24 +65,25 @@ class RunStore:
         return True
 
     def end(self, failure: RankFailure) -> bool:
-        """Say why the run ends. The first one who does is believed: True for that one."""
+        """Record why the run ends. The first record counts: True for the caller that made it."""
         text = failure.to_json()
         with self._lock:
             return bool(self._store.compare_set(self._prefix + _ENDED, "", text).decode() == text)
 
     def ending(self) -> RankFailure | None:
-        """Why the run ends, once somebody has said it."""
+        """Why the run ends, once it is recorded."""
         return RankFailure.from_json(self.get([_ENDED])[0]) if self.has(_ENDED) else None
 
     def store(self) -> Store:
-        """Another connection to the same store, under a prefix of its own, for torch's process groups."""
+        """Another connection to the same store with its own key prefix, for torch's process groups."""
         return dist.PrefixStore(f"{self._prefix}groups", self._store.clone())  # type: ignore[attr-defined]
 
 
 def connect(place: ProcessInfo, timeout: timedelta) -> RunStore:
     """The board of this process's run, where its ProcessInfo says. A process alone needs no port.
 
-    Raises ConfigError when another run uses the same port, DiffusionRuntimeError when nobody answers in time.
+    Raises ConfigError when another run uses the same port, DiffusionRuntimeError when the store does not answer in
+    time.
     """
     if place.world_size == 1 and not place.port:
         return RunStore(dist.HashStore(), "diffusion_runtime/")  # type: ignore[attr-defined]
@@ -98,17 +100,17 @@ def connect(place: ProcessInfo, timeout: timedelta) -> RunStore:
         ) from error
     except dist.DistError as error:
         raise DiffusionRuntimeError(_no_answer(place, meeting, timeout)) from error
-    board = RunStore(store, f"diffusion_runtime/{place.attempt}/")
-    if board.count(f"joined/{place.rank}") > 1:
+    run_store = RunStore(store, f"diffusion_runtime/{place.attempt}/")
+    if run_store.count(f"joined/{place.rank}") > 1:
         raise ConfigError(
             f"rank {place.rank} was started twice at {meeting}: another run meets there; take another MASTER_PORT "
             "(torchrun: --master-port, or --standalone)"
         )
-    return board
+    return run_store
 
 
 def _no_answer(place: ProcessInfo, meeting: str, timeout: timedelta) -> str:
     return (
-        f"rank {place.rank}: nobody answers at {meeting} after {timeout.total_seconds():.0f} s; is rank 0 running, and "
-        "are MASTER_ADDR and MASTER_PORT the same everywhere?"
+        f"rank {place.rank}: no rendezvous store answers at {meeting} after {timeout.total_seconds():.0f} s; is rank 0 "
+        "running, and are MASTER_ADDR and MASTER_PORT the same everywhere?"
     )

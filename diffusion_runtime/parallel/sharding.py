@@ -1,4 +1,5 @@
-"""How a transformer's tokens are cut over processes: one slice of the grid each, text whole on all of them."""
+"""Sequence sharding: a transformer's grid tokens are cut into one slice per process; every process holds the whole
+text."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from diffusion_runtime.parallel.rank_group import RankGroup
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """What a transformer cuts its grid tokens with after patchify, and puts them together with before unpatchify.
+    """Shards grid tokens after patchify and gathers them before unpatchify.
 
-    Everything that has a row a token is cut alike: tokens, rotations, modulation by token. Text is cut nowhere: every
-    process holds all of it. group: the processes that share the sequence, by slice. The default cuts nothing.
+    Everything with one row per token is sharded alike: tokens, rotations, modulation by token. Text is not sharded:
+    every process holds all of it. group: the processes that share the sequence, by slice. The default shards nothing.
     """
 
     group: RankGroup = field(default_factory=RankGroup)
@@ -25,11 +26,12 @@ class SequenceSharding:
         return self.group.size
 
     def slice_length(self, num_tokens: int) -> int:
-        """Tokens of one slice, the padding of the last ones included."""
+        """Tokens per slice, including the padding of the last ones."""
         return -(-num_tokens // self.group.size)
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This process's slice of the grid tokens along `dim`; those past the end are zeros that nobody attends to."""
+        """This process's slice of the grid tokens along `dim`; rows past the end are zeros that are masked in
+        attention."""
         if self.group.size == 1:
             return x
         length, num_tokens = self.slice_length(x.shape[dim]), x.shape[dim]
@@ -43,7 +45,7 @@ class SequenceSharding:
         return mine.contiguous()
 
     def local(self, tokens: slice, num_tokens: int) -> slice:
-        """Where a range of the grid's tokens lies in this process's slice; ranges that meet in the grid meet there.
+        """Where a range of the grid's tokens lies in this process's slice. Adjacent ranges stay adjacent.
 
         Padding goes with the last token. num_tokens: of the whole grid.
         """
@@ -55,7 +57,7 @@ class SequenceSharding:
         return slice(*bounds)
 
     def gather(self, x: torch.Tensor, num_tokens: int, dim: int = 1) -> torch.Tensor:
-        """All grid tokens along `dim`, on every process, from each one's slice. num_tokens: of the whole grid."""
+        """All grid tokens along `dim`, on every process, gathered from the slices. num_tokens: of the whole grid."""
         if self.group.size == 1:
             return x
         return torch.cat(all_gather(self.group, x), dim=dim).narrow(dim, 0, num_tokens)

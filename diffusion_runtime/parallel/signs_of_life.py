@@ -1,24 +1,24 @@
-"""Whether another process of the run still lives: by what it says, and on the same host by what the system says of it.
+"""Liveness of another rank: from its heartbeat, and on the same host from /proc as well.
 
-A process says that it lives in a thread of Python's, which gets no turn while the main thread is in a call that keeps
-the interpreter (a compiler, a long conversion). So silence alone proves nothing where the system can be asked.
+The heartbeat comes from a Python thread, which cannot run while the main thread holds the interpreter lock (a compiler,
+a long conversion). A missing heartbeat alone is therefore no proof where /proc can be read.
 """
 
 from __future__ import annotations
 
 from diffusion_runtime.parallel.process_state import ProcessState, is_alive, read_state
 
-# A process that has been stopped for so long is not waited for.
+# A process that has been stopped for longer than this counts as lost.
 STOPPED_SECONDS = 15.0
-# Silent, and the system does not know of it, or knows that it does nothing. It may be in a call that waits for a disk
-# or for another program, and keeps the interpreter meanwhile.
+# No heartbeat, and no activity in /proc or no /proc. The process may wait for a disk or for another program while it
+# holds the interpreter lock.
 SILENT_SECONDS = 45.0
-# Processes on other hosts that have not said anything yet: they may still be importing from a cold disk.
+# For processes on other hosts without a first heartbeat: they may still be importing from a cold disk.
 MEETING_SECONDS = 300.0
 
 
 class SignsOfLife:
-    """Of one other process, which is looked at again and again."""
+    """Liveness of one other rank, polled repeatedly."""
 
     def __init__(self) -> None:
         self._count = -1
@@ -26,14 +26,14 @@ class SignsOfLife:
         self._state: ProcessState | None = None
 
     def forget(self) -> None:
-        """Start anew: the one who looks has slept."""
+        """Restart the timer: the observing process was suspended."""
         self._since = None
 
     def look(self, count: int | None, process: int | None, now: float) -> str | None:
-        """How it was lost, as the end of a sentence; None while it may live.
+        """How the rank was lost, as the end of a sentence; None while it may be alive.
 
-        count: how often it has said that it lives, None for never. process: its number on this host, None elsewhere.
-        now: in seconds. The caller knows whether one that has ended did so in order.
+        count: its heartbeats so far, None for none. process: its process id on this host, None on another. now: in
+        seconds. The caller knows whether a process that has ended did so in order.
         """
         if process is not None and not is_alive(process):
             return "is gone: it was killed or crashed"
@@ -48,8 +48,8 @@ class SignsOfLife:
         longest = MEETING_SECONDS if count is None and state is None else SILENT_SECONDS
         if silent_seconds < longest:
             return None
-        what = "has not joined the others" if count is None else "has given no sign of life"
-        return f"{what} for {silent_seconds:.0f} s" + ("" if state is None else ", in which it computed nothing")
+        what = "has not joined the others" if count is None else "has sent no heartbeat"
+        return f"{what} for {silent_seconds:.0f} s" + ("" if state is None else ", and has used no CPU time")
 
 
 def _has_worked(before: ProcessState | None, now: ProcessState | None) -> bool:

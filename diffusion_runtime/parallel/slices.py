@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a process holds, and the checks that its tensors are those."""
+"""Which tokens of a sequence a process holds, and the checks of its tensors' shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusion_runtime.parallel.interface import AttentionInputs, Layout
 class Slices:
     """A grid of num_tokens cut into num_slices, between text that every process holds.
 
-    length: tokens of a slice; the last ones hold less than that, or nothing, and are filled up with padding.
+    length: tokens per slice; the last slices hold fewer, or none, and are padded.
     """
 
     num_tokens: int
@@ -34,7 +34,7 @@ class Slices:
 
 def slices_of(inputs: AttentionInputs[Layout], num_slices: int) -> Slices:
     """Raises ConfigError unless q, k, v and the gate have the rows of one slice of the layout and its text, and the
-    mask those and the columns of the whole sequence."""
+    mask has those rows and the columns of the whole sequence."""
     if not inputs.q.dim() == inputs.k.dim() == inputs.v.dim() == 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (inputs.q, inputs.k, inputs.v))
         raise ConfigError(f"attention: expected q, k and v [batch, seq, heads, head_dim], got {shapes}")

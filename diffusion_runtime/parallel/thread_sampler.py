@@ -1,4 +1,5 @@
-"""Where a thread is: the innermost Python line, for how long it has been there, and whether it or its process works."""
+"""Samples a thread's stack and CPU time, for hang detection: the innermost Python line, and how long it has been
+idle."""
 
 from __future__ import annotations
 
@@ -10,23 +11,23 @@ from types import FrameType
 
 from diffusion_runtime.parallel.process_state import read_state
 
-# Code that waits for other processes or for the device, and is not to blame for taking long. On an accelerator work is
+# Code that waits for other processes or for the device, and is not at fault for taking long. On an accelerator work is
 # queued, so a process that waits for another one often does so where it waits for its own device.
 _WAITING = ("torch.distributed", "diffusion_runtime.parallel", "torch.cuda", "torch.accelerator")
 
-# The share of a processor that a thread which only waits stays below.
+# The share of a CPU that a waiting thread stays below.
 _BUSY_SHARE = 0.02
-# The observer itself reads and sends some kilobytes with each look.
+# The sampler itself reads and writes some kilobytes per sample.
 _FEW_BYTES_PER_SECOND = 100_000
-# After a longer time without a look nothing is known of it: the machine may have slept.
+# After a longer gap between samples the timers restart: the machine may have been suspended.
 _LONGEST_GAP_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class ThreadSample:
-    """place: `file.py:12 in name`; waits: for other processes, and waiting_seconds: for how long. idle_seconds: for how
-    long it was seen nowhere else and has computed nothing; process_idle_seconds: for how long, besides, no other thread
-    of the process has computed, read or written anything."""
+    """place: `file.py:12 in name`; waits: for other processes, and waiting_seconds: for how long. idle_seconds: how
+    long the thread has been at one place without CPU time; process_idle_seconds: how long, besides, no other thread of
+    the process has computed, read or written anything."""
 
     place: str
     idle_seconds: float
@@ -36,7 +37,7 @@ class ThreadSample:
 
 
 class ThreadSampler:
-    """Looks at one thread again and again. thread_id: `threading.Thread.ident`."""
+    """Samples one thread repeatedly. thread_id: `threading.Thread.ident`."""
 
     def __init__(self, thread_id: int) -> None:
         self._thread_id = thread_id
@@ -47,7 +48,7 @@ class ThreadSampler:
         self._process_computed, self._num_bytes = _process_work()
 
     def look(self) -> ThreadSample:
-        """The whole stack tells whether it was seen elsewhere, the processor's clock whether it computes."""
+        """The whole stack shows whether the thread has moved, its CPU clock whether it computes."""
         now, computed = time.monotonic(), self._seconds_computed()
         process_computed, num_bytes = _process_work()
         seconds = now - self._looked
@@ -91,6 +92,6 @@ class ThreadSampler:
 
 
 def _process_work() -> tuple[float, int]:
-    """Seconds computed by all threads but this one, which looks; and bytes read and written."""
+    """CPU seconds of all threads but this one, which samples; and bytes read and written."""
     state = read_state("self")
     return time.process_time() - time.thread_time(), 0 if state is None else state.num_bytes

@@ -1,9 +1,10 @@
-"""Ulysses: every process attends to the whole sequence with a part of the heads (Jacobs et al., arXiv:2309.14509).
+"""Ulysses sequence parallel: every process attends to the whole sequence with part of the heads (Jacobs et al.,
+arXiv:2309.14509).
 
 One all-to-all turns slices of the sequence with all heads into the sequence with a slice of the heads; a second one
-turns the result back. q, k, v and gate travel in one buffer. Text is on every process already, so its rows do not
-travel on the way in; on the way out each process gets all heads of its text from those that computed them. Nothing is
-padded but the last slices of the grid, and that padding is cut off before attention. Heads that do not divide are
+turns the result back. q, k, v and gate share one buffer. Every process has the whole text already, so its rows are not
+sent on the way in; on the way out each process receives all heads of its text from those that computed them. Only the
+last slices of the grid are padded, and that padding is removed before attention. Heads that do not divide evenly are
 shared unevenly instead.
 """
 
@@ -26,9 +27,9 @@ from diffusion_runtime.parallel.slices import Slices, around, rows, slices_of
 class UlyssesExchange(Exchange):
     """All-to-alls within `group`.
 
-    num_head_groups: the heads of a process are computed in so many groups, and the all-to-all of the next group runs
-    while this one is computed; 1 for no overlap. ring_index of ring_size: which run of slices this group holds, when
-    the sequence is shared by a ring as well; `run` then sees that run alone.
+    num_head_groups: the heads of a process are computed in this many groups, and the all-to-all of the next group
+    overlaps with the computation of the current one; 1 for no overlap. ring_index of ring_size: which run of slices
+    this group holds, when a ring shares the sequence as well; `run` then gets that run alone.
     """
 
     group: RankGroup
@@ -46,7 +47,7 @@ class UlyssesExchange(Exchange):
         check_head_count(num_heads, self.group.size)
 
     def with_every_key(self, num_heads: int) -> Exchange | None:  # noqa: ARG002
-        # A plan is made once for all heads of a process, so they come in one group.
+        # A plan is made once for all heads of a process, so all of them go in one group.
         return dataclasses.replace(self, num_head_groups=1) if self.ring_size == 1 else None
 
     def describe(self) -> str:
@@ -75,7 +76,8 @@ class UlyssesExchange(Exchange):
         return out
 
     def _send_inputs(self, inputs: AttentionInputs[Layout], slices: Slices, shares: Sequence[HeadShare]) -> Transfer:
-        """This process's slice of the grid, to each member the heads it computes; [batch, slice, heads, head_dim]."""
+        """Send this process's slice of the grid, to each member the heads it computes; [batch, slice, heads,
+        head_dim]."""
         batch, head_dim = inputs.q.shape[0], inputs.q.shape[3]
         has_gate = inputs.gate is not None
         sizes = [batch * slices.length * _num_rows_of_heads(share, has_gate) * head_dim for share in shares]
@@ -121,14 +123,14 @@ class UlyssesExchange(Exchange):
         )
 
     def _send_out(self, out: torch.Tensor, slices: Slices, shares: Sequence[HeadShare]) -> Transfer:
-        """To each member its text and its slice of the grid, with the heads computed here."""
+        """Send to each member its text and its slice of the grid, with the heads computed here."""
         batch, num_rows, num_heads, head_dim = out.shape
         local_rows = slices.length + slices.num_text
         received = [batch * local_rows * share.num_heads * head_dim for share in shares]
         size = batch * local_rows * num_heads * head_dim
         num_real = num_rows - slices.num_text
         if slices.num_text == 0 and batch == 1 and num_real == self.group.size * slices.length and self.group.is_sorted:
-            # The slices lie one after the other already.
+            # The slices are contiguous already.
             sent = MemberBlocks(self.group, out.contiguous().view(-1), (size,) * self.group.size)
             return start_all_to_all(sent, received)
         sent = MemberBlocks.empty(self.group, [size] * self.group.size, out)
@@ -152,5 +154,5 @@ def _tensors_of(inputs: AttentionInputs[Layout], share: HeadShare) -> list[torch
 
 
 def _num_rows_of_heads(share: HeadShare, has_gate: bool) -> int:
-    """Heads of q, k, v and gate that travel together, a token."""
+    """Heads of q, k, v and gate that are sent together, per token."""
     return share.num_heads * (2 if has_gate else 1) + 2 * share.num_kv_heads

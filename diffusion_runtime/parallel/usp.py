@@ -1,4 +1,5 @@
-"""USP: heads shared within Ulysses groups, blocks of keys within rings (Fang and Zhao, arXiv:2405.07719)."""
+"""USP (unified sequence parallel): heads shared within Ulysses groups, blocks of keys within rings (Fang and Zhao,
+arXiv:2405.07719)."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from diffusion_runtime.parallel.ulysses import UlyssesExchange
 
 @dataclass(frozen=True)
 class USPExchange(Exchange):
-    """All-to-alls along the mesh's Ulysses axis, around handovers along its ring axis.
+    """All-to-alls along the mesh's Ulysses axis, around ring steps along its ring axis.
 
-    A backend that looks at every key gets Ulysses over all the processes that share the sequence instead, when the
-    mesh has an Ulysses axis and heads enough: a ring shows it a part of the keys.
+    A backend that needs every key gets Ulysses over all processes that share the sequence instead, when the mesh has an
+    Ulysses axis and there are enough heads: a ring gives it only part of the keys at a time.
     """
 
     mesh: ProcessMesh

@@ -24,9 +24,9 @@ class ForwardShape:
     """One forward pass of a transformer.
 
     batch: samples at a time, both guidance branches counted where they run as one batch. num_layers: with
-    self-attention over the sequence. num_text_tokens: that take part in it. num_kv_heads: None for num_heads.
-    bytes_per_number: of activations, 2 for bfloat16. has_gate: whether a gate travels with q, k and v.
-    out_channels: numbers a grid token at the model's end; out_bytes_per_number: of the prediction that guidance reads.
+    self-attention over the sequence. num_text_tokens: in that self-attention. num_kv_heads: None for num_heads.
+    bytes_per_number: of activations, 2 for bfloat16. has_gate: whether a gate is sent with q, k and v. out_channels:
+    numbers per grid token of the output; out_bytes_per_number: of the prediction that guidance reads.
     """
 
     num_grid_tokens: int
@@ -44,7 +44,7 @@ class ForwardShape:
 
 @dataclass(frozen=True)
 class CommunicationVolume:
-    """Bytes that the busiest process sends to others in one forward pass, by what sends them."""
+    """Bytes that the busiest process sends to others in one forward pass, by cause."""
 
     all_to_all: int
     ring: int
@@ -79,7 +79,7 @@ def communication_volume(
         + (slice_length + shape.num_text_tokens) * (ulysses - 1) * num_q[member]
         for member in range(ulysses)
     ]
-    # The largest block is the first; every block passes through a process but one, which may be the smallest.
+    # The largest block is the first; every block is sent by all processes but one, which may hold the smallest.
     block_tokens = [
         max(1, min(shape.num_grid_tokens - block * ulysses * slice_length, ulysses * slice_length))
         for block in range(ring)

@@ -1,9 +1,9 @@
-"""Processes that watch each other: one that dies, stops or hangs ends the run on all of them.
+"""Watchdog with heartbeats: a rank that dies, stops or hangs ends the run on all ranks.
 
-Each process has a thread that says twice a second that it lives and where its main thread is, and reads the same of the
-others. A process hangs when its main thread has neither moved nor computed for `timeout` seconds while another one
-waited for it as long; who waits, in a collective or for the first process's work, is never to blame. While a model is
-loaded other threads' work counts too, and what is read and written: a download is no hang.
+A thread per process posts a heartbeat twice per second (alive, where the main thread is) to the run store and reads
+those of the others. A process hangs when its main thread has neither moved nor used CPU time for `timeout` seconds
+while another rank has waited for it as long. A rank that waits, in a collective or for rank 0's work, is never at
+fault. While a model is loaded, work of other threads and disk and network traffic count too: a download is no hang.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from diffusion_runtime.parallel.thread_sampler import ThreadSampler
 
 BEAT_SECONDS = 0.5
 _LONGEST_GAP_SECONDS = 3.0
-# Before a config has said another one.
+# Until a config sets another one.
 LOADING_TIMEOUT_SECONDS = 40.0
 
 
 @dataclass(frozen=True)
 class _Heartbeat:
-    """What a process says. count: grows with each beat; processes: where its number means something; has_left: it
-    ended as it should."""
+    """One heartbeat. count: grows with each one; processes: the PID namespace that `process` belongs to; has_left: the
+    rank ended in order."""
 
     count: int
     process: int
@@ -52,7 +52,7 @@ class _Heartbeat:
 
 
 class Watchdog:
-    """The thread, and what its main thread tells it.
+    """The watchdog thread of one process.
 
     announce: called at most once, on the process that is believed, with why the run ends. thread: the one that runs
     the model, whose waiting and hanging is judged; None for the thread that makes this.
@@ -78,14 +78,14 @@ class Watchdog:
         self._looked = time.monotonic()
         self._others = {rank: SignsOfLife() for rank in range(place.world_size) if rank != place.rank}
         self._siblings: dict[int, int] = {}
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._beat(has_left=False)
         self._thread.start()
 
     def judge_loading(self, timeout: float) -> None:
-        """A process that does nothing at all for `timeout` seconds while others wait for it is at fault."""
+        """While loading: a process without any activity for `timeout` seconds while others wait for it is at fault."""
         self._timeout = timeout
 
     def enable_hang_detection(self, timeout: float) -> None:
@@ -103,28 +103,28 @@ class Watchdog:
             self._is_idle = False
 
     def stop(self) -> None:
-        """Leave the run in order: nobody misses this process afterwards."""
+        """Leave the run in order: the missing heartbeat is not reported afterwards."""
         self._stopped.set()
         self._thread.join(timeout=GRACE_SECONDS)
         self._beat(has_left=True)
 
     def end(self, failure: RankFailure) -> RankFailure:
-        """End the run because of `failure`, unless it has ended already; returns why it did."""
-        if self._board.end(failure):
+        """End the run because of `failure`, unless it has ended already; returns the recorded reason."""
+        if self._store.end(failure):
             self._announce(failure)
             return failure
-        return self._board.ending() or failure
+        return self._store.ending() or failure
 
     def report_store_lost(self) -> None:
-        """The store does not answer any more. With torch's launcher it stood there, and nobody is left to be told; else
-        it stood in the first process, and the second one says so, once."""
+        """The rendezvous store is unreachable: report once, from rank 1 if rank 0 hosted it. With torch's launcher the
+        launcher hosted it, and no rank reports."""
         if self._place.has_agent or self._place.rank != 1 or not self._store_loss_reported.acquire(blocking=False):
             return
-        what = "rank 0 is gone: it was killed or crashed, and the store where all processes meet with it"
+        what = "rank 0 is gone: it was killed or crashed, and the rendezvous store with it"
         self._announce(RankFailure(0, "ProcessLostError", what))
 
     def find_stalled_rank(self, seconds: float) -> RankFailure | None:
-        """Who keeps the others waiting, now that this process has waited for `seconds`; None if all of them wait."""
+        """The rank that keeps the others waiting, after this one has waited for `seconds`; None if all of them wait."""
         for rank, beat in self._read_beats().items():
             if not beat.waits and not beat.has_left and rank != self._place.rank:
                 return _process_failure(rank, beat, f"has kept others waiting for {seconds:.0f} s, at {beat.place}")
@@ -134,7 +134,7 @@ class Watchdog:
         try:
             while not self._stopped.wait(BEAT_SECONDS):
                 self._beat(has_left=False)
-                ending = self._board.ending() or self._judge()
+                ending = self._store.ending() or self._judge()
                 if ending is not None and not self._stopped.is_set():
                     end_this_process(ending.exit_code)
         except dist.DistError:
@@ -161,26 +161,26 @@ class Watchdog:
             waits=is_idle or seen.waits,
             has_left=has_left,
         )
-        self._board.set(f"beat/{self._place.rank}", json.dumps(vars(beat)))
+        self._store.set(f"beat/{self._place.rank}", json.dumps(vars(beat)))
 
     def _read_beats(self) -> dict[int, _Heartbeat]:
-        """The last beat of every rank that has said one."""
+        """The last heartbeat of every rank that has posted one."""
         names = {rank: f"beat/{rank}" for rank in range(self._place.world_size)}
-        # All of them, mostly, and then one call is enough.
-        there = list(names) if self._board.has(*names.values()) else [r for r in names if self._board.has(names[r])]
-        texts = self._board.get([names[rank] for rank in there])
-        return {rank: _Heartbeat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+        # Usually all exist, and then one call is enough.
+        posted = list(names) if self._store.has(*names.values()) else [r for r in names if self._store.has(names[r])]
+        texts = self._store.get([names[rank] for rank in posted])
+        return {rank: _Heartbeat(**json.loads(text)) for rank, text in zip(posted, texts, strict=True)}
 
     def _judge(self) -> RankFailure | None:
-        """Why the run has to end, if it has to."""
+        """Why the run has to end; None if it may go on."""
         beats = self._read_beats()
         lost = self._find_lost(beats)
         if lost is not None:
             rank, process, what = lost
             is_gone = process is not None and not is_alive(process)
             if is_gone and self._place.is_launched:
-                # Our own launcher knows by which signal it died, and says it. It has to wait for this process, which
-                # may be in a call that nobody answers any more.
+                # Our own launcher knows by which signal the rank died, and reports it. It has to wait for this process,
+                # which may be in a collective that will never complete.
                 return RankFailure(rank, "ProcessLostError", what)
             failure = self.end(_lost_failure(rank, beats.get(rank), process, what))
             if process is not None and not is_gone and self._place.has_agent:
@@ -191,10 +191,10 @@ class Watchdog:
         return None if hanging is None else self.end(hanging)
 
     def _find_lost(self, beats: dict[int, _Heartbeat]) -> tuple[int, int | None, str] | None:
-        """(rank, its process if it is on this host, how) of one that is dead or stopped."""
+        """(rank, its process id if it is on this host, how) of a rank that is dead or stopped."""
         now = time.monotonic()
         if now - self._looked > _LONGEST_GAP_SECONDS:
-            # This process slept, and with it maybe the whole machine: what others did meanwhile is not known.
+            # This process was suspended, and with it maybe the whole machine: the timers restart.
             for signs in self._others.values():
                 signs.forget()
         self._looked = now
@@ -209,7 +209,7 @@ class Watchdog:
         return None
 
     def _process_of(self, rank: int, beat: _Heartbeat | None) -> int | None:
-        """Its number, when it is on this host. One that has said nothing yet has the same launcher as this one."""
+        """Its process id, when it is on this host. One without a heartbeat yet has the same launcher as this one."""
         if beat is not None:
             is_here = (beat.host, beat.processes) == (socket.gethostname(), _process_table())
             return beat.process if is_here else None
@@ -220,28 +220,29 @@ class Watchdog:
         return self._siblings.get(rank)
 
     def _has_left(self, rank: int) -> bool:
-        """It may have left, or said why the run ends, since its last beat was read."""
-        if self._board.ending() is not None:
+        """Whether it has left, or the end of the run was recorded, since its last heartbeat was read."""
+        if self._store.ending() is not None:
             return True
         beat = self._read_beats().get(rank)
         return beat is not None and beat.has_left
 
     def _find_hanging(self, beats: dict[int, _Heartbeat], timeout: float) -> RankFailure | None:
-        """The longest idle of those that wait for nobody, if somebody waited for it as long."""
+        """The rank that has been idle longest and does not wait itself, if another one has waited for it for `timeout`
+        seconds."""
         idle = {
             rank: beat.process_idle_seconds if self._is_loading else beat.idle_seconds for rank, beat in beats.items()
         }
         if not any(beat.waits and beat.waiting_seconds >= timeout for beat in beats.values()):
             return None
-        to_blame = {
+        stalled = {
             rank: beat for rank, beat in beats.items() if idle[rank] >= timeout and not beat.waits and not beat.has_left
         }
-        if not to_blame:
+        if not stalled:
             return None
-        rank = max(to_blame, key=lambda rank: idle[rank])
-        beat = to_blame[rank]
-        what = f"hangs: it has been at {beat.place} for {idle[rank]:.0f} s while others wait for it (a larger"
-        return _process_failure(rank, beat, f"{what} parallel.timeout waits longer)")
+        rank = max(stalled, key=lambda rank: idle[rank])
+        beat = stalled[rank]
+        what = f"hangs: it has been at {beat.place} for {idle[rank]:.0f} s while others wait for it (to wait"
+        return _process_failure(rank, beat, f"{what} longer, raise parallel.timeout)")
 
 
 def _process_failure(rank: int, beat: _Heartbeat, what: str) -> RankFailure:
@@ -256,7 +257,7 @@ def _lost_failure(rank: int, beat: _Heartbeat | None, process: int | None, what:
 
 
 def _process_table() -> str:
-    """Containers of one host may share a name, and each counts its processes from 1."""
+    """The PID namespace: containers of one host may share a host name, and each counts its processes from 1."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

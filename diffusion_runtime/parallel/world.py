@@ -1,8 +1,8 @@
-"""All processes of a run, seen from one of them: what the first one tells the others, and whether all succeeded.
+"""All ranks of a run as seen from one of them: rendezvous, broadcast from rank 0, agreement on success, orderly end.
 
-The first process (rank 0) encodes texts, writes files and speaks. What it makes alone the others get from it. Waits for
-that go through the board and may last: only a process that does nothing at all is at fault. Collectives in between are
-short, because all processes do the same work, and have a timeout.
+Rank 0 encodes texts, writes files and prints. The others receive what it makes alone. They wait for that through the
+run store, for any length of time: only a process without any activity is at fault. Collectives in between are short,
+because all ranks do the same work, and have a timeout.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from diffusion_runtime.parallel.signs_of_life import SILENT_SECONDS
 from diffusion_runtime.parallel.watchdog import BEAT_SECONDS, Watchdog
 
 MEETING_SECONDS = 60.0
-# How long a process that failed waits for the others to fail alike, which shows that all of them are still in step.
+# How long a rank that failed waits for the others to fail alike, which shows that no rank is ahead of another.
 IN_STEP_SECONDS = 5.0
-# A collective that nobody answers raises by itself, after the watch had time to say whose fault it is. It may wait for
-# a whole step of another process, which takes minutes on a slow machine; and on an accelerator its time is counted from
-# when it was queued, behind a step's work.
+# A collective without an answer raises by itself, after the watchdog had time to find the rank at fault. It may wait
+# for a whole step of another process, which takes minutes on a slow machine; and on an accelerator its time is counted
+# from when it was queued, behind a step's work.
 _LONGEST_STEP_SECONDS = 900.0
 
 
-# (rank, error) -> what it says to people.
+# (rank, error) -> the error as a failure with a message for users.
 Describe: TypeAlias = Callable[[int, BaseException], RankFailure]
 
 
 class World:
-    """This process among all of the run's. `join` makes one; `leave` or `end` it.
+    """This process among all of the run's. `join` makes one; `leave` or `end` closes it.
 
-    All processes must call `from_first`, `broadcast` and `agree` in the same order.
+    All ranks must call `from_first`, `broadcast` and `agree` in the same order.
     """
 
-    def __init__(self, place: ProcessInfo, board: RunStore, watch: Watchdog, describe: Describe) -> None:
+    def __init__(self, place: ProcessInfo, store: RunStore, watchdog: Watchdog, describe: Describe) -> None:
         self.place = place
         self.device = torch.device("cpu")
-        self._board = board
-        self._watch = watch
+        self._store = store
+        self._watchdog = watchdog
         self._describe = describe
         self._collective_seconds = 0.0
         self._num_agreements = 0
@@ -68,7 +68,7 @@ class World:
         describe: Describe | None = None,
         thread: threading.Thread | None = None,
     ) -> World:
-        """Meet the other processes. announce: told once, on one process, why the run ends before its end.
+        """Meet the other ranks at the rendezvous. announce: called once, on one rank, with why the run ends early.
 
         describe: what an error that ends the run says to people; by default its type and first line. thread: the one
         that will run the model, which the watchdog looks at; None for the one that calls this.
@@ -102,10 +102,10 @@ class World:
         return timedelta(seconds=self._collective_seconds)
 
     def open_groups(self, device: torch.device, timeout: float) -> None:
-        """Set torch.distributed up between all processes: NCCL for CUDA, gloo for the CPU. A second model on the same
-        device uses what the first one set up.
+        """Initialise torch.distributed between all ranks: NCCL for CUDA, gloo for the CPU. A second model on the same
+        device uses the same groups.
 
-        timeout: seconds that processes wait for one that does not move. Raises ConfigError for another device.
+        timeout: seconds that ranks wait for one that does not move. Raises ConfigError for another device.
         """
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"device: several processes need cuda or cpu, got {device}; use --device cpu")
@@ -116,7 +116,7 @@ class World:
                     f"device alone, got {device}; call leave() first, or start again"
                 )
             return
-        self._watch.judge_loading(timeout)
+        self._watchdog.judge_loading(timeout)
         is_cuda = device.type == "cuda"
         seconds = max(_LONGEST_STEP_SECONDS, 2 * timeout)
         self.device = device
@@ -126,7 +126,7 @@ class World:
         self.wait_for_all()
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
-            store=self._board.store(),
+            store=self._store.store(),
             rank=self.place.rank,
             world_size=self.size,
             timeout=timedelta(seconds=seconds),
@@ -134,58 +134,58 @@ class World:
         )
 
     def wait_for_all(self) -> None:
-        """Until every process is here, however long that takes: a model may have to be downloaded first."""
+        """A barrier without a time limit: a model may have to be downloaded first."""
         self.agree(None)
 
     def enable_hang_detection(self, timeout: float) -> None:
         """From here on a process that does not move for `timeout` seconds while others wait for it ends the run."""
-        self._watch.enable_hang_detection(timeout)
+        self._watchdog.enable_hang_detection(timeout)
 
     def idle(self) -> AbstractContextManager[None]:
         """A block in which this process waits for work, however long; nobody is at fault for that."""
         return self._watch.idle()
 
     def from_first(self, make: Callable[[], str]) -> str:
-        """What `make` returns on the first process, on all of them; it is called there alone.
+        """What `make` returns on rank 0, on all ranks; it is called on rank 0 alone.
 
-        Raises on the first process what `make` raises, and FirstProcessError on the others.
+        Raises on rank 0 what `make` raises, and FirstProcessError on the others.
         """
-        name = f"told/{self._num_agreements}/{self._num_told}"
+        name = f"reply/{self._num_agreements}/{self._num_told}"
         self._num_told += 1
         if self.is_first:
             try:
                 text = make()
             except Exception as error:
                 failure = self._failure_of(error)
-                self._board.set(name, json.dumps({"failure": failure.to_json()}))
+                self._store.set(name, json.dumps({"failure": failure.to_json()}))
                 raise
-            self._board.set(name, json.dumps({"text": text}))
+            self._store.set(name, json.dumps({"text": text}))
             return text
-        self._board.wait([name], give_up=lambda: False)
-        told = json.loads(self._board.get([name])[0])
-        if "failure" in told:
-            raise FirstProcessError(RankFailure.from_json(told["failure"]))
-        return str(told["text"])
+        self._store.wait([name], give_up=lambda: False)
+        reply = json.loads(self._store.get([name])[0])
+        if "failure" in reply:
+            raise FirstProcessError(RankFailure.from_json(reply["failure"]))
+        return str(reply["text"])
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` as the first process has it, contiguous; on the others it is overwritten. All must have it in one
-        shape."""
-        # What travels is the memory, whatever the strides.
+        """`tensor` as rank 0 has it, contiguous; on the others it is overwritten. It has the same shape on all
+        ranks."""
+        # The memory is sent, whatever the strides.
         tensor = tensor.contiguous()
         dist.broadcast(tensor, src=0)
         return tensor
 
     def agree(self, failure: RankFailure | None) -> RankFailure | None:
-        """Whether every process got here unharmed; the failure, when it was the same one on all.
+        """Whether every rank got here without a failure; the failure, when it was the same one on all.
 
-        One that only some processes met leaves them out of step: it ends the run, and RunEnded is raised.
+        A failure of some ranks only leaves them out of step: it ends the run, and RunEnded is raised.
         """
         names = [f"agreed/{self._num_agreements}/{rank}" for rank in range(self.size)]
         self._num_agreements += 1
         self._num_told = 0
-        self._board.set(names[self.place.rank], "" if failure is None else failure.to_json())
-        patience = _Patience(IN_STEP_SECONDS)
-        self._board.wait(names, give_up=lambda: patience.is_over(lambda: bool(self._failures(names))))
+        self._store.set(names[self.place.rank], "" if failure is None else failure.to_json())
+        deadline = _Deadline(IN_STEP_SECONDS)
+        self._store.wait(names, give_up=lambda: deadline.is_over(lambda: bool(self._failures(names))))
         failures = self._failures(names)
         if not failures:
             return None
@@ -194,20 +194,20 @@ class World:
         raise RunEnded(self.end(failures[0]))
 
     def _failures(self, names: list[str]) -> list[RankFailure]:
-        said = self._board.get([name for name in names if self._board.has(name)])
-        return [RankFailure.from_json(text) for text in said if text]
+        texts = self._store.get([name for name in names if self._store.has(name)])
+        return [RankFailure.from_json(text) for text in texts if text]
 
     def failure_of(self, error: BaseException) -> RankFailure:
-        """What an error on this process means for the run.
+        """What an error on this rank means for the run.
 
-        A broken connection is mostly another process's death, which the watch finds out about: wait for it to.
+        A broken connection is mostly another rank's death, which the watchdog detects: wait for that.
         """
         if _is_of_transport(error):
             if "timed out" in str(error).lower() and (
-                blamed := self._watch.find_stalled_rank(self._collective_seconds)
+                stalled := self._watchdog.find_stalled_rank(self._collective_seconds)
             ):
-                return blamed
-            # The watch ends this wait with RunEnded, in the main thread, as soon as it knows.
+                return stalled
+            # The watchdog ends this wait with RunEnded, in the main thread, as soon as it knows the cause.
             self._wait_for_ending(SILENT_SECONDS + IN_STEP_SECONDS)
         return self._failure_of(error)
 
@@ -224,37 +224,36 @@ class World:
         deadline = time.monotonic() + seconds
         try:
             while time.monotonic() < deadline:
-                if (ending := self._board.ending()) is not None:
+                if (ending := self._store.ending()) is not None:
                     raise RunEnded(ending)
                 time.sleep(0.1)
         except dist.DistError:
-            self._watch.report_store_lost()
+            self._watchdog.report_store_lost()
             raise
 
     def end(self, failure: RankFailure) -> RankFailure:
-        """End the run on all processes; returns why it ended, which another process may have said before."""
-        return self._watch.end(failure)
+        """End the run on all ranks; returns why it ended, which another rank may have recorded before."""
+        return self._watchdog.end(failure)
 
     def end_unreported(self, failure: RankFailure) -> None:
         """The same for a reason that the user has been told already."""
         self._board.end(failure)
 
     def ending(self) -> RankFailure | None:
-        """Why the run ends, once somebody has said it."""
-        return self._board.ending()
+        """Why the run ends, once that is recorded."""
+        return self._store.ending()
 
     def leave(self) -> None:
-        """The orderly end, after a last `agree`. The first process goes last: where no launcher of torch's keeps the
-        store, it stands in that process."""
+        """The orderly end, after a last `agree`. Rank 0 goes last: without torch's launcher, it hosts the store."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._watch.stop()
+        self._watchdog.stop()
         if not self.is_first:
-            self._board.set(f"left/{self.place.rank}", "")
+            self._store.set(f"left/{self.place.rank}", "")
             return
         deadline = time.monotonic() + SILENT_SECONDS
         others = [f"left/{rank}" for rank in range(1, self.size)]
-        self._board.wait(others, give_up=lambda: time.monotonic() >= deadline or self._board.ending() is not None)
+        self._store.wait(others, give_up=lambda: time.monotonic() >= deadline or self._store.ending() is not None)
 
     def leave_failed(self, failure: RankFailure) -> None:
         """End the run on the others because of `failure`; this process goes on, to end in its own way."""
@@ -266,8 +265,8 @@ class World:
             time.sleep(4 * BEAT_SECONDS)
 
 
-class _Patience:
-    """Seconds from when something is first seen; it is looked for twice a second."""
+class _Deadline:
+    """A deadline that starts when a condition is first seen; the condition is polled twice per second."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -283,7 +282,7 @@ class _Patience:
 
 
 def describe_error(rank: int, error: BaseException) -> RankFailure:
-    """An error as the end of a run."""
+    """An error as a failure that ends the run."""
     trace = "".join(traceback.format_exception(error))
     kind = type(error).__name__
     if isinstance(error, DiffusionRuntimeError):
@@ -296,7 +295,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _is_of_transport(error: BaseException) -> bool:
-    """Whether the error comes from moving data between processes: gloo raises bare RuntimeErrors."""
+    """Whether the error comes from communication between processes: gloo raises bare RuntimeErrors."""
     if isinstance(error, DiffusionRuntimeError):
         return False
     if isinstance(error, dist.DistError):

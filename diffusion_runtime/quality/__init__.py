@@ -1,1 +1,1 @@
-"""Judging what a pipeline makes: metrics against a dense run, and the `shapes` data with its programmatic checker."""
+"""Quality of generated clips: metrics against a dense run, and the `shapes` data set with its programmatic checker."""

@@ -100,7 +100,7 @@ class RankRunner:
                     return RankFailure(self._place.rank, "", "", 1)
                 time.sleep(0.1)
         except RuntimeError:
-            # The board went away with its launcher.
+            # The run store ended with its launcher.
             return RankFailure(self._place.rank, "", "", 1)
         return None
 

@@ -1,1 +1,1 @@
-"""From prompts to the conditions a transformer attends to."""
+"""Text encoders: from prompts to the conditions a transformer attends to."""

@@ -1,4 +1,4 @@
-"""ByT5's encoder (Xue et al., arXiv:2105.13626), which reads bytes: for text that is to be written in a picture."""
+"""ByT5 encoder (Xue et al., arXiv:2105.13626), which reads bytes: for text that is to be rendered in an image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ByT5Encoder:
-    """max_tokens: room for one text, its end token included; one token is a byte."""
+    """max_tokens: capacity for one text, its end token included; one token is a byte."""
 
     library = "transformers"
 
@@ -30,13 +30,13 @@ class ByT5Encoder:
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> tuple[TextStream, EncoderCut]:
-        """The tokens of each text, as many as the longest has, none of an empty one; and what did not fit.
+        """The tokens of each text, padded to the longest, none of an empty one; and what was truncated.
 
-        Positions are relative and padding is masked, so that the longest text's length is enough.
+        Positions are relative and padding is masked, so padding to the longest text is enough.
         """
         rows = [self._tokens(text, self.max_tokens) if text else [] for text in texts]
         lengths = tuple(len(row) for row in rows)
-        # One token at least: a tensor without any is more trouble than it saves.
+        # At least one token: an empty tensor would need special cases everywhere.
         ids = torch.full((len(rows), max(1, *lengths)), self.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):
@@ -89,12 +89,12 @@ def load_byt5(
 def _load_tokenizer(folder: Path) -> ByT5Tokenizer:
     from transformers.models.byt5.tokenization_byt5 import ByT5Tokenizer
 
-    # Its vocabulary is the bytes: it has no file of its own, only settings.
+    # Its vocabulary is the bytes: it has no vocabulary file, only settings.
     if not (folder / "tokenizer_config.json").is_file():
         raise ModelLoadError(f"{folder / 'tokenizer_config.json'} is missing; copy or download the whole folder")
     try:
         with quiet_transformers():
             tokenizer: ByT5Tokenizer = ByT5Tokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # damaged json upsets it in several ways
+    except Exception as error:  # any exception: damaged json makes it raise several kinds
         raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
     return tokenizer

@@ -1,4 +1,4 @@
-"""CLIP's text model (Radford et al. 2021, arXiv:2103.00020) as the source of one vector a prompt."""
+"""CLIP text encoder (Radford et al. 2021, arXiv:2103.00020), for one pooled vector per prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CLIPPooledEncoder:
-    """The final state of a prompt's end token. max_tokens: room for one prompt, its two special tokens included."""
+    """The final state of a prompt's end token. max_tokens: capacity for one prompt, its two special tokens included."""
 
     library = "transformers"
 
@@ -29,7 +29,7 @@ class CLIPPooledEncoder:
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> tuple[torch.Tensor, EncoderCut]:
-        """[batch, dim], and what did not fit. The model is causal, so padding behind the end token is nothing to it."""
+        """[batch, dim], and what was truncated. The model is causal, so padding behind the end token has no effect."""
         rows = [tokenize(self.tokenizer, prompt, self.max_tokens) for prompt in prompts]
         padding = self.tokenizer.pad_token_id
         ids = torch.full((len(rows), max(len(row.ids) for row in rows)), 0 if padding is None else padding)

@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786): what every one of its layers makes of a text."""
+"""Gemma 3 text encoder (Gemma Team 2025, arXiv:2503.19786): the hidden states of every layer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _WHOLE, _TEXT_ALONE = "gemma3", "gemma3_text"
 
 
 class Gemma3Encoder:
-    """max_tokens: room for one text, its first token included. dim: of a state; num_states: of a token, the embedding
-    and one of each layer."""
+    """max_tokens: capacity for one text, its first token included. dim: of a state; num_states: per token, the
+    embedding and one per layer."""
 
     library = "transformers"
 
@@ -33,8 +33,8 @@ class Gemma3Encoder:
 
     @torch.inference_mode()
     def encode(self, text: str) -> tuple[torch.Tensor, TokenizedPrompt]:
-        """The states of each token [tokens, dim, num_states], the last one through the final norm, and the tokens. What
-        does not fit is cut off."""
+        """The states of each token [tokens, dim, num_states], the last one through the final norm, and the tokens.
+        Longer texts are truncated."""
         row = tokenize(self.tokenizer, text, self.max_tokens)
         ids = torch.tensor([row.ids], dtype=torch.long, device=self.model.device)
         output = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
@@ -52,7 +52,7 @@ def load_gemma3(folder: Path, device: torch.device, dtype: torch.dtype, *, max_t
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     if kind == _WHOLE:
-        # Vision and output layers stay behind on the CPU.
+        # Vision and output layers stay on the CPU.
         whole = load_encoder(
             folder / "text_encoder", modeling.Gemma3ForConditionalGeneration, torch.device("cpu"), dtype
         )

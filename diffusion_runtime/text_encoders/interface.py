@@ -1,4 +1,4 @@
-"""What a text encoder is, and what comes out of one."""
+"""The interface of a text encoder, and the conditions it returns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 class TextStream:
     """One encoder's tokens of several prompts.
 
-    embeddings: [batch, max_tokens, dim]; zero past each prompt's length, which holds its real tokens first.
-    lengths: for each prompt how many of its tokens are real.
+    embeddings: [batch, max_tokens, dim]; valid tokens first, zero past each prompt's length. lengths: the number of
+    valid tokens of each prompt.
     """
 
     embeddings: torch.Tensor
@@ -33,8 +33,8 @@ class TextStream:
 
 @dataclass(frozen=True)
 class EncoderCut:
-    """What one encoder had no room for. encoder: its name, as a user knows it. num_tokens: for each prompt how many
-    tokens were cut off. max_tokens: its room for one prompt."""
+    """Truncation by one encoder. encoder: its name for users. num_tokens: for each prompt, how many tokens were cut
+    off. max_tokens: its capacity for one prompt."""
 
     encoder: str
     num_tokens: tuple[int, ...]
@@ -50,13 +50,13 @@ class Conditions:
     """Encoded prompts, in the order in which they were given.
 
     embeddings: [batch, max_tokens, dim] on the encoder's device and in its dtype; zero past each prompt's length.
-    lengths: for each prompt how many of its tokens are real.
+    lengths: the number of valid tokens of each prompt.
     unknown_words: for each prompt the words its tokenizer does not know; the model cannot tell them apart.
-    num_cut_tokens: for each prompt how many tokens were cut off because there is no room for them.
-    pooled: one vector a prompt, [batch, dim], of models that take one. further: the tokens of encoders beside the
-    first, in an order of the family's own.
-    encoder: the name of the first encoder, where a remark must say which of several it is about.
-    further_cuts: what the encoders beside the first had no room for.
+    num_cut_tokens: for each prompt how many tokens were cut off because it was too long.
+    pooled: one vector per prompt, [batch, dim], of models that take one. further: the tokens of encoders beside the
+    first, in the family's own order.
+    encoder: the name of the first encoder, where a remark must name which of several it is about.
+    further_cuts: truncation by the encoders beside the first.
     """
 
     embeddings: torch.Tensor
@@ -77,13 +77,14 @@ class Conditions:
         pooled: torch.Tensor | None = None,
         further: Sequence[TextStream] = (),
     ) -> Self:
-        """Conditions of embeddings that came from elsewhere, with nothing to remark. lengths: None for no padding."""
+        """Conditions from given embeddings, without remarks. lengths: None for no padding."""
         batch, num_tokens = embeddings.shape[:2]
         known = (num_tokens,) * batch if lengths is None else tuple(lengths)
         return cls(embeddings, known, ((),) * batch, (0,) * batch, pooled, tuple(further))
 
     def remarks(self, index: int, prompt: str) -> tuple[str, ...]:
-        """What the model cannot read of the prompt at `index`, one sentence each. prompt: its text, to name it by."""
+        """What the model cannot read of the prompt at `index`, one sentence each. prompt: its text, quoted in the
+        sentences."""
         shown = prompt if len(prompt) <= 60 else f"{prompt[:57]}..."
         remarks = []
         if self.unknown_words[index]:
@@ -115,7 +116,7 @@ class Conditions:
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
-        """The same prompts where and in what a model runs."""
+        """The same prompts on the device and in the dtype of a model."""
         return dataclasses.replace(
             self,
             embeddings=self.embeddings.to(device, dtype),
@@ -127,8 +128,8 @@ class Conditions:
 class TextEncoder(ABC):
     """A tokenizer and an encoder, loaded and on their device.
 
-    max_tokens: room for one prompt, its end token included.
-    library, implementation: whose attention it runs, for the report; the runtime neither chooses nor counts it.
+    max_tokens: capacity for one prompt, its end token included. library, implementation: of its attention, for the
+    report; the runtime neither chooses nor counts it.
     """
 
     max_tokens: int

@@ -1,5 +1,5 @@
-"""Hidden states of a causal language model as text embeddings: the prompt stands in a template that says what to
-describe, and the template's own beginning is cut off again."""
+"""Hidden states of a causal language model (LLM) as text embeddings, with a prompt template whose own first tokens are
+cropped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """before, after: what stands around a prompt. num_cropped: tokens at the beginning, the tokenizer's own first one
-    included, whose embeddings the transformer does not get."""
+    """before, after: the template's text around a prompt. num_cropped: tokens at the beginning, the tokenizer's own
+    first one included, whose embeddings the transformer does not get."""
 
     before: str
     after: str
@@ -30,8 +30,7 @@ class LanguageModelEncoder(TextEncoder):
     """The decoder layers of a language model of transformers, or the first ones without its final norm.
 
     model: a bare decoder with `layers` and `norm`. num_layers_left_out: how many of the last ones are dropped, and the
-    norm with them; 0 keeps both.
-    max_tokens: of a prompt with what stands behind it.
+    norm with them; 0 keeps both. max_tokens: of a prompt with the template's text behind it.
     """
 
     library = "transformers"
@@ -58,7 +57,7 @@ class LanguageModelEncoder(TextEncoder):
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """See TextEncoder.encode. Padding comes last and is masked; a causal model looks at nothing behind a token, so
-        the longest prompt's length is enough."""
+        padding to the longest prompt is enough."""
         template, first = self.template, len(self.template.before)
         room = self.max_tokens + template.num_cropped
         rows = [

@@ -1,4 +1,4 @@
-"""Encoders and tokenizers of transformers, read from a folder: safetensors and json alone, without a network."""
+"""Loads encoders and tokenizers of transformers from a folder: safetensors and json alone, without a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _VARIANT_FILE = re.compile(r"model\.([^.-]+)\.safetensors|model\.safetensors\.in
 
 
 def check_model_type(folder: Path, expected: Sequence[str]) -> str:
-    """Which of these model types config.json of an encoder's folder says. Raises ModelLoadError when it is none."""
+    """The model type in config.json of an encoder's folder. Raises ModelLoadError when it is none of the expected
+    ones."""
     config_file = folder / "config.json"
     kind = _read_config(folder).get("model_type")
     if kind not in expected:
@@ -53,7 +54,7 @@ def load_encoder(
     num_layers: how many layers of its language model are built and read, the first ones; None for all.
     Raises ModelLoadError when a file is missing or damaged, weights are missing, or there are no more than num_layers.
     """
-    # With output_loading_info it returns a pair, which its annotation does not say.
+    # With output_loading_info it returns a pair, contrary to its annotation.
     load: Any = model_class.from_pretrained
     check_sizes(_read_config(folder), folder / "config.json")
     try:
@@ -88,7 +89,7 @@ def load_encoder(
 
 
 def _file_of(folder: Path, name: str) -> Path:
-    """The file that holds a tensor; the folder where several may, because the model calls it by another name."""
+    """The file that holds a tensor; the folder where several may, because the model uses another name for it."""
     for index in folder.glob("model.safetensors.index*.json"):
         for tensor, file in read_json_file(index, error=ModelLoadError).get("weight_map", {}).items():
             if tensor.endswith(name) or name.endswith(tensor):
@@ -98,7 +99,7 @@ def _file_of(folder: Path, name: str) -> Path:
 
 
 def _variant(folder: Path) -> str | None:
-    """`fp16` and the like where the weights are there as a variant alone: float32 first, then bf16, then any other."""
+    """`fp16` and the like where the weights exist as a variant alone: float32 first, then bf16, then any other."""
     names = [path.name for path in folder.iterdir()]
     if "model.safetensors" in names or "model.safetensors.index.json" in names:
         return None
@@ -126,8 +127,7 @@ def _with_first_layers(folder: Path, model_class: type[PreTrainedModel], num_lay
 def load_tokenizer(
     folder: Path, built_by: type[PreTrainedTokenizerFast] | None = None, remedy: str = ""
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder: its tokenizer.json, or where there is none what `built_by` makes of vocab.json and
-    merges.txt.
+    """The tokenizer of a folder: its tokenizer.json, or else what `built_by` builds from vocab.json and merges.txt.
 
     remedy: what to do where a file is missing, one sentence. Raises ModelLoadError when it is missing or damaged.
     """
@@ -150,12 +150,12 @@ def load_tokenizer(
 
 
 def check_vocabulary(folder: Path, num_tokens: int, num_embeddings: int) -> None:
-    """Whether the tokenizer of a folder, of `num_tokens`, knows no token that its encoder does not.
+    """Check that the tokenizer of a folder, with `num_tokens`, has no token beyond its encoder's embeddings.
 
     Raises ModelLoadError.
     """
     if num_tokens > num_embeddings:
         raise ModelLoadError(
-            f"{folder}: has {num_tokens} tokens, the text encoder beside it knows {num_embeddings}; the two are not of "
-            "the same model"
+            f"{folder}: has {num_tokens} tokens, the text encoder beside it has {num_embeddings} embeddings; the "
+            "two are not of the same model"
         )

@@ -10,12 +10,12 @@ from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
 from diffusion_runtime.text_encoders.stacked_states import StackedStatesEncoder
 
-# Stands for a picture, and there is none.
+# The placeholder token of a picture; text prompts have none.
 _IMAGE_TOKEN = "[IMG]"
 
 
 def mistral3_template(system_message: str) -> PromptTemplate:
-    """Mistral's chat format (V7-Tekken), written here: what a folder brings along for it is a program."""
+    """Mistral's chat format (V7-Tekken), written here: a folder's own template is a program (Jinja)."""
     return PromptTemplate(f"<s>[SYSTEM_PROMPT]{system_message}[/SYSTEM_PROMPT][INST]", "[/INST]", num_cropped=0)
 
 
@@ -39,7 +39,7 @@ def load_mistral3(
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     if "padding_side" not in tokenizer.init_kwargs:
-        # The class that published folders name pads there by itself, so their files do not say it.
+        # The class that published folders name pads there by default, so their files do not set it.
         tokenizer.padding_side = "left"
     whole = load_encoder(folder / "text_encoder", Mistral3Model, torch.device("cpu"), dtype, num_layers=max(layers))
     model = whole.language_model

@@ -1,4 +1,4 @@
-"""What happens to a prompt before it is tokenized: the same as in diffusers' Wan pipeline."""
+"""Prompt cleaning before tokenization: the same as in diffusers' Wan pipeline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import html
 import importlib.util
 import re
 
-# The separators U+001C to U+001F are whitespace to Python, and no whitespace to Unicode, which diffusers follows here.
+# The separators U+001C to U+001F are whitespace in Python, but not in Unicode, which diffusers follows here.
 _WHITESPACE = re.compile(r"[^\S\x1c-\x1f]+")
 
 

@@ -1,4 +1,4 @@
-"""transformers without its progress bars and reports: what a user should read, this runtime says itself."""
+"""Silences transformers' progress bars and reports; this runtime has its own messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside the block transformers writes nothing below an error; afterwards it is as loud as it was before."""
+    """Inside the block transformers logs errors alone; afterwards the previous verbosity is restored."""
     from transformers.utils import logging as typed_logging
 
     logging: Any = typed_logging  # Some of its functions have no annotations.

@@ -1,7 +1,7 @@
-"""Text encoding for several processes: the first one encodes, the others receive.
+"""Text encoding for several processes: rank 0 encodes and broadcasts, the others receive.
 
-An encoder may be larger than the transformer (UMT5-XXL takes 11 GB), and its result is a few megabytes: the others save
-its memory and the time to read it, and all processes are conditioned on the same numbers.
+An encoder may be larger than the transformer (UMT5-XXL takes 11 GB), and its result is a few megabytes: the other ranks
+save its memory and the time to read it, and all are conditioned on the same numbers.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, Te
 
 
 class SharedTextEncoder(TextEncoder):
-    """encoder: loaded on the first process, None on the others."""
+    """encoder: loaded on rank 0, None on the others."""
 
     def __init__(self, encoder: TextEncoder | None, world: World) -> None:
         self._encoder = encoder
         self._world = world
-        told = json.loads(world.from_first(lambda: json.dumps(self._describe_encoder())))
-        self.max_tokens = told["max_tokens"]
-        self.library = told["library"]
-        self.implementation = told["implementation"]
+        header = json.loads(world.from_first(lambda: json.dumps(self._describe_encoder())))
+        self.max_tokens = header["max_tokens"]
+        self.library = header["library"]
+        self.implementation = header["implementation"]
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Shapes go through the board first, then each tensor in one broadcast."""
-        made: list[Conditions] = []
+        """See TextEncoder.encode. Shapes go through the run store first, then each tensor in one broadcast."""
+        encoded: list[Conditions] = []
 
         def encode() -> str:
             assert self._encoder is not None
-            made.append(self._encoder.encode(prompts))
-            return json.dumps(_describe(made[0]))
+            encoded.append(self._encoder.encode(prompts))
+            return json.dumps(_describe(encoded[0]))
 
-        told = json.loads(self._world.from_first(encode))
-        sent = [_tensors_of(conditions) for conditions in made]
+        header = json.loads(self._world.from_first(encode))
+        sent = [_tensors_of(conditions) for conditions in encoded]
         tensors = []
-        for index, (shape, dtype) in enumerate(told["tensors"]):
+        for index, (shape, dtype) in enumerate(header["tensors"]):
             if sent:
                 tensor = sent[0][index].to(self._world.device).contiguous()
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._world.device)
             tensors.append(self._world.broadcast(tensor))
-        return _conditions(told, tensors)
+        return _conditions(header, tensors)
 
     def _describe_encoder(self) -> dict[str, Any]:
         assert self._encoder is not None
@@ -76,17 +76,17 @@ def _describe(conditions: Conditions) -> dict[str, Any]:
     }
 
 
-def _conditions(told: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Conditions:
+def _conditions(header: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Conditions:
     waiting = iter(tensors)
     embeddings = next(waiting)
-    pooled = next(waiting) if told["has_pooled"] else None
+    pooled = next(waiting) if header["has_pooled"] else None
     return Conditions(
         embeddings,
-        tuple(told["lengths"]),
-        tuple(tuple(words) for words in told["unknown_words"]),
-        tuple(told["num_cut_tokens"]),
+        tuple(header["lengths"]),
+        tuple(tuple(words) for words in header["unknown_words"]),
+        tuple(header["num_cut_tokens"]),
         pooled,
-        tuple(TextStream(next(waiting), tuple(lengths)) for lengths in told["further_lengths"]),
-        told["encoder"],
-        tuple(EncoderCut(name, tuple(counts), room) for name, counts, room in told["further_cuts"]),
+        tuple(TextStream(next(waiting), tuple(lengths)) for lengths in header["further_lengths"]),
+        header["encoder"],
+        tuple(EncoderCut(name, tuple(counts), room) for name, counts, room in header["further_cuts"]),
     )

@@ -1,6 +1,6 @@
-"""SigLIP's vision model (Zhai et al., arXiv:2303.15343): an image as tokens that stand beside those of a text.
+"""SigLIP image encoder (Zhai et al., arXiv:2303.15343): an image as tokens that stand beside those of a text.
 
-The model is transformers'. The picture is prepared here: transformers' own way of doing it needs torchvision.
+The model is transformers'. The picture is preprocessed here: transformers' own preprocessing needs torchvision.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PicturePreparation:
-    """How pixels become the numbers a vision model reads.
+    """Preprocessing of pixels for a vision model.
 
     height, width: of the scaled picture; resample: Pillow's number of the filter; mean, std: by colour, of values in
     [0, 1].
@@ -78,7 +78,7 @@ def load_siglip(folder: Path, device: torch.device, dtype: torch.dtype) -> Sigli
 
 
 def read_preparation(path: Path) -> PicturePreparation:
-    """What a preprocessor_config.json says. Raises ModelLoadError that names the file and the key."""
+    """The contents of a preprocessor_config.json. Raises ModelLoadError that names the file and the key."""
     values: Any = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete")
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: expected a json object with keys, got {shown(values)}")

@@ -1,7 +1,6 @@
-"""Hidden states of several layers of a causal language model, side by side, as text embeddings.
+"""Hidden states of several layers of a causal language model, concatenated, as text embeddings.
 
-Prompts are filled up to one length with padding, which the transformer reads like any other token: some were trained
-so.
+Prompts are padded to one length, and the transformer attends to the padding: some were trained so.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 class StackedStatesEncoder(TextEncoder):
     """The first layers of a decoder of transformers, without its final norm.
 
-    model: a bare decoder, with as many layers as the last of `layers`. layers: which ones' outputs are read, counted
-    from 1. template: writes every special token itself, and nothing of it is cropped. removed: texts that are taken out
-    of prompts, such as the token for a picture. max_tokens: of a prompt with its template and what fills it up.
-    Padding is on the side that the tokenizer says; the language model does not look at it.
+    model: a bare decoder, with as many layers as the last of `layers`. layers: the ones whose outputs are read, counted
+    from 1. template: includes every special token, and nothing of it is cropped. removed: texts that are removed from
+    prompts, such as the token for a picture. max_tokens: of a prompt with its template and padding. Padding is on the
+    side that the tokenizer sets; the language model masks it.
     """
 
     library = "transformers"
@@ -52,7 +51,7 @@ class StackedStatesEncoder(TextEncoder):
 
     @property
     def dim(self) -> int:
-        """Numbers in the embedding of a token."""
+        """Size of the embedding of a token."""
         return len(self.layers) * int(self.model.config.hidden_size)
 
     @torch.inference_mode()
@@ -71,7 +70,7 @@ class StackedStatesEncoder(TextEncoder):
             input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, output_hidden_states=True
         )
         return Conditions(
-            # The first of them is what goes into the first layer.
+            # The first hidden state is the input of the first layer.
             embeddings=torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1),
             lengths=(self.max_tokens,) * len(rows),
             unknown_words=tuple(row.unknown_words for row in rows),

@@ -1,4 +1,4 @@
-"""T5's encoder (Raffel et al., arXiv:1910.10683): model and tokenizer are transformers'."""
+"""T5 text encoder (Raffel et al., arXiv:1910.10683): model and tokenizer are transformers'."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _REMEDY = (
 
 
 class T5TextEncoder(TextEncoder):
-    """Prompts filled up to max_tokens with padding that is read like any other token, by T5 and by the transformer:
-    some transformers were trained so."""
+    """Prompts are padded to max_tokens without a mask, for T5 and for the transformer: some transformers were trained
+    so."""
 
     library = "transformers"
 

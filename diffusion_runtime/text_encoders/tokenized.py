@@ -1,4 +1,4 @@
-"""Text to token ids, with the words that were not understood and the tokens that did not fit."""
+"""Tokenization: text to token ids, with unknown words and the number of truncated tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """ids: no more than there is room for; unknown_words: each once, in order; num_cut_tokens: what did not fit."""
+    """ids: at most as many as fit; unknown_words: each once, in order; num_cut_tokens: what was truncated."""
 
     ids: tuple[int, ...]
     unknown_words: tuple[str, ...]
@@ -27,10 +27,10 @@ def tokenize(
     *,
     add_special_tokens: bool = True,
 ) -> TokenizedPrompt:
-    """The tokens of one cleaned prompt, special tokens included and never cut.
+    """The tokens of one cleaned prompt; special tokens are included and never truncated.
 
-    first, stop: where in the text the user's own words are; None is its end. Others are not remarked on.
-    add_special_tokens: False for a text that holds all of its special tokens, which may then be cut.
+    first, stop: where in the text the user's own words are; None is its end. Only these are remarked on.
+    add_special_tokens: False for a text that holds all of its special tokens, which may then be truncated.
     """
     stop = len(text) if stop is None else stop
     # verbose=False: the tokenizer would print its own warning for a long prompt; the caller gives a better one.
@@ -47,7 +47,7 @@ def tokenize(
 
 
 def _word_around(text: str, start: int, stop: int) -> str:
-    """text[start:stop] widened to whole words: a tokenizer of word pieces may not know a part of a word only."""
+    """text[start:stop] widened to whole words: a subword tokenizer may lack only a part of a word."""
     while start > 0 and text[start - 1].isalnum() and text[start].isalnum():
         start -= 1
     while stop < len(text) and text[stop].isalnum() and text[stop - 1].isalnum():

@@ -1,4 +1,4 @@
-"""UMT5 (Chung et al. 2023, arXiv:2304.09151) as a text encoder: model and tokenizer are transformers'."""
+"""UMT5 text encoder (Chung et al. 2023, arXiv:2304.09151): model and tokenizer are transformers'."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from diffusion_runtime.text_encoders.tokenized import tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
-# What the published Wan transformers were trained with, whatever the tokenizer beside them says of itself.
+# The length the published Wan transformers were trained with, whatever the tokenizer's own config.
 MAX_TOKENS = 512
 
 _CONVERSION = (
@@ -31,8 +31,8 @@ _CONVERSION = (
 
 
 class UMT5TextEncoder(TextEncoder):
-    """`text_encoder/` and `tokenizer/` of a diffusers folder. max_tokens: what prompts are filled up to with zeros,
-    which the transformer reads like any other token."""
+    """`text_encoder/` and `tokenizer/` of a diffusers folder. max_tokens: prompts are padded to it with zeros, which
+    the transformer attends to."""
 
     library = "transformers"
 
@@ -47,7 +47,7 @@ class UMT5TextEncoder(TextEncoder):
         rows = [tokenize(self.tokenizer, clean_prompt(prompt), self.max_tokens) for prompt in prompts]
         lengths = tuple(len(row.ids) for row in rows)
         # The encoder runs on the longest prompt's length, not on max_tokens: its positions are relative and padding is
-        # masked, so what comes out is the same, for a fraction of the work.
+        # masked, so the result is the same, for a fraction of the work.
         ids = torch.full((len(rows), max(1, *lengths)), self.tokenizer.pad_token_id or 0)
         for row, tokens in zip(ids, rows, strict=True):
             row[: len(tokens.ids)] = torch.tensor(tokens.ids, dtype=torch.long)

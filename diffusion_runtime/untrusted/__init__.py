@@ -1,1 +1,1 @@
-"""Files and texts of strangers, read within limits: paths as regular files alone, JSON and YAML of bounded size."""
+"""Untrusted input (files, JSON, YAML), read within limits: regular files alone, bounded size, depth and numbers."""

@@ -1,4 +1,4 @@
-"""Numbers in the config of a component that a library builds, which builds whatever it is told: checked before."""
+"""Bounds on the sizes in a component's config: libraries would build any size, so these are checked before."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _IS_LAYER_COUNT = re.compile(r"(num_.*|n_|.*_|^)(layers|blocks|depth)(_per_.*)?"
 
 
 def check_sizes(values: Mapping[str, Any], path: Path) -> None:
-    """Raises ModelLoadError for a number of layers that no model has, and for integers that torch has no room for.
+    """Raises ModelLoadError for an implausible number of layers, and for integers that torch cannot hold.
 
-    values: a config.json as parsed; path: of the file, for messages. A list of numbers is looked at item by item.
+    values: a config.json as parsed; path: of the file, for messages. A list of numbers is checked item by item.
     """
     for key, value in values.items():
         most = MAX_LAYERS if _IS_LAYER_COUNT.fullmatch(key) else _MAX_NUMBER

@@ -1,6 +1,6 @@
-"""Paths that a user, a config, a recipe or a model folder names: opened as regular files of bounded size alone.
+"""Opens untrusted paths (of a user, a config, a recipe or a model folder): regular files of bounded size alone.
 
-A FIFO blocks whoever opens it, /dev/zero never ends, and a device may act on being opened; none of them is.
+A FIFO blocks its reader, /dev/zero never ends, and a device may act on being opened; none of them is opened.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import BinaryIO
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 
 LFS_PREFIX = b"version https://git-lfs"
-# The specification's limit; what is larger is no pointer.
+# The specification's limit; a larger file is no Git LFS pointer.
 _MAX_LFS_BYTES = 1024
 # The longest name of a file on every common file system, in bytes.
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4095
-# A path is said whole where a person could have typed it.
+# A path that could have been typed is shown whole.
 _MAX_SHOWN_CHARACTERS = 240
 
 _KINDS = {
@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def check_path(path: str | Path, key: str = "", error: type[DiffusionRuntimeError] = ConfigError) -> Path:
-    """`path`, when it is one that a file can have; whether there is one is not looked at. key: for the message.
+    """`path`, when it is one that a file can have; whether it exists is not checked. key: for the message.
 
     Raises `error` for an empty path, NUL, characters that no file name has, and names that are too long.
     """
@@ -44,7 +44,7 @@ def check_path(path: str | Path, key: str = "", error: type[DiffusionRuntimeErro
 
 def expand_home(path: str) -> str:
     """`~` and `~name` at the start as the folder that they stand for, where there is one."""
-    # Not Path.expanduser, which raises for a name that nobody has.
+    # Not Path.expanduser, which raises for an unknown user name.
     return os.path.expanduser(path) if "\0" not in path else path
 
 
@@ -59,17 +59,17 @@ def open_file(
 ) -> BinaryIO:
     """A regular file, opened for reading.
 
-    key: the flag or key that named it, for messages. max_bytes: None for any size. missing: the error where nothing is
-    there, None for `error`; advice: what its message adds.
+    key: the flag or key that named it, for messages. max_bytes: None for any size. missing: the error for a file that
+    does not exist, None for `error`; advice: added to its message.
 
     Raises `error` for a path that cannot be one, a folder, FIFO, device or socket, a file that is too large or may not
-    be read, and a Git-LFS pointer.
+    be read, and a Git LFS pointer.
     """
     checked = check_path(path, key, error)
     try:
         _refuse_kind(os.stat(checked).st_mode)
-        # What is opened may be another file than what was looked at, so it is looked at again; O_NONBLOCK: a FIFO is
-        # then opened at once.
+        # The opened file may differ from the one checked before, so it is checked again; O_NONBLOCK: a FIFO is then
+        # opened at once.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         file = os.fdopen(os.open(checked, flags), "rb")
         try:
@@ -99,7 +99,7 @@ def read_file(
     """The content of a file that open_file opens. Raises what it raises."""
     with open_file(path, key, max_bytes=max_bytes, error=error, missing=missing, advice=advice) as file:
         try:
-            # Files of /proc say that they have 0 bytes.
+            # Files of /proc report a size of 0 bytes.
             content = file.read(max_bytes + 1)
         except OSError as reason:
             raise error(_message(key, path, f"cannot be read: {reason.strerror or reason}")) from reason
@@ -125,7 +125,7 @@ def check_file(
 def check_place(path: str | Path, key: str = "", error: type[DiffusionRuntimeError] = ConfigError) -> Path:
     """A path that a folder or a file has or can be given.
 
-    Raises `error` for a path that cannot be one, and where a device, FIFO or socket is.
+    Raises `error` for a path that cannot be one, and for a device, FIFO or socket.
     """
     checked = check_path(path, key, error)
     try:
@@ -135,7 +135,7 @@ def check_place(path: str | Path, key: str = "", error: type[DiffusionRuntimeErr
     except _Unfit as reason:
         raise error(_message(key, path, str(reason))) from reason
     except OSError:
-        # Nothing is there, or what is there cannot be looked at: whoever writes finds out.
+        # It does not exist, or cannot be inspected: writing to it will show.
         pass
     return checked
 
@@ -146,7 +146,7 @@ def named(key: str, path: str | Path) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path for a message: cut in the middle, and as Python writes it where it holds what cannot be shown."""
+    """A path for a message: cut in the middle, and as a Python literal where it holds unprintable characters."""
     text = str(path)
     if not text.isprintable():
         text = repr(text)
@@ -189,7 +189,7 @@ def _refuse_name(text: str) -> str | None:
     try:
         encoded = os.fsencode(text)
     except UnicodeEncodeError:
-        return "a path cannot hold half of a character (a lone surrogate)"
+        return "a path cannot hold a lone surrogate (half of a character)"
     if len(encoded) > MAX_PATH_BYTES:
         return f"expected a path of at most {MAX_PATH_BYTES} bytes, got {len(encoded)}"
     longest = max(len(os.fsencode(name)) for name in re.split(r"[/\\]" if os.name == "nt" else "/", text))

@@ -1,4 +1,4 @@
-"""The one reader of JSON: bounded depth, numbers and size, no key twice; never raises anything but DocumentError."""
+"""The one JSON parser: bounded depth, numbers and size, no duplicate keys; raises nothing but DocumentError."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, shown
 from diffusion_runtime.untrusted.document import MAX_NUMBER_CHARACTERS, DocumentError, check_depth
 from diffusion_runtime.untrusted.files import named, read_file
 
-# A value costs up to a hundred bytes of memory, and as few as two of the text.
+# A value needs up to a hundred bytes of memory, and as few as two of the text.
 MAX_VALUES = 1_000_000
 # The index of the largest published checkpoints has a few million.
 MAX_JSON_BYTES = 32 * 1024 * 1024
 
 
 def parse_json(text: str | bytes, *, allow_constants: bool = False, max_values: int = MAX_VALUES) -> Any:
-    """What a JSON text holds.
+    """The value of a JSON text.
 
-    allow_constants: whether NaN and Infinity, which JSON does not have, are numbers; diffusers writes them into
+    allow_constants: whether NaN and Infinity, which JSON does not have, are accepted; diffusers writes them into
     configs. max_values: how many commas and brackets the text may hold. Raises DocumentError.
     """
     if isinstance(text, bytes):
@@ -57,7 +57,7 @@ def read_json_file(
     allow_constants: bool = False,
     max_values: int = MAX_VALUES,
 ) -> Any:
-    """What the JSON file at `path` holds. key: the flag or key that named it.
+    """The value of the JSON file at `path`. key: the flag or key that named it.
 
     Raises what read_file raises, and `error` for a text that parse_json refuses.
     """

@@ -1,7 +1,7 @@
-"""The one reader of YAML: what JSON can say, with comments, anchors and without quotes; never a type of its own.
+"""The one YAML parser: JSON's values, with comments, anchors and unquoted text; no tags.
 
 Scalars without quotes are null, true and false in YAML 1.1's spellings, decimal numbers, else text: dates, binary,
-octal and sexagesimal numbers stay the text they are. Keys are text. Tags are refused.
+octal and sexagesimal numbers stay text. Keys are text. Tags are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.untrusted.document import MAX_DEPTH, MAX_NUMBER_CHARACTERS, DocumentError, check_depth
 from diffusion_runtime.untrusted.files import named, read_file
 
-# Values of a document, those that aliases repeat counted each time. PyYAML reads some 10,000 of them a second.
+# Values of a document, those that aliases repeat counted each time. PyYAML reads some 10,000 of them per second.
 MAX_VALUES = 20_000
 MAX_YAML_BYTES = 1024 * 1024
 
@@ -34,8 +34,8 @@ _MERGE = "<<"
 
 @dataclass
 class _Open:
-    """A list or mapping that is being read. key: of the value that comes next, None before a key. merged: what `<<`
-    brings, which the mapping's own keys come before."""
+    """A list or mapping that is being read. key: of the next value, None before a key. merged: values from `<<`, which
+    the mapping's own keys override."""
 
     value: dict[str, Any] | list[Any]
     anchor: str | None
@@ -51,10 +51,10 @@ class _Anchored:
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text of one document holds; None for an empty one.
+    """The value of a YAML text of one document; None for an empty one.
 
-    Raises DocumentError with the line for what does not parse, tags, keys that are no text or given twice, aliases of
-    what holds them, and anything past the limits.
+    Raises DocumentError with the line for syntax errors, tags, keys that are no text or given twice, aliases of what
+    contains them, and anything past the limits.
     """
     try:
         return _Builder().build(text)
@@ -66,7 +66,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml_file(path: str | Path, key: str = "") -> Any:
-    """What the YAML file at `path` holds. key: the flag or key that named it.
+    """The value of the YAML file at `path`. key: the flag or key that named it.
 
     Raises ConfigError for what read_file and parse_yaml refuse.
     """
@@ -80,7 +80,7 @@ def read_yaml_file(path: str | Path, key: str = "") -> Any:
 
 
 class _Builder:
-    """Values out of the parser's events, which it gives one by one whatever the depth."""
+    """Builds values from the parser's events, which come one by one whatever the depth."""
 
     def __init__(self) -> None:
         self._open: list[_Open] = []
@@ -112,7 +112,7 @@ class _Builder:
             name = str(event.anchor)
             found = self._anchors.get(name)
             if found is None:
-                raise DocumentError(f"*{name[:80]} stands for nothing that was read before it")
+                raise DocumentError(f"the alias *{name[:80]} is not defined before its use")
             self._put(found.value, found.num_values)
         elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
             if len(self._open) == MAX_DEPTH:
@@ -147,7 +147,8 @@ class _Builder:
         self._put(done.value, done.num_values, counted=True)
 
     def _put(self, value: Any, num_values: int, *, counted: bool = False) -> None:
-        """Give a complete value to whatever is open. counted: whether its own values were counted as they came."""
+        """Add a complete value to the innermost open list or mapping. counted: whether its own values were counted as
+        they came."""
         self._count(1 if counted else num_values)
         if not self._open:
             self._documents.append(value)

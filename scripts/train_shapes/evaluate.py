@@ -79,16 +79,16 @@ class Model:
         return torch.cat(parts).cpu()
 
 
-def _check_one(says: SceneAttributes, clip: np.ndarray) -> Verdict:
+def _check_one(attributes: SceneAttributes, clip: np.ndarray) -> Verdict:
     torch.set_num_threads(1)
-    return check_clip(says, torch.from_numpy(clip))
+    return check_clip(attributes, torch.from_numpy(clip))
 
 
 def parallel_checker(pool: ProcessPoolExecutor) -> CheckClips:
     """Clips checked by the pool's processes."""
 
-    def check(says: Sequence[SceneAttributes], clips: Tensor) -> list[Verdict]:
-        return list(pool.map(_check_one, says, [clip.numpy() for clip in clips], chunksize=2))
+    def check(attributes: Sequence[SceneAttributes], clips: Tensor) -> list[Verdict]:
+        return list(pool.map(_check_one, attributes, [clip.numpy() for clip in clips], chunksize=2))
 
     return check
 

@@ -37,7 +37,7 @@ def token_labels(captions: Sequence[Caption], encoded: BatchEncoding) -> Tensor:
     names = (COLOUR_NAMES, SHAPE_NAMES, MOTION_NAMES)
     labels = np.full((*begin.shape, len(names)), IGNORED, dtype=np.int8)
     for row, caption in enumerate(captions):
-        for one, (first, past) in zip(caption.says.objects, caption.spans, strict=True):
+        for one, (first, past) in zip(caption.attributes.objects, caption.spans, strict=True):
             inside = (begin[row] >= first) & (end[row] <= past) & (end[row] > begin[row])
             said = (one.colour, one.shape, one.motion)
             labels[row, inside] = [

@@ -134,7 +134,7 @@ def test_wrong_results_are_said_and_not_timed() -> None:
     wrong = row(result, "faulty")
     assert (wrong.state, wrong.samples, wrong.implementation) == ("wrong", (), "faulty kernel")
     assert wrong.error is not None
-    assert wrong.said == f"the error {wrong.error:.1e} is above the bound 2.0e-05"
+    assert wrong.reason == f"the error {wrong.error:.1e} is above the bound 2.0e-05"
     assert (row(result, "infinite").state, row(result, "infinite").error) == ("wrong", None)
     assert row(result, "quantised").state == "measured"
     assert row(result, "torch_sdpa").state == "measured"
@@ -144,17 +144,17 @@ def test_wrong_results_are_said_and_not_timed() -> None:
 def test_what_raises_and_what_cannot_are_rows_too() -> None:
     result = bench("torch_sdpa", "faulty", "vmoba_attn", shapes=(PADDED, CROSS))
     failed = row(result, "faulty", PADDED)
-    assert (failed.state, failed.said) == ("failed", "OSError: libfaulty.so: cannot open shared object file")
+    assert (failed.state, failed.reason) == ("failed", "OSError: libfaulty.so: cannot open shared object file")
     refused = row(result, "vmoba_attn", CROSS)
     assert (refused.state, refused.samples) == ("refused", ())
-    assert "serves self attention, not role 'cross'" in refused.said
+    assert "serves self attention, not role 'cross'" in refused.reason
     assert bench("vmoba_attn", shapes=(CROSS,)).exit_code == 0
 
 
 def test_one_that_raises_while_it_is_timed_is_a_row_and_the_others_are_timed() -> None:
     result = bench("tiring", "torch_sdpa")
     broken = row(result, "tiring")
-    assert (broken.state, broken.said, broken.samples) == ("failed", "OSError: out of handles", ())
+    assert (broken.state, broken.reason, broken.samples) == ("failed", "OSError: out of handles", ())
     assert len(row(result, "torch_sdpa").samples) == 3
     assert result.exit_code == 1
 
@@ -174,7 +174,9 @@ def test_padding_is_not_seen_and_not_counted() -> None:
 
 def test_when_the_time_is_up_shapes_are_skipped() -> None:
     result = bench("torch_sdpa", shapes=(SMALL, CROSS), seconds=-1.0)
-    assert [(item.state, item.said) for item in result.measurements] == [("skipped", "the time limit was reached")] * 2
+    assert [(item.state, item.reason) for item in result.measurements] == [
+        ("skipped", "the time limit was reached")
+    ] * 2
     assert result.exit_code == 0
 
 

@@ -100,7 +100,7 @@ def test_every_single_test(command: Command, monkeypatch: pytest.MonkeyPatch) ->
     assert shown.code == 0
     said = " ".join(shown.out.split())
     assert "padded cross-attention, float32, head size 64 (eager" in said
-    assert "DIFFUSION_ATTENTION_BACKEND says 'sage_attn_3', which cannot run here" in said
+    assert "DIFFUSION_ATTENTION_BACKEND is 'sage_attn_3', which cannot run here" in said
     assert "fix: unset DIFFUSION_ATTENTION_BACKEND" in said
     assert max(map(len, shown.out.splitlines())) <= 80
 

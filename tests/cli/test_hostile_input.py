@@ -104,7 +104,7 @@ CONFIGS = [
     ("2001-12-14: 1", "unknown section '2001-12-14'"),
     ("<<: foo", "is not valid YAML: line 1: <<"),
     ("request: {height: 64, height: 32}", "key 'height' is given twice"),
-    ("request: &r {height: 64, nested: [*r]}", r"\*r stands for nothing"),
+    ("request: &r {height: 64, nested: [*r]}", r"\*r is not defined"),
     ("request: {height: !!float foo}", "the tag"),
     ("runtime: {backend: [1]}", r"runtime.backend: unknown value \[1\]"),
     ("runtime: {lora: [{path: x, scale: 1.0e+300}]}", "lora.scale: expected a number from"),

@@ -173,7 +173,7 @@ def test_a_recipe_of_many_processes_is_repeated_by_one(tmp_path: Path) -> None:
 def test_processes_that_run_already_must_be_as_many_as_asked_for() -> None:
     settings = settle(Flags(prompts=["a"], parallel={"ring_degree": 2}))
     assert settings.on_processes(4).runtime.parallel.num_processes == 4
-    with pytest.raises(ConfigError, match="does not make 3 processes"):
+    with pytest.raises(ConfigError, match="does not give 3 processes"):
         settings.on_processes(3)
 
 

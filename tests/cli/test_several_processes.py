@@ -150,6 +150,6 @@ def test_what_is_wrong_on_every_process_is_said_once(tmp_path: Path) -> None:
     flags = ("--ulysses-degree", 3, "--json")
     result = finish(start(tmp_path, *GENERATE, *flags, num_torchrun=2))
     assert result.code == 1  # torchrun's own; the processes end with 2
-    assert result.err.count("ulysses_degree 3 does not make 2 processes") == 1
+    assert result.err.count("ulysses_degree 3 does not give 2 processes") == 1
     assert "exitcode  : 2" in result.err
     assert result.json["kind"] == "ConfigError"

@@ -62,7 +62,7 @@ def test_machines_without_a_problem(changes: dict[str, object]) -> None:
         (CPU_BUILD, "is a build for the CPU; the driver sees NVIDIA H200", "/whl/cu130"),
         (
             {"driver": Driver("535.54.03", (12, 2), ("NVIDIA H200",)), "gpus": ()},
-            "driver 535.54.03 serves CUDA up to 12.2, torch 2.11.0+cu130 is built for CUDA 13.0",
+            "driver 535.54.03 supports CUDA up to 12.2, torch 2.11.0+cu130 is built for CUDA 13.0",
             "update the driver to 580.65.06 or newer, or: pip install --force-reinstall torch --index-url "
             "https://download.pytorch.org/whl/cu126",
         ),

@@ -104,7 +104,7 @@ def test_a_sparse_choice_passes_over_text_and_cross_attention() -> None:
 
 def test_a_sparse_choice_needs_a_model_whose_grid_is_known() -> None:
     model, _ = image_joint()
-    with pytest.raises(BackendUnavailableError, match=r"needs the grid of the tokens, which is known of .*Wan"):
+    with pytest.raises(BackendUnavailableError, match=r"needs the grid of the tokens, which is known for .*Wan"):
         attach(model, SPARSE)
 
 

@@ -78,10 +78,10 @@ def test_a_processor_that_a_script_sets_is_served_or_counted(caplog: pytest.LogC
             forward(model, arguments)
         assert handle.report().num_calls == 4 + 3 + 3
         assert handle.report().notes[1] == (
-            "attention calls reached: 10 of 12; 2 went past: WanTransformer3DModel.blocks.1.attn1 x 2 "
+            "attention calls reached: 10 of 12; 2 not intercepted: WanTransformer3DModel.blocks.1.attn1 x 2 "
             "(ByHand was set in the meantime: ByHand computes attention by hand)"
         )
-    assert len([record for record in caplog.records if "1 went past" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "1 not intercepted" in record.getMessage()]) == 1
     assert model.blocks[0].attn1.processor is first
     assert model.blocks[1].attn1.processor is second
 
@@ -93,7 +93,7 @@ def test_a_choice_that_serves_no_call_is_an_error() -> None:
             block.attn1.set_processor(ByHand())
             block.attn2.set_processor(ByHand())
         with pytest.raises(
-            BackendUnavailableError, match=r"serves no call: attention calls reached: 0 of 4; 4 went past"
+            BackendUnavailableError, match=r"serves no call: attention calls reached: 0 of 4; 4 not intercepted"
         ):
             forward(model, arguments)
 
@@ -115,7 +115,7 @@ def test_a_replaced_scaled_dot_product_attention(
         forward(unet, inputs)
     with attach(unet) as handle, caplog.at_level(logging.WARNING):
         forward(unet, inputs)
-        assert f"0 of {handle.num_modules}; {handle.num_modules} went past" in caplog.records[-1].getMessage()
+        assert f"0 of {handle.num_modules}; {handle.num_modules} not intercepted" in caplog.records[-1].getMessage()
     # diffusers' dispatcher asks us before it asks torch.
     with attach(model, "reference") as handle:
         assert relative_error(forward(model, arguments), other) < 1e-5
@@ -145,8 +145,8 @@ def test_guidance_that_leaves_scores_out_keeps_its_calls() -> None:
     with attach(model, "reference") as handle:
         assert relative_error(forward(model, arguments), before) < 1e-5
         note = handle.report().notes[1]
-    assert "AttentionScoreSkipFunctionMode answers torch's attention here" in note
-    assert "reached: 1 of 2; 1 went past: CogVideoXTransformer3DModel.transformer_blocks.1.attn1 x 1" in note
+    assert "AttentionScoreSkipFunctionMode replaces torch's attention here" in note
+    assert "reached: 1 of 2; 1 not intercepted: CogVideoXTransformer3DModel.transformer_blocks.1.attn1 x 1" in note
     assert torch.equal(forward(model, arguments), before)
 
 
@@ -217,4 +217,4 @@ def test_a_dispatcher_choice_says_what_goes_past_it(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING), observed.counting(StepInfo):
         model.blocks[0].attn1.set_processor(ByHand())
         forward(model, arguments)
-    assert "7 of 8; 1 went past: transformer.blocks.0.attn1 x 1 (ByHand" in caplog.records[-1].getMessage()
+    assert "7 of 8; 1 not intercepted: transformer.blocks.0.attn1 x 1 (ByHand" in caplog.records[-1].getMessage()

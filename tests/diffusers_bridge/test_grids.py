@@ -142,6 +142,6 @@ def test_a_sparse_choice_for_a_model_without_a_known_grid_is_refused_without_wei
     for name, arguments in small.items():
         with torch.device("meta"):
             model = getattr(diffusers, name)(**arguments)
-        with pytest.raises(BackendUnavailableError, match=r"needs the grid of the tokens, which is known of .*Wan"):
+        with pytest.raises(BackendUnavailableError, match=r"needs the grid of the tokens, which is known for .*Wan"):
             plan_attachment(model, sparse, device="cpu")
         assert plan_attachment(model, "torch_sdpa", device="cpu").num_reached > 0

@@ -34,5 +34,5 @@ def test_sound_of_an_unknown_rate_is_said_to_be_lost(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         sound, notes = sound_of(result, SimpleNamespace())
     assert sound is None
-    assert notes == ["the pipeline made sound as well, which is not written: its samples a second are not known"]
+    assert notes == ["the pipeline made sound as well, which is not written: its sample rate is unknown"]
     assert sound_of(SimpleNamespace(frames=None), SimpleNamespace()) == (None, [])

@@ -22,10 +22,10 @@ def main(what: str) -> None:
     world.agree(None)
     if what == "dies" and world.is_first:
         # Not before the other one has read the last answer from the store.
-        world._board.wait(["waits"], give_up=lambda: False)
+        world._store.wait(["waits"], give_up=lambda: False)
         os.kill(os.getpid(), signal.SIGKILL)
     if not world.is_first:
-        world._board.set("waits", "")
+        world._store.set("waits", "")
         # The watch ends the process long before that.
         time.sleep(1000.0 if what == "dies" else 1.5)
     world.leave()

@@ -1,4 +1,4 @@
-"""The board of a run: who is believed, and runs that meet at one port."""
+"""The run store: whose reason counts, and runs that meet at one port."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def place(monkeypatch: pytest.MonkeyPatch) -> ProcessInfo:
     return ProcessInfo(0, 2, 0, 2, "localhost", port)
 
 
-def test_the_first_reason_is_believed() -> None:
-    board = RunStore(dist.HashStore(), "run/")
-    assert board.ending() is None
+def test_the_first_reason_counts() -> None:
+    store = RunStore(dist.HashStore(), "run/")
+    assert store.ending() is None
     first, second = RankFailure(1, "KeyError", "first", 4, "trace"), RankFailure(0, "OSError", "second")
-    assert board.end(first)
-    assert not board.end(second)
-    assert board.ending() == first
+    assert store.end(first)
+    assert not store.end(second)
+    assert store.ending() == first
 
 
 def test_a_wait_can_be_given_up() -> None:
-    board = RunStore(dist.HashStore(), "run/")
-    board.set("a", "1")
-    assert board.wait(["a"], lambda: True)
-    assert not board.wait(["a", "b"], lambda: True)
-    assert board.get(["a"]) == ["1"]
+    store = RunStore(dist.HashStore(), "run/")
+    store.set("a", "1")
+    assert store.wait(["a"], lambda: True)
+    assert not store.wait(["a", "b"], lambda: True)
+    assert store.get(["a"]) == ["1"]
 
 
 def test_a_rank_that_is_started_twice_at_one_port(place: ProcessInfo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_a_process_that_speaks_or_that_nobody_can_see() -> None:
     assert signs.look(1, None, 0.0) is None
     assert signs.look(2, None, 10 * SILENT_SECONDS) is None
     assert signs.look(2, None, 10 * SILENT_SECONDS + SILENT_SECONDS - 1) is None
-    assert signs.look(2, None, 10 * SILENT_SECONDS + SILENT_SECONDS) == "has given no sign of life for 45 s"
+    assert signs.look(2, None, 10 * SILENT_SECONDS + SILENT_SECONDS) == "has sent no heartbeat for 45 s"
     signs.forget()
     assert signs.look(2, None, 100 * SILENT_SECONDS) is None
     late = SignsOfLife()
@@ -78,8 +78,8 @@ def test_a_silent_process_lives_as_long_as_it_works() -> None:
             assert working.look(1, busy.pid, number * SILENT_SECONDS) is None
         assert sleeping.look(1, idle.pid, 0.0) is None
         assert sleeping.look(1, idle.pid, SILENT_SECONDS - 1) is None
-        silent = f"for {SILENT_SECONDS:.0f} s, in which it computed nothing"
-        assert sleeping.look(1, idle.pid, SILENT_SECONDS) == f"has given no sign of life {silent}"
+        silent = f"for {SILENT_SECONDS:.0f} s, and has used no CPU time"
+        assert sleeping.look(1, idle.pid, SILENT_SECONDS) == f"has sent no heartbeat {silent}"
         assert SignsOfLife().look(None, idle.pid, 0.0) is None
         busy.send_signal(signal.SIGSTOP)
         while not getattr(read_state(busy.pid), "is_stopped", False):
@@ -100,18 +100,18 @@ def test_who_says_that_a_process_died() -> None:
     with process(IDLE) as dead:
         pass
     for is_launched in (True, False):
-        board = RunStore(dist.HashStore(), "run/")
+        store = RunStore(dist.HashStore(), "run/")
         said: list[RankFailure] = []
         place = ProcessInfo(0, 2, 0, 2, "localhost", 1, is_launched=is_launched, has_agent=is_launched)
-        watch = Watchdog(board, place, said.append)
+        watch = Watchdog(store, place, said.append)
         watch._beat(has_left=False)
-        beat = json.loads(board.get(["beat/0"])[0])
-        board.set("beat/1", json.dumps({**beat, "process": dead.pid}))
+        beat = json.loads(store.get(["beat/0"])[0])
+        store.set("beat/1", json.dumps({**beat, "process": dead.pid}))
         failure = watch._judge()
         assert failure is not None
         assert "is gone: it was killed or crashed" in failure.message
         assert said == ([] if is_launched else [failure])
-        assert board.ending() == (None if is_launched else dataclasses.replace(failure))
+        assert store.ending() == (None if is_launched else dataclasses.replace(failure))
         # Unless it has left in order meanwhile.
         board.set("beat/1", json.dumps({**beat, "process": dead.pid, "has_left": True}))
         assert Watchdog(board, place, said.append)._judge() is None

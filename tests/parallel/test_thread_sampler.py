@@ -80,11 +80,11 @@ def test_a_process_that_reads_is_not_idle(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_others_is_not_to_blame() -> None:
-    board = RunStore(dist.HashStore(), "run/")
-    thread = threading.Thread(target=lambda: board.wait(["never"], lambda: board.has("over")))
+    store = RunStore(dist.HashStore(), "run/")
+    thread = threading.Thread(target=lambda: store.wait(["never"], lambda: store.has("over")))
     thread.start()
     try:
         assert observe(thread, lambda seen: seen.waiting_seconds > 0.3).waits
     finally:
-        board.set("over", "")
+        store.set("over", "")
         thread.join()

@@ -38,7 +38,7 @@ def seeded_captions(count: int, random: Random) -> list[Caption]:
 
 def test_seeded_captions_and_the_random_stream_stay_as_they_are() -> None:
     random = Random(2026)
-    lines = [f"{caption.text}|{caption.says}" for caption in seeded_captions(400, random)]
+    lines = [f"{caption.text}|{caption.attributes}" for caption in seeded_captions(400, random)]
     lines.append(str(random.random()))
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == SEEDED_TEXTS
 
@@ -46,11 +46,11 @@ def test_seeded_captions_and_the_random_stream_stay_as_they_are() -> None:
 def test_spans_hold_the_words_of_their_own_object_alone() -> None:
     relations = openings = 0
     for caption in seeded_captions(2000, Random(1)):
-        assert len(caption.spans) == len(caption.says.objects)
+        assert len(caption.spans) == len(caption.attributes.objects)
         phrases = [caption.text[begin:end] for begin, end in caption.spans]
         relations += ", both" in caption.text
         openings += caption.spans[0][0] > 0
-        for phrase, one in zip(phrases, caption.says.objects, strict=True):
+        for phrase, one in zip(phrases, caption.attributes.objects, strict=True):
             assert phrase == phrase.strip(" ,;")
             words = set(phrase.split())
             # The colour of a relation is said of both: it is no word of the second object alone.
@@ -63,7 +63,7 @@ def test_spans_hold_the_words_of_their_own_object_alone() -> None:
             if f"a {one.colour} {one.shape}" in caption.text and len(phrases) == 1:
                 assert f"{one.colour} {one.shape}" in phrase
         if ", both" not in caption.text:
-            moving = [one.motion for one in caption.says.objects]
+            moving = [one.motion for one in caption.attributes.objects]
             for phrase, motion in zip(phrases, moving, strict=True):
                 found = {side for side in ("left", "right") if side in phrase.replace("wards", "").split()}
                 assert found == ({motion} if motion in ("left", "right") else set()), caption.text
@@ -86,7 +86,7 @@ def test_token_labels_follow_the_spans() -> None:
         labelled = labels[row].ne(IGNORED).any(dim=1).tolist()
         tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"][row])
         expected: list[str] = []
-        for (begin, end), one in zip(caption.spans, caption.says.objects, strict=True):
+        for (begin, end), one in zip(caption.spans, caption.attributes.objects, strict=True):
             if one != ObjectAttributes(None, None, None):
                 expected += caption.text[begin:end].split()
         assert [token for token, kept in zip(tokens, labelled, strict=True) if kept] == expected

@@ -204,7 +204,7 @@ def test_evaluate_counts_right_clips_and_checks_the_shape_of_what_is_generated()
         clips = []
         for text, seed in zip(texts, seeds, strict=True):
             assert by_text[text].seed == seed
-            (wanted,) = by_text[text].says.objects
+            (wanted,) = by_text[text].attributes.objects
             batch = scenes(seed, 1, 0.0)
             motion = MOTION_NAMES.index(str(wanted.motion))
             direction = torch.tensor([[-1.0, 0], [1, 0], [0, -1], [0, 1], [0, 0]])[motion]
@@ -215,7 +215,7 @@ def test_evaluate_counts_right_clips_and_checks_the_shape_of_what_is_generated()
                 shape=torch.full((1, 2), SHAPE_NAMES.index(str(wanted.shape))),
                 start=(-0.4 * direction).expand(1, 2, 2) if right else torch.full((1, 2, 2), 0.5),
                 travel=(0.8 * direction).expand(1, 2, 2),
-                background=torch.tensor([BACKGROUND_NAMES.index(by_text[text].says.background or "plain")]),
+                background=torch.tensor([BACKGROUND_NAMES.index(by_text[text].attributes.background or "plain")]),
                 radius=torch.full((1, 2), 0.3),
             )
             if not right:

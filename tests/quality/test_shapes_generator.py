@@ -48,7 +48,7 @@ def test_held_out_combinations_never_appear_in_training_scenes() -> None:
 
 def test_held_out_prompts_ask_for_held_out_combinations_only() -> None:
     for prompt in evaluation_prompts("held_out", 60):
-        (wanted,) = prompt.says.objects
+        (wanted,) = prompt.attributes.objects
         assert wanted.colour is not None
         assert wanted.shape is not None
         assert wanted.motion is not None
@@ -77,15 +77,15 @@ def test_evaluation_prompts_are_seeded_and_a_shorter_list_is_a_prefix() -> None:
     many = evaluation_prompts("two_objects", 24)
     assert evaluation_prompts("two_objects", 10) == many[:10]
     assert len({prompt.text for prompt in many}) > 20
-    assert all(len(prompt.says.objects) == 2 for prompt in many)
-    assert all(None not in (one.colour, one.shape, one.motion) for prompt in many for one in prompt.says.objects)
-    assert {prompt.says.background is None for prompt in many} == {True, False}
+    assert all(len(prompt.attributes.objects) == 2 for prompt in many)
+    assert all(None not in (one.colour, one.shape, one.motion) for prompt in many for one in prompt.attributes.objects)
+    assert {prompt.attributes.background is None for prompt in many} == {True, False}
 
 
 def test_image_captions_mostly_leave_the_motion_out() -> None:
     descriptions = scenes(5, 400, SceneSettings(two_object_fraction=0.0)).attributes()
     captions = [write_caption(scene, Random(index), image=True) for index, scene in enumerate(descriptions)]
-    silent = sum(caption.says.objects[0].motion is None for caption in captions)
+    silent = sum(caption.attributes.objects[0].motion is None for caption in captions)
     assert 280 < silent < 360
 
 
@@ -103,7 +103,7 @@ def test_a_caption_says_what_it_reports() -> None:
     random = Random(1)
     for scene in scenes(7, 500, SceneSettings(two_object_fraction=0.0)).attributes():
         caption = write_caption(scene, random)
-        (said,) = caption.says.objects
+        (said,) = caption.attributes.objects
         words = set(caption.text.replace(",", " ").replace("wards", "").replace("ward", "").split())
         if said.motion in ("left", "right"):
             assert said.motion in words, caption.text

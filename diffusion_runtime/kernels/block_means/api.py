@@ -1,4 +1,4 @@
-"""Block means: checks, and the choice of who computes them."""
+"""Block means (mean pooling of each block of tokens): checks, and the choice of the implementation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 def block_means(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
     """The mean over the tokens of each block; text tokens belong to none.
 
-    x: [B, seq, heads, head_dim]; geometry: shared by all heads, or with one row for each of B * heads. Returns
-    [B, heads, blocks, head_dim] in float32, added up in float32; an empty block gives 0. Two runs give the same bits,
-    and the device is not waited for. Raises ConfigError when the tensor does not fit the geometry.
+    x: [B, seq, heads, head_dim]; geometry: shared by all heads, or with one row for each of B * heads. Returns [B,
+    heads, blocks, head_dim] in float32, summed in float32; an empty block gives 0. Deterministic, and without a device
+    synchronisation. Raises ConfigError when the tensor does not fit the geometry.
     """
     batch, num_tokens, num_heads, _ = x.shape
     if num_tokens != geometry.num_tokens or geometry.num_groups not in (1, batch * num_heads):

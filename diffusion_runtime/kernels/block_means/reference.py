@@ -1,4 +1,4 @@
-"""The specification of block means, in torch: each block is added up on its own, in order, in float32."""
+"""The specification of block means, in torch: each block is summed on its own, in order, in float32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
-# Numbers that are gathered in float32 at a time.
+# How many numbers are gathered in float32 at a time.
 _CHUNK = 1 << 25
 
 
@@ -29,8 +29,8 @@ def block_means_reference(x: torch.Tensor, geometry: BlockGeometry) -> torch.Ten
 def _means_of_rows(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """x: [n, seq, head_dim]; order, offsets: [1 or n, ...]. Returns [n, blocks, head_dim]."""
     index = order.long()[..., None].expand(x.shape[0], -1, x.shape[2])
-    # A segment is added up by itself: running totals would carry one bad token into every later block, and atomic
-    # additions would make two runs differ.
+    # Each segment is summed by itself: running totals would carry one NaN into every later block, and atomic additions
+    # would make two runs differ.
     sums = torch.segment_reduce(
         x.gather(1, index).float(),
         "sum",

@@ -1,4 +1,4 @@
-"""Block means in Triton: one pass over the tokens, in whatever order they lie."""
+"""Block means in Triton: one pass over the tokens, in any order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def refusal(x: torch.Tensor) -> str | None:
-    """Why blocks of tensors like x cannot be averaged here; None when they can."""
+    """Why blocks of tensors like x cannot be averaged by this implementation; None when they can."""
     if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"needs a CUDA GPU, the tensor is on {x.device}"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -1,1 +1,1 @@
-"""q, k and v as rows in the order of blocks, with the mean of every block from the same pass."""
+"""Packing: permutes the rows of q, k and v into block order, and computes the mean of every block in the same pass."""

@@ -1,4 +1,4 @@
-"""Packing: checks, and the choice of who packs."""
+"""Packing into block order: checks, and the choice of the implementation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def pack_tokens(
     """q, k and v as rows in the order of their blocks, and the means of the blocks from the same pass.
 
     q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; the geometries are shared by all heads or have one row
-    for each. text_lengths: int32 [B], how many text tokens are valid; None for all. averaged: which of the tensors get
-    block means, added up in float32. Two runs give the same bits, and the device is not waited for.
+    per head. text_lengths: int32 [B], how many text tokens are valid; None for all. averaged: which of the tensors get
+    block means, summed in float32. Deterministic, and without a device synchronisation.
 
     Raises ConfigError when the tensors do not fit the geometries.
     """

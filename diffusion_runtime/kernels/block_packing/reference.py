@@ -1,4 +1,4 @@
-"""The specification of packing, in torch, on any device."""
+"""The specification of packing into block order, in torch, on any device."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 
 def refusal(x: torch.Tensor) -> str | None:
-    """Why tensors like x cannot be packed here; None when they can."""
+    """Why tensors like x cannot be packed by this implementation; None when they can."""
     if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"needs a CUDA GPU, the tensor is on {x.device}"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -43,7 +43,7 @@ def pack_tokens_triton(
         torch.empty(batch, x.shape[2], geometry.num_blocks, head_dim, dtype=torch.float32, device=x.device)
         for x, geometry in list(zip((q, k, v), geometries, strict=True))[:num_averaged]
     ]
-    # Runs are blocks and then text, so that a block is read by one program; without means any runs will do.
+    # Runs are blocks and then text, so that one program reads a whole block; without means any runs will do.
     run = min(64, 8192 // width)
     by_blocks = num_averaged > 0
     num_blocks = max(q_geometry.num_blocks, kv_geometry.num_blocks) if by_blocks else 0
@@ -82,7 +82,7 @@ def pack_tokens_triton(
 
 
 def _group_strides(geometry: BlockGeometry) -> tuple[int, int]:
-    """From one head to the next in `order` and in `offsets`."""
+    """Strides from one head to the next in `order` and in `offsets`."""
     return (0, 0) if geometry.num_groups == 1 else (geometry.num_tokens, geometry.num_blocks + 1)
 
 

@@ -133,7 +133,7 @@ def pack_heads(
     kv_heads = batch * num_kv_heads
     run = tl.program_id(0) // (q_heads + 2 * kv_heads)
     head = tl.program_id(0) % (q_heads + 2 * kv_heads)
-    # Three copies of the code, so that what is known of each pointer and stride is kept.
+    # Three copies of the code, so that the compiler keeps what it knows of each pointer and stride.
     if head < q_heads:
         _pack_run(
             q,

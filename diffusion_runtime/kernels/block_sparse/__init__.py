@@ -1,1 +1,1 @@
-"""Attention in which each block of queries sees a chosen list of key blocks."""
+"""Block-sparse attention: each block of queries attends to a chosen list of key blocks."""

@@ -1,4 +1,4 @@
-"""Block-sparse attention: checks, the choice of who computes it, and one result for all."""
+"""Block-sparse attention: checks, the choice of the implementation, and one result type for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ IMPLEMENTATIONS = ("reference", "triton", "flash4")
 
 
 class BlockSparseResult(NamedTuple):
-    """out: [B, seq, H, head_dim] in q's dtype; lse: natural log, float32, [B, H, seq], or None; who computed it."""
+    """out: [B, seq, H, head_dim] in q's dtype; lse: natural log, float32, [B, H, seq], or None; implementation: which
+    computed it."""
 
     out: torch.Tensor
     lse: torch.Tensor | None
@@ -39,10 +40,10 @@ def block_sparse_attention(
 ) -> BlockSparseResult:
     """softmax(scale q k^T) v over the pairs that `plan` keeps, plus `branch`.
 
-    q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; scale: None is 1 / sqrt(head_dim). A query that sees
-    nothing gives 0 and a log-sum-exp of -inf; the log-sum-exp knows nothing of `branch`.
-    packed: q, k and v as pack_tokens gives them in the plan's own geometries and text lengths, for planners that read
-    every token anyway: see reads_packed_rows. Other implementations read q, k and v.
+    q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; scale: None is 1 / sqrt(head_dim). A query that
+    sees no key gives 0 and a log-sum-exp of -inf; the log-sum-exp does not include `branch`.
+    packed: q, k and v as pack_tokens gives them in the plan's own geometries and text lengths, for planners that
+    read every token anyway: see reads_packed_rows. Other implementations read q, k and v.
     implementation: one of IMPLEMENTATIONS; `auto` is the fastest that can compute this plan on this device.
 
     Only the reference computes gradients: the others refuse inputs that require them while gradients are recorded.
@@ -126,7 +127,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SparsePlan) 
 
 
 def _check_packed(packed: PackedTokens, q: torch.Tensor, plan: SparsePlan) -> None:
-    # Rows in another order would give wrong numbers; to compare orders by value would wait for the device.
+    # Rows in another order would give wrong numbers; comparing orders by value would synchronise with the device.
     if packed.q_geometry is not plan.q or packed.kv_geometry is not plan.kv:
         raise ConfigError(
             f"block-sparse attention: the rows were packed in other geometries than those of {plan.method}"

@@ -27,8 +27,8 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 def package_refusal() -> str | None:
     """Why flash-attn-4 cannot be used in this process; None when it can.
 
-    Imports it where it is installed: seconds, once per process. One that is broken is logged, as Triton then computes
-    what it was installed for.
+    Imports it where it is installed, which takes seconds, once per process. A package that fails to import is logged,
+    because Triton then computes in its place.
     """
     try:
         installed = importlib.util.find_spec("flash_attn.cute") is not None
@@ -46,7 +46,8 @@ def package_refusal() -> str | None:
 
 
 def serves(hardware: Hardware) -> bool:
-    """Whether the chip is one of its kernel; ROCm counts its chips by the same numbers and is none."""
+    """Whether the chip is one that the kernel is built for (sm_90). ROCm numbers its chips in the same way, and none of
+    them is."""
     return hardware.platform == "cuda" and hardware.capability == (9, 0)
 
 
@@ -54,16 +55,16 @@ def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
     """Why this plan cannot be computed here on tensors like q; None when it can."""
     reason = refusal_of_blocks(q, plan.q, plan.kv, plan.num_grid_tokens)
     if reason is None and plan.row_mask is not None:
-        reason = "knows no row masks"
+        reason = "supports no row masks"
     return reason
 
 
 def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: BlockGeometry, num_grid: int) -> str | None:
-    """Why no plan of these blocks, without row masks, can be computed here on tensors like q; None when any can."""
+    """Why no plan of these blocks, without row masks, can be computed on tensors like q; None when any can."""
     if not q.is_cuda:
         return f"needs a CUDA GPU, the tensors are on {q.device}"
     if not serves(detect_hardware(str(q.device))):
-        return "serves sm_90 alone"
+        return "needs sm_90"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'diffusion-runtime[sparse]'"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -71,7 +72,7 @@ def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: Block
     if q.shape[-1] not in (64, 128):
         return f"takes head sizes 64 and 128 here, not {q.shape[-1]}"
     if q_blocks.num_tokens > num_grid:
-        return "knows no text beside the grid"
+        return "supports no text beside the grid"
     if q_blocks.num_groups > 1 or kv_blocks.num_groups > 1:
         return "needs blocks that all heads share"
     sizes = (q_blocks.uniform_block_size, kv_blocks.uniform_block_size)
@@ -115,7 +116,7 @@ def tile_selection(plan: SparsePlan) -> tuple[torch.Tensor, torch.Tensor]:
     factor = (plan.kv.uniform_block_size or 0) // _TILE
     within = torch.arange(factor, dtype=torch.int32, device=plan.device)
     tiles = (plan.kv_index[..., None] * factor + within).flatten(-2)
-    # What follows the count is unspecified in a plan; here it must at least be a tile that exists.
+    # What follows the count is unspecified in a plan; here it must at least be an existing tile.
     tiles = tiles.clamp(0, plan.kv.num_blocks * factor - 1)
     counts = plan.kv_count * factor
     group = plan.group_of.long()

@@ -1,4 +1,4 @@
-"""How the tokens of a sequence are gathered into blocks."""
+"""BlockGeometry: a permutation of a sequence's tokens, cut into blocks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """An order of the tokens, cut into blocks; the blocks are packed, so none holds padding.
+    """A permutation of the tokens, cut into blocks; the blocks are packed, so none holds padding.
 
     Rows: G is 1 when all heads share the geometry, else batch * heads (of the queries, or of the keys), in that order.
 
     order: int32 [G, N]. order[g, p] is the token at position p. The grid's S tokens come first, block by block, then
         the text tokens, valid or not, in their own order; N = S + number of text tokens.
     offsets: int32 [G, num_blocks + 1]. Block i holds the positions offsets[g, i] to offsets[g, i + 1] - 1; empty blocks
-        are legal; offsets[g, -1] = S.
-    max_block_size: a bound on the size of every block that is known without asking the device.
+        are allowed; offsets[g, -1] = S.
+    max_block_size: an upper bound on the size of every block, known without reading from the device.
     uniform_block_size: the size of every block when they are all equal, else None.
     """
 

@@ -1,4 +1,4 @@
-"""A plan as the Triton kernel reads it: runs of keys of one size, and tiles of queries."""
+"""A plan as the Triton kernel reads it: key lists as pieces (runs of keys of one size), and tiles of queries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def list_pieces(kernels: ModuleType, plan: SparsePlan, piece: int) -> Pieces:
     index_capacity = plan.kv_index.shape[2]
     short = plan.kv.max_block_size <= piece and plan.row_mask is None
     per_block = plan.kv.max_block_size // piece
-    # A block is whole pieces and a rest: one shorter piece with a row mask, else up to so many chunks.
+    # A block is whole pieces and a rest: one shorter piece with a row mask, else at most this many chunks.
     rests = 1 if plan.row_mask is not None else min(piece, plan.kv.max_block_size + _CHUNK - 1) // _CHUNK
     if plan.kv.uniform_block_size is not None and plan.kv.uniform_block_size % piece == 0:
         rests = 0
@@ -76,11 +76,11 @@ def list_pieces(kernels: ModuleType, plan: SparsePlan, piece: int) -> Pieces:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of queries that do not cross blocks; some may be empty, since sizes stay on the device.
+    """Tiles of queries that do not cross blocks. Some may be empty, because the sizes are known on the device alone.
 
-    count: tiles a head; per_block: how many each block has, or 0 when the tables say which block each tile is of.
-    rest_rows: rests of a block of at most so many queries are not among them, but a shorter tile of their own, one a
-        block; 0 when there are none.
+    count: tiles per head; per_block: how many each block has, or 0 when the tables hold the block of each tile.
+    rest_rows: a rest of a block with at most this many queries is a shorter tile of its own, one per block, and not
+    among these; 0 when there are none.
     """
 
     count: int
@@ -91,7 +91,7 @@ class Tiles:
 
 
 def list_tiles(geometry: BlockGeometry, rows: int, rest_rows: int = 0) -> Tiles:
-    """Tiles of at most `rows` queries, and what is left of a block as one of `rest_rows` where that is enough."""
+    """Tiles of at most `rows` queries; the rest of a block becomes one of `rest_rows` where that is enough."""
     rest_rows = rest_rows if _has_rests(geometry, rows, rest_rows) else 0
     before_next = rows - 1 - rest_rows
     per_block = (geometry.max_block_size + before_next) // rows
@@ -104,13 +104,13 @@ def list_tiles(geometry: BlockGeometry, rows: int, rest_rows: int = 0) -> Tiles:
     tiles = torch.arange(count, dtype=torch.int32, device=ends.device).expand(geometry.num_groups, -1).contiguous()
     blocks = torch.searchsorted(ends, tiles, right=True, out_int32=True).clamp_(max=geometry.num_blocks - 1)
     before = torch.nn.functional.pad(ends, (1, 0))[:, :-1].gather(1, blocks.long())
-    # Tiles past the last one start where the last block has no whole tile left: nothing is there for them.
+    # Tiles past the last one start where the last block has no whole tile left, so they are empty.
     starts = geometry.offsets.gather(1, blocks.long()) + (tiles - before) * rows
     return Tiles(count, 0, blocks, starts.to(torch.int32), rest_rows)
 
 
 def _has_rests(geometry: BlockGeometry, rows: int, rest_rows: int) -> bool:
-    """Whether a block may have a rest of 1 to `rest_rows` queries beside whole tiles, as far as the host knows."""
+    """Whether a block may have a rest of 1 to `rest_rows` queries beside whole tiles, as far as the host can tell."""
     if geometry.max_block_size <= rest_rows:
         return False
     if geometry.uniform_block_size is not None:

@@ -1,4 +1,4 @@
-"""Which key blocks each block of queries attends to: the one description under every sparse method."""
+"""SparsePlan: which key blocks each block of queries attends to. Every sparse method produces one."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 @dataclass(frozen=True)
 class SparsePlan:
-    """A sparse attention pattern over a grid of S tokens and the text around it. B batch, H query heads.
+    """A block-sparse attention pattern over a grid of S tokens and the text around it. B batch, H query heads.
 
     Queries of a block see every token of the key blocks that the block lists, and all valid text. Queries of text see
-    everything that is valid. Padded text is seen by nobody and its own rows come out as 0.
+    everything that is valid. No query sees padded text, and its own rows are 0 in the result.
 
-    method: the name of what made it.
-    batch, num_heads, num_kv_heads: what it was made for.
+    method: the name of the planner.
+    batch, num_heads, num_kv_heads: the shape it was made for.
     q, kv: how query and key tokens are gathered into blocks; kv geometries go by key heads.
     group_of: int32 [B, H], which of the R distinct selections a head uses.
     kv_count: int32 [R, q blocks], how many key blocks a query block lists.
     kv_index: int32 [R, q blocks, capacity], the listed key blocks, ascending; what follows kv_count is unspecified.
     num_grid_tokens: S.
     text_lengths: int32 [B], how many of the text tokens that follow in the geometries' order are valid; None for all.
-    row_mask: int32 [B, H, S, words], or None. Bit b of word w says whether the query at this position of the order sees
+    row_mask: int32 [B, H, S, words], or None. Bit b of word w: whether the query at this position of the order sees
         the key block 32 w + b that its block lists; without it every query sees every block that is listed.
     is_dense: every valid query sees every valid key, so a dense kernel gives the same.
     """
@@ -60,7 +60,8 @@ class SparsePlan:
 
     @cached_property
     def block_mask(self) -> torch.Tensor:
-        """bool [R, q blocks, kv blocks]: what is listed. For references and tests: it grows with the square."""
+        """bool [R, q blocks, kv blocks]: the listed pairs. For references and tests: it grows with the square of the
+        length."""
         rows, num_q_blocks, capacity = self.kv_index.shape
         listed = torch.arange(capacity, device=self.device) < self.kv_count[..., None]
         mask = torch.zeros(rows, num_q_blocks, self.kv.num_blocks + 1, dtype=torch.bool, device=self.device)
@@ -72,7 +73,7 @@ class SparsePlan:
     def density(self) -> float:
         """Share of the (query, key) pairs of valid tokens that is attended to, over all samples and heads.
 
-        Waits for the device when the plan is on one.
+        Synchronises with the device that holds the plan.
         """
         kept, total = 0, 0
         for sample in range(self.batch):
@@ -113,7 +114,7 @@ class SparsePlan:
         return listed & ((words >> (block % 32).int()) & 1).bool()
 
     def valid_text(self, sample: int) -> int:
-        """How many text tokens of a sample are real. Waits for the device when the plan is on one."""
+        """How many text tokens of a sample are valid. Synchronises with the device that holds the plan."""
         return self.num_text_tokens if self.text_lengths is None else int(self.text_lengths[sample])
 
     def to_dense_mask(self) -> torch.Tensor:
@@ -141,7 +142,7 @@ class SparsePlan:
         return mask
 
     def heads(self, start: int, stop: int) -> Self:
-        """The plan of query heads start to stop - 1, which must be whole groups of key heads."""
+        """The plan of query heads start to stop - 1, which must be whole groups that share key heads."""
         repeats = self.num_heads // self.num_kv_heads
         assert start % repeats == stop % repeats == 0, "heads that share a key head stay together"
         return dataclasses.replace(

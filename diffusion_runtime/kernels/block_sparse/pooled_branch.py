@@ -1,4 +1,5 @@
-"""A second, coarse branch of attention: one row a block of queries, spread over its tokens and weighted by a gate."""
+"""The coarse branch of attention over pooled blocks: one row per block of queries, broadcast to its tokens and weighted
+by a gate."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class PooledBranch:
 
 
 def add_branch(out: torch.Tensor, plan: SparsePlan, branch: PooledBranch) -> torch.Tensor:
-    """out + gate * pooled, in float32 at least; out [B, seq, H, head_dim] as it came."""
+    """out + gate * pooled, in float32 at least; returned in the shape and dtype of out [B, seq, H, head_dim]."""
     working = torch.promote_types(out.dtype, torch.float32)
     # Text tokens read one row too many, which is zero: they have no block to pool.
     pooled = torch.nn.functional.pad(branch.pooled.to(working), (0, 0, 0, 1))

@@ -1,7 +1,7 @@
 """The specification of block-sparse attention: eager, float32 (float64 for float64 inputs), on any device.
 
-One block of queries after the other gathers the keys that it lists, so the work is that of the pattern, and keys that
-nobody lists cannot reach the result, whatever they hold.
+Each block of queries gathers the keys that it lists, so the work is proportional to the pattern, and keys that no block
+lists cannot reach the result, whatever they hold.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def block_sparse_reference(
 
 
 def _heads_that_share(plan: SparsePlan, sample: int) -> list[torch.Tensor]:
-    """Query heads of a sample in sets whose geometry and selection are one: each set is computed together."""
+    """Query heads of a sample in sets that share geometry and selection: each set is computed together."""
     if plan.row_mask is not None or plan.q.num_groups > 1 or plan.kv.num_groups > 1:
         return [torch.tensor([head], device=plan.device) for head in range(plan.num_heads)]
     groups = plan.group_of[sample]
@@ -109,7 +109,7 @@ def _attend_rows(
     weights = torch.exp(scores - row_lse.masked_fill(row_lse == float("-inf"), 0.0)[..., None])
     rows = weights @ values
     if visible is not None and not values.isfinite().all():
-        # A weight of 0 does not hide a value that is not a number; one that is seen must still show.
+        # A weight of 0 does not hide a NaN value; one that is attended to must reach the result.
         finite = values.isfinite()
         rows = weights @ values.masked_fill(~finite, 0.0)
         reached = visible.to(values.dtype) @ (~finite).to(values.dtype)

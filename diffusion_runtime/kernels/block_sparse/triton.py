@@ -1,7 +1,7 @@
-"""Block-sparse attention in Triton: any CUDA GPU from sm_80, any block sizes, text, grouped queries, row masks.
+"""Block-sparse FlashAttention in Triton: any CUDA GPU from sm_80, any block sizes, text, grouped queries, row masks.
 
 Tri Dao, "FlashAttention-2", arXiv:2307.08691, for the loop; the plan's blocks become pieces of one size, so that the
-loop over keys has no inner loop and masks nothing but what is left of a block (see `pieces`).
+loop over keys has no inner loop and masks nothing but the rest of a block (see `pieces`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
 
 MINIMUM_CAPABILITY = (8, 0)
-# What the kernels compute; anything else is the reference's.
+# The dtypes the kernels compute; the reference computes any other.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class TileShape:
-    """rows: queries a program; piece: keys a step; then how Triton compiles it. rest_rows: when what is left of a block
-    after whole tiles is no more than this, a program of so many rows computes it, in a launch of its own; 0: never.
-    """
+    """rows: queries per program; piece: keys per step; the rest are Triton's compile options. rest_rows: when the rest
+    of a block after whole tiles is no more than this, a program of this many rows computes it, in a launch of its own;
+    0: never."""
 
     rows: int
     piece: int
@@ -47,12 +47,13 @@ def is_interpreted() -> bool:
 
 
 def serves(hardware: Hardware) -> bool:
-    """Whether the kernels run on a chip that torch calls `cuda`: NVIDIA's from MINIMUM_CAPABILITY on, and ROCm's."""
+    """Whether the kernels run on a chip that torch calls `cuda`: NVIDIA from MINIMUM_CAPABILITY on, and ROCm."""
     return hardware.capability is None or hardware.capability >= MINIMUM_CAPABILITY
 
 
 def has_bulk_copies(hardware: Hardware) -> bool:
-    """Whether rows are fetched by TMA; ROCm numbers chips alike (gfx942 is 9.4), has none and no capability here."""
+    """Whether rows are fetched by TMA. ROCm numbers chips alike (gfx942 is 9.4), has no TMA and reports no capability
+    here."""
     return hardware.platform == "cuda" and hardware.capability is not None and hardware.capability >= (9, 0)
 
 
@@ -62,7 +63,7 @@ def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
 
 
 def refusal_of_size(q: torch.Tensor, num_tokens: int) -> str | None:
-    """Why no plan of so many tokens can be computed here on tensors like q; None when any can."""
+    """Why no plan of this many tokens can be computed on tensors like q; None when any can."""
     if not (q.is_cuda or is_interpreted()):
         return f"needs a CUDA GPU, the tensors are on {q.device}"
     if q.is_cuda and not serves(detect_hardware(str(q.device))):
@@ -130,7 +131,7 @@ def prepare(
         packed = pack_tokens(q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens, text_lengths=text)
     q_packed = packed.q
     if scale <= 0:
-        # The running maximum is taken before the scale is applied, which must therefore keep the order.
+        # The running maximum is taken before the scale is applied, so the scale must keep the order.
         q_packed, scale = (-q_packed, -scale) if scale < 0 else (torch.zeros_like(q_packed), 1.0)
     k_rows, v_rows = _rows(packed.k, shape.piece, shape), _rows(packed.v, shape.piece, shape)
     pieces = list_pieces(kernels, plan, shape.piece)

@@ -1,7 +1,7 @@
 """The Triton kernels of block-sparse attention. Shapes: B batch, H heads, N tokens, D head_dim, W its power of two.
 
-q, k and v come packed: rows in the order of the plan, one head after the other, [B * H * N + tail, W]. A block is then
-a run of rows that one bulk copy fetches, and a block that is shorter than a copy is masked, never padded.
+q, k and v are packed: rows in the order of the plan, one head after the other, [B * H * N + tail, W]. A block is then a
+run of rows that one bulk copy fetches, and a block that is shorter than a copy is masked, never padded.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -46,7 +46,7 @@ def list_short_pieces(
     BLOCK: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):
-    """Pieces of the listed blocks where no block is longer than a piece. One program a (selection, q block).
+    """Pieces of the listed blocks where no block is longer than a piece. One program per (selection, q block).
 
     A piece is a run of PIECE rows, written as start << 8 | length. Pieces stand at the front of a row; what is left of
     a block stands at the row's end, in chunks of at most CHUNK rows, so that the rests of several blocks share a step.
@@ -101,10 +101,10 @@ def list_merged_pieces(
     PER_HEAD: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """As list_short_pieces for blocks of any length; with MERGE, listed blocks that lie side by side make one run.
+    """As list_short_pieces for blocks of any length; with MERGE, listed blocks that are adjacent make one run.
 
-    Without MERGE, piece_blocks says which block each piece belongs to; all of them stand at the end of the row, as
-    pieces of at most PIECE rows.
+    Without MERGE, piece_blocks holds the block of each piece; all of them stand at the end of the row, as pieces of at
+    most PIECE rows.
     """
     q_block = tl.program_id(0)
     row = tl.program_id(1)
@@ -118,7 +118,7 @@ def list_merged_pieces(
     run_start = 0
     run_stop = 0
     for place in range(0, count + 1):
-        # One turn more than there are blocks writes the last run.
+        # One iteration more than there are blocks writes the last run.
         is_block = place < count
         block = tl.load(kv_index + source * index_capacity + place, mask=is_block, other=0)
         start = tl.load(offsets + block, mask=is_block, other=-1)
@@ -263,10 +263,10 @@ def attend(
 ):
     """One tile of at most ROWS queries of one block and head against the pieces that its block lists, then the text.
 
-    Grid: (num_tiles + text tiles, B * H). Tiles past the grid's are those of text queries, which see everything.
-    What is left of a block after whole tiles may be a launch of its own, with fewer rows: this one leaves rests of at
-    most LEFT queries to it; with REST_OF it is that launch, for rests of tiles of REST_OF rows, one tile a block.
-    With row masks a launch with LOOK_FOR_BROKEN serves values of which some are not finite, one without serves others.
+    Grid: (num_tiles + text tiles, B * H). Tiles past the grid's are those of text queries, which see everything. The
+    rest of a block after whole tiles may be a launch of its own, with fewer rows: this one leaves rests of at most LEFT
+    queries to it; with REST_OF it is that launch, for rests of tiles of REST_OF rows, one tile per block. With row
+    masks, a launch with LOOK_FOR_BROKEN handles values of which some are not finite, one without handles others.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)

@@ -1,1 +1,1 @@
-"""The highest of each row of scores, by index."""
+"""Top-k: the indexes of the highest scores of each row."""

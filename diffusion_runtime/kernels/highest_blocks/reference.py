@@ -1,4 +1,4 @@
-"""The specification of the highest scores, in torch, on any device."""
+"""The specification of top-k with deterministic ties, in torch, on any device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def highest_reference(scores: torch.Tensor, num_kept: int) -> torch.Tensor:
     """scores: [..., N]. Returns int32 [..., num_kept], ascending; the lowest index wins a tie, and a NaN is lowest."""
     scores = torch.where(scores.isnan(), float("-inf"), scores)
-    # topk does not say which of several equal scores it takes, so it gives the lowest kept score alone.
+    # topk leaves open which of several equal scores it takes, so it gives the lowest kept score alone.
     lowest = scores.topk(num_kept, dim=-1).values[..., -1:]
     above = scores > lowest
     level = scores == lowest

@@ -1,4 +1,4 @@
-"""The highest scores in Triton: one pass, no sort."""
+"""Top-k in Triton: one pass, no sort."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAXIMUM = 8192
 
 
 def refusal(scores: torch.Tensor) -> str | None:
-    """Why scores like these cannot be searched here; None when they can."""
+    """Why scores like these cannot be searched by this implementation; None when they can."""
     if not (scores.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"needs a CUDA GPU, the scores are on {scores.device}"
     if scores.dtype != torch.float32:
@@ -29,7 +29,7 @@ def highest_triton(scores: torch.Tensor, num_kept: int) -> torch.Tensor:
     num_scores = scores.shape[-1]
     kept = torch.empty(*scores.shape[:-1], num_kept, dtype=torch.int32, device=scores.device)
     block = max(32, 1 << (num_scores - 1).bit_length())
-    # A warp that has its row to itself adds up without waiting for others.
+    # A warp that has its row to itself sums without a barrier.
     num_warps = max(1, block // 1024)
     kernels.keep_highest[(scores.numel() // num_scores,)](
         scores, kept, num_scores, num_kept, BLOCK=block, num_warps=num_warps

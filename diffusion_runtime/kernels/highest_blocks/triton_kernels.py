@@ -1,4 +1,4 @@
-"""The Triton kernel of the highest scores. Importing this file needs Triton."""
+"""The Triton kernel of top-k. Importing this file needs Triton."""
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -12,8 +12,8 @@ import triton.language as tl
 def keep_highest(scores, kept, num_scores, num_kept, BLOCK: tl.constexpr):
     """kept [rows, num_kept]: the indexes of the highest of scores [rows, num_scores], float32. Grid: (rows,).
 
-    Floats become integers of the same order, and 32 halvings of their range find the lowest that is kept: the row is
-    read once and stays in registers.
+    Floats become integers of the same order, and a bisection of 32 steps finds the lowest that is kept: the row is read
+    once and stays in registers.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

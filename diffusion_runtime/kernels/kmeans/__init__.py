@@ -1,1 +1,1 @@
-"""Lloyd's k-means over many groups of points at once."""
+"""Lloyd's k-means over many groups of points at once (batched k-means)."""

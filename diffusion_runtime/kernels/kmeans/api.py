@@ -1,7 +1,7 @@
-"""k-means: checks, the choice of who computes it, and Lloyd's iterations.
+"""k-means: checks, the choice of the implementation, and Lloyd's iterations.
 
 Lloyd, "Least squares quantization in PCM", 1982; the warm start and the early stop are those of Sparse VideoGen 2,
-arXiv:2505.18875. Nothing waits for a CUDA device.
+arXiv:2505.18875. No CUDA device is synchronised with.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def assign(points: torch.Tensor, centroids: torch.Tensor, *, implementation: str
     """The nearest centroid of each point by Euclidean distance, the lowest index among equals: int32 [G, S].
 
     points: [G, S, D], or [B, H, S, D] for G = B * H, which saves the copy of a strided view; float64, float32, float16
-    or bfloat16. centroids: float32 [G, K, D]; they are rounded to the points' dtype.
-    implementation: one of IMPLEMENTATIONS; `auto` is the fastest that runs here. A point that is not a number gets some
-    valid label. Raises ConfigError for shapes and dtypes that do not fit, and an implementation that cannot run.
+    or bfloat16. centroids: float32 [G, K, D]; they are rounded to the points' dtype. implementation: one of
+    IMPLEMENTATIONS; `auto` is the fastest that runs here. A NaN point gets any valid label. Raises ConfigError for
+    shapes and dtypes that do not fit, and an implementation that cannot run.
     """
     grouped = _check(points, centroids)
     return _assign(grouped, centroids, _choose(implementation, grouped))
@@ -70,8 +70,8 @@ def lloyd(
 ) -> KMeansResult:
     """`num_iterations` times an assignment and an update, starting from `centroids`; see `assign` for the arguments.
 
-    A group stops, and keeps the centroids it had, as soon as no centroid of it would move by `tolerance` or more; the
-    other groups go on, so no group depends on who else is there. 0 iterations: the centroids stay, points are labelled.
+    A group stops, and keeps its centroids, as soon as none of them would move by `tolerance` or more; the other groups
+    go on, so no group depends on the others in the batch. 0 iterations: the centroids stay, points are labelled.
     """
     grouped = _check(points, centroids)
     if num_iterations < 0:
@@ -88,7 +88,7 @@ def lloyd(
         shift = torch.linalg.vector_norm(updated - centroids, dim=-1).amax(dim=-1)
         stopped = stopped | (shift < tolerance)
         centroids = torch.where(stopped[:, None, None], centroids, updated)
-        # A device would have to be waited for; going on changes nothing, because nothing moves any more.
+        # Stopping early would need a device synchronisation; going on changes nothing, because nothing moves any more.
         if centroids.device.type == "cpu" and bool(stopped.all()):
             break
     return KMeansResult(centroids, labels, grouping.counts, grouping.order)

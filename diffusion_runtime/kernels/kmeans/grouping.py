@@ -1,4 +1,4 @@
-"""Points sorted by the cluster they belong to."""
+"""Points grouped by cluster label, by one sort."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Grouping(NamedTuple):
 
 
 def group_by_label(labels: torch.Tensor, num_clusters: int) -> Grouping:
-    """labels: int32 [G, S] in 0 .. num_clusters - 1. The same order on every device, without waiting for any.
+    """labels: int32 [G, S] in 0 .. num_clusters - 1. The same order on every device, without a synchronisation.
 
-    One sort over all groups: a radix sort of 32-bit keys is stable and does not need to know the sizes.
+    One sort over all groups: a radix sort of 32-bit keys is stable and does not need the sizes.
     """
     num_groups, num_points = labels.shape
     first_cluster = torch.arange(num_groups, device=labels.device, dtype=torch.int32)[:, None] * num_clusters

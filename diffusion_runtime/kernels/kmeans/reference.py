@@ -1,13 +1,14 @@
 """The specification of k-means: eager, float32 (float64 for float64 points), on any device.
 
-Distances exist for a few points at a time: all of them would be S x K numbers a group, tens of gigabytes for a video.
+Distances are computed for a few points at a time: all of them would be S x K numbers per group, tens of gigabytes for a
+video.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Distances that exist at once: 16 MiB of float32.
+# Distances held at once: 16 MiB of float32.
 _DISTANCES_AT_ONCE = 1 << 22
 
 
@@ -15,7 +16,7 @@ def assign_reference(points: torch.Tensor, centroids: torch.Tensor) -> torch.Ten
     """points: [B, H, S, D]; centroids: [B * H, K, D]. Returns the nearest centroid of each point, int32 [B * H, S].
 
     Centroids are rounded to the points' dtype first. |p - c|^2 is compared without |p|^2, which all centroids share.
-    Ties, to the rounding of a float32 sum, go to the lowest index. A distance that is not a number is the farthest.
+    Ties, to the rounding of a float32 sum, go to the lowest index. A NaN distance is the farthest.
     """
     working = _working_dtype(points)
     num_groups, num_clusters, _ = centroids.shape

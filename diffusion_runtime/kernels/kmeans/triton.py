@@ -1,4 +1,4 @@
-"""k-means in Triton: distances that are never written, and sums without atomics.
+"""k-means in Triton: distances that are never written to memory, and sums without atomics.
 
 Fused distance and argmin, and sums over sorted labels: flash-kmeans, arXiv:2603.09229.
 """
@@ -18,7 +18,7 @@ _SUM_STEP = 8192
 
 @dataclass(frozen=True)
 class AssignShape:
-    """points: points a program; clusters: centroids a step; the rest is how Triton compiles it."""
+    """points: points per program; clusters: centroids per step; the rest are Triton's compile options."""
 
     points: int
     clusters: int
@@ -27,7 +27,7 @@ class AssignShape:
 
 
 def refusal(points: torch.Tensor) -> str | None:
-    """Why points like these cannot be clustered here; None when they can."""
+    """Why points like these cannot be clustered by this implementation; None when they can."""
     if not (points.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"needs a CUDA GPU, the points are on {points.device}"
     if points.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -49,7 +49,7 @@ def assign_shape(dtype: torch.dtype, width: int) -> AssignShape:
 def assign_triton(points: torch.Tensor, centroids: torch.Tensor, shape: AssignShape | None = None) -> torch.Tensor:
     """points: [B, H, S, D]; centroids: float32 [B * H, K, D]. Returns int32 [B * H, S] as the reference does.
 
-    Two distances that agree to the rounding of a float32 sum may be told apart differently.
+    Two distances that are equal up to the rounding of a float32 sum may be ordered differently.
     """
     from diffusion_runtime.kernels.kmeans import triton_kernels as kernels
 
@@ -90,7 +90,7 @@ def assign_triton(points: torch.Tensor, centroids: torch.Tensor, shape: AssignSh
 
 
 def update_triton(points: torch.Tensor, grouping: Grouping, centroids: torch.Tensor) -> torch.Tensor:
-    """points: [B, H, S, D]; centroids: float32 [B * H, K, D]. Returns the new centroids, the same in every run."""
+    """points: [B, H, S, D]; centroids: float32 [B * H, K, D]. Returns the new centroids; deterministic."""
     from diffusion_runtime.kernels.kmeans import triton_kernels as kernels
 
     points = _rows_in_one_piece(points)

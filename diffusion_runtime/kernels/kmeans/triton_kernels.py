@@ -70,7 +70,7 @@ def assign(
         norm = tl.load(norms + first_row + start + clusters)
         distance = norm[None, :] - 2.0 * tl.dot(tile, tl.trans(chunk), input_precision=PRECISION)
         nearest = tl.min(distance, axis=1)
-        # The lowest column that holds the minimum: a reduction of pairs would settle ties by the order of threads.
+        # The lowest column that holds the minimum: a reduction of pairs would break ties by the order of threads.
         column = tl.min(tl.where(distance == nearest[:, None], clusters[None, :], BLOCK_CLUSTERS - 1), axis=1)
         closer = nearest < best
         label = tl.where(closer, start + column, label)
@@ -96,7 +96,7 @@ def average_clusters(
 ):
     """updated [G, K, D]: the mean of a cluster's points, or its centroid when it has none. Grid: (K, G).
 
-    order: int32 [G * S]; ends: [G * K + 1]. One program walks one cluster in order, so every run gives the same sum.
+    order: int32 [G * S]; ends: [G * K + 1]. One program sums one cluster in order, so every run gives the same sum.
     """
     group = tl.program_id(1).to(tl.int64)
     cluster = group * num_clusters + tl.program_id(0)

@@ -1,4 +1,4 @@
-"""The `shapes` world: seeded procedural clips with captions, the prompts that judge the model, and the checker.
+"""The `shapes` data set: seeded procedural clips with captions, evaluation prompts, and the checker.
 
 Captions name colour, shape, motion and background; the checker reads the same four off a clip and never sees the
 prompt.

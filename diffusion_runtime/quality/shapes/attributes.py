@@ -1,4 +1,5 @@
-"""The closed vocabulary of the `shapes` world: colours, shapes, motions, backgrounds, and what is kept out of training.
+"""The closed vocabulary of the `shapes` data: colours, shapes, motions, backgrounds, and the combinations held out of
+training.
 
 Attributes are stored as indices into the tuples below; names appear in captions and in reports only.
 """
@@ -31,7 +32,7 @@ MOTION_DIRECTIONS: tuple[tuple[float, float], ...] = ((-1.0, 0.0), (1.0, 0.0), (
 
 @dataclass(frozen=True)
 class ObjectAttributes:
-    """What a caption says, or a clip shows, of one object; None means not said, or not readable."""
+    """Attributes of one object in a caption or a clip; None means not mentioned, or not readable."""
 
     colour: str | None
     shape: str | None
@@ -40,7 +41,7 @@ class ObjectAttributes:
 
 @dataclass(frozen=True)
 class SceneAttributes:
-    """What a caption says, or a clip shows, of a whole scene; the order of the objects carries no meaning."""
+    """Attributes of a whole scene in a caption or a clip; the order of the objects carries no meaning."""
 
     objects: tuple[ObjectAttributes, ...]
     background: str | None
@@ -50,8 +51,8 @@ def is_held_out(colour_index: int, shape_index: int, motion_index: int) -> bool:
     """Whether this (colour, shape, motion) never appears in training: 25 of the 200 combinations.
 
     The rule spreads them evenly: a colour loses three or four of its 25 combinations, a shape and a motion five of 40,
-    and a pair of two attributes at most one value of the third. Every pair is therefore known to the model; what is
-    new is the three together.
+    and a pair of two attributes at most one value of the third. Every pair therefore occurs in training; only the
+    triple is new.
     """
     return (colour_index + shape_index + 3 * motion_index) % 8 == 5
 

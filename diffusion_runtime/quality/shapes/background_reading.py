@@ -1,4 +1,5 @@
-"""Which background a clip has: the structure of its lightness where no object is, over all frames together."""
+"""Classifies the background of a clip by the structure of its lightness where no object is, over all frames
+together."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from diffusion_runtime.quality.shapes.segmentation import CELL_SIZE, WORK_SIZE, 
 MAX_PLAIN_CONTRAST = 0.09
 """Lightness range (5th to 95th percentile) up to which a background is plain; patterns start at 0.2."""
 MAX_CHROMA = 0.12
-"""Mean chroma above which what lies behind the objects is no background of this world."""
+"""Mean chroma above which the area behind the objects is no background of this data set."""
 _MAX_FRAMES = 8
 _OBJECT_COVERAGE = 0.2
 

@@ -1,4 +1,5 @@
-"""Captions of scenes in many wordings, and what each caption says: an attribute left out is free, and None there."""
+"""Captions of scenes in many wordings, and the attributes each caption mentions: one left out is free, and None
+there."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ _VIDEO_OPENINGS = ("a video of ", "a clip of ", "an animation of ", "video of ",
 _IMAGE_OPENINGS = ("an image of ", "a picture of ", "a drawing of ", "image of ", "a still image showing ")
 _JOINTS = (" and ", " and ", " and ", ", ", ", and ", " while ", " with ", "; ")
 UNKNOWN_FILLERS = ("please", "nice", "high quality", "4k", "animated", "smooth", "beautiful")
-"""Words around a prompt that say nothing; some captions carry one so that a stranger's prompt is no surprise."""
+"""Filler words around a prompt; some captions carry one so that prompts of users are in distribution."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ class CaptionSettings:
     plain_wording: float = 0.5
     """Share of phrases in the first wording listed ("moving left", "on a striped background")."""
     omit_motion: float = 0.06
-    """Share of objects whose motion is not said."""
+    """Share of objects whose motion is left out."""
     omit_colour: float = 0.02
-    """Share of objects whose colour is not said."""
+    """Share of objects whose colour is left out."""
     omit_shape: float = 0.02
     """Share of objects called "shape" or "object"."""
     omit_plain_background: float = 0.65
@@ -98,26 +99,26 @@ class CaptionSettings:
     opening: float = 0.12
     """Share of captions that begin with "a video of" or the like."""
     filler: float = 0.03
-    """Share of captions with a word that says nothing."""
+    """Share of captions with a filler word."""
     relation: float = 0.5
-    """Share of two-object scenes with an equal colour or motion whose caption says so as a relation."""
+    """Share of two-object scenes with an equal colour or motion whose caption states it as a relation."""
 
 
 EVALUATION_CAPTIONS = CaptionSettings(
     omit_motion=0.0, omit_colour=0.0, omit_shape=0.0, omit_plain_background=0.5, omit_other_background=0.5, filler=0.0
 )
-"""Every attribute of every object is said; the background in half of the captions."""
+"""Every attribute of every object is mentioned; the background in half of the captions."""
 
 
 @dataclass(frozen=True)
 class Caption:
-    """A text and what it says."""
+    """A text and the attributes it mentions."""
 
     text: str
-    says: SceneAttributes
+    attributes: SceneAttributes
     spans: tuple[tuple[int, int], ...]
-    """Per object of `says`: first character of its own words in `text`, and one past the last. Words that two objects
-    share ("of the same colour, both moving left") are in neither."""
+    """Per object: first character of its own words in `text`, and one past the last. Words that two objects share
+    ("of the same colour, both moving left") are in neither."""
 
 
 @dataclass(frozen=True)
@@ -148,15 +149,15 @@ def write_caption(
     """One caption of a scene with every attribute given; `image` words it for a single frame, mostly without motion."""
     if image:
         settings = replace(settings, omit_motion=max(settings.omit_motion, 0.8))
-    said = tuple(_leave_out(one, random, settings) for one in scene.objects)
+    mentioned = tuple(_leave_out(one, random, settings) for one in scene.objects)
     omit = settings.omit_plain_background if scene.background == "plain" else settings.omit_other_background
     background = None if random.random() < omit else scene.background
-    if len(said) == 2 and random.random() < 0.5:
-        said = (said[1], said[0])
-    body = _relation_body(said, random, settings) if len(said) == 2 else None
+    if len(mentioned) == 2 and random.random() < 0.5:
+        mentioned = (mentioned[1], mentioned[0])
+    body = _relation_body(mentioned, random, settings) if len(mentioned) == 2 else None
     if body is None:
         joint = _JOINTS[0] if random.random() < settings.plain_wording else random.choice(_JOINTS)
-        body = _Body(tuple(_object_text(one, random, settings) for one in said), joint)
+        body = _Body(tuple(_object_text(one, random, settings) for one in mentioned), joint)
     text, opening = body.text, ""
     if background is not None:
         words = _phrase(_BACKGROUND_WORDS[background], random, settings)
@@ -166,7 +167,7 @@ def write_caption(
         text = opening + text
     if random.random() < settings.filler:
         text = f"{text}, {random.choice(UNKNOWN_FILLERS)}"
-    return Caption(text, SceneAttributes(said, background), body.spans(len(opening)))
+    return Caption(text, SceneAttributes(mentioned, background), body.spans(len(opening)))
 
 
 def _phrase(words: tuple[str, ...], random: Random, settings: CaptionSettings) -> str:
@@ -182,7 +183,7 @@ def _leave_out(one: ObjectAttributes, random: Random, settings: CaptionSettings)
 
 
 def _noun(one: ObjectAttributes, random: Random, settings: CaptionSettings, *, colour: bool = True) -> str:
-    """ "a red circle", "an orange ring", "a shape"; without the colour when a relation says it."""
+    """ "a red circle", "an orange ring", "a shape"; without the colour when a relation states it."""
     noun = random.choice(("shape", "object")) if one.shape is None else _rare_synonym(_SHAPE_WORDS[one.shape], random)
     if colour and one.colour is not None:
         noun = f"{_rare_synonym(_COLOUR_WORDS[one.colour], random)} {noun}"
@@ -205,9 +206,10 @@ def _object_text(one: ObjectAttributes, random: Random, settings: CaptionSetting
     return f"{noun} {_phrase(_MOTION_WORDS[one.motion], random, settings)}"
 
 
-def _relation_body(said: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
-    """A body in which equal colours or motions are said once ("both moving right"), or None where nothing is equal."""
-    first, second = said
+def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
+    """A body in which equal colours or motions are stated once ("both moving right"), or None where nothing is
+    equal."""
+    first, second = mentioned
     same_colour = first.colour is not None and first.colour == second.colour
     same_motion = first.motion is not None and first.motion == second.motion
     if not (same_colour or same_motion) or random.random() >= settings.relation:

@@ -1,7 +1,8 @@
-"""The programmatic checker: reads colour, shape, motion and background off a clip and compares them with a prompt.
+"""The checker of the `shapes` data: reads colour, shape, motion and background off a clip and compares them with a
+prompt.
 
-The reading never sees the prompt. It is strict: a copy, an extra or a missing object, an object that comes and goes,
-a colour between two palette colours, or a shape that fits no silhouette makes the clip wrong.
+The reading never sees the prompt. It is strict: a copy, an extra or a missing object, an object that appears or
+disappears, a colour between two palette colours, or a shape that fits no silhouette makes the clip wrong.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from diffusion_runtime.quality.shapes.segmentation import Region, Segmentation, 
 from diffusion_runtime.quality.shapes.shape_reading import read_shape
 
 MAX_COLOUR_DISTANCE = 0.2
-"""Largest Euclidean distance of an object's mean colour (0 to 1 a channel) from its palette colour."""
+"""Largest Euclidean distance of an object's mean colour (0 to 1 per channel) from its palette colour."""
 _CORE_COVERAGE = 0.75
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a clip shows. `steady` is False when the number of objects changes over the frames; then there are none."""
+    """The attributes read off a clip. `steady` is False when the number of objects changes over the frames; then there
+    are none."""
 
     scene: SceneAttributes
     steady: bool
@@ -86,15 +88,15 @@ def _read_colour(segmentation: Segmentation, track: list[Region]) -> str | None:
     return COLOUR_NAMES[colour] if distance <= MAX_COLOUR_DISTANCE else None
 
 
-def judge(says: SceneAttributes, reading: Reading) -> Verdict:
+def judge(attributes: SceneAttributes, reading: Reading) -> Verdict:
     """Compare a prompt with a reading; objects are paired the way that gets most attributes right."""
-    background = says.background is None or says.background == reading.scene.background
+    background = attributes.background is None or attributes.background == reading.scene.background
     seen = reading.scene.objects
-    if not reading.steady or len(seen) != len(says.objects):
+    if not reading.steady or len(seen) != len(attributes.objects):
         return Verdict(False, False, False, False, background)
     moving = reading.num_frames > 1
     pairings = [
-        tuple(_compare(wanted, seen[index], moving) for wanted, index in zip(says.objects, order, strict=True))
+        tuple(_compare(wanted, seen[index], moving) for wanted, index in zip(attributes.objects, order, strict=True))
         for order in permutations(range(len(seen)))
     ]
     best = max(pairings, key=lambda pairs: (all(all(pair) for pair in pairs), sum(sum(pair) for pair in pairs)))
@@ -110,6 +112,6 @@ def _compare(wanted: ObjectAttributes, seen: ObjectAttributes, moving: bool) -> 
     )
 
 
-def check_clip(says: SceneAttributes, frames: Tensor) -> Verdict:
-    """Read one clip, uint8 [frames, height, width, 3], and judge it against what a prompt says."""
-    return judge(says, read_clip(frames))
+def check_clip(attributes: SceneAttributes, frames: Tensor) -> Verdict:
+    """Read one clip, uint8 [frames, height, width, 3], and judge it against a prompt's attributes."""
+    return judge(attributes, read_clip(frames))

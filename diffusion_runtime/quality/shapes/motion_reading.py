@@ -1,4 +1,4 @@
-"""Regions linked into tracks over the frames, and the motion of a track."""
+"""Links regions into tracks over the frames, and classifies the motion of a track."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diffusion_runtime.quality.shapes.segmentation import Region
 MIN_TRAVEL = 0.36
 """Half-sides over the whole clip that count as moving: a little over half of the shortest travel in the data."""
 MAX_REST = 0.14
-"""Half-sides within which an object that stands still may wander."""
+"""Half-sides within which an object that stands still may move."""
 MAX_SIDEWAYS = 0.3
 """Largest travel across the direction of motion, as a share of the travel along it."""
 MIN_STEADY_FRAMES = 0.9
@@ -21,7 +21,7 @@ _COLOUR_CHANGE_COST = 10.0
 
 
 def link_tracks(regions: tuple[Region, ...], num_frames: int) -> list[list[Region]] | None:
-    """One list of regions an object, in order of frames; None where the number of objects changes over the clip."""
+    """One list of regions per object, in order of frames; None where the number of objects changes over the clip."""
     by_frame: list[list[Region]] = [[] for _ in range(num_frames)]
     for region in regions:
         by_frame[region.frame].append(region)

@@ -1,4 +1,4 @@
-"""The seeded prompts on which the model is judged: one object, two objects, and combinations never seen in training."""
+"""Seeded evaluation prompts: one object, two objects, and combinations never seen in training."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PROMPT_KINDS: tuple[PromptKind, ...] = ("one_object", "two_objects", "held_out")
 
 @dataclass(frozen=True)
 class EvaluationPrompt:
-    """A prompt, what a right clip shows, and the seed of its noise."""
+    """A prompt, the attributes of a right clip, and the seed of its noise."""
 
     text: str
-    says: SceneAttributes
+    attributes: SceneAttributes
     seed: int
 
 
@@ -44,5 +44,5 @@ def evaluation_prompts(
         scene = sample_scenes(1, torch.Generator().manual_seed(own_seed), settings).attributes()[0]
         caption_settings = EVALUATION_CAPTIONS
         caption = write_caption(scene, Random(own_seed), caption_settings, image=image)
-        prompts.append(EvaluationPrompt(caption.text, caption.says, seed=own_seed % 2**31))
+        prompts.append(EvaluationPrompt(caption.text, caption.attributes, seed=own_seed % 2**31))
     return prompts

@@ -1,4 +1,4 @@
-"""Scenes to pixels: anti-aliased, vectorised over the batch, the same code on a CPU and on CUDA."""
+"""Renders scenes to pixels: anti-aliased, vectorised over the batch, the same code on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def render_float(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor
 def render_slots(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor, Tensor]:
     """Frames [B, frames, size, size, 3] in 0 to 1 and each object's own coverage [B, 2, frames, size, size] in 0 to 1.
 
-    Motion is uniform over the clip; a single frame shows its middle. Frames are square, `size` pixels a side.
+    Motion is uniform over the clip; a single frame shows its middle. Frames are square, with `size` pixels per side.
     """
     device = scenes.start.device
     pixel = 2.0 / size

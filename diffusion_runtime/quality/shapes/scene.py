@@ -95,7 +95,7 @@ class SceneBatch:
 
 @dataclass(frozen=True)
 class SceneSettings:
-    """How scenes are drawn."""
+    """How scenes are sampled."""
 
     two_object_fraction: float = 0.5
     """Share of scenes with two objects, 0 to 1."""
@@ -199,7 +199,7 @@ def _smallest_distance(offset: Tensor, velocity: Tensor) -> Tensor:
 
 
 def _sample_tones(count: int, generator: torch.Generator) -> Tensor:
-    """Two muted tones a scene, [count, 2, 3], 0 to 1: 0.22 to 0.36 apart in lightness, with a chroma below 0.05."""
+    """Two muted tones per scene, [count, 2, 3], 0 to 1: 0.22 to 0.36 apart in lightness, with a chroma below 0.05."""
     device = generator.device
     contrast = 0.22 + 0.14 * torch.rand(count, generator=generator, device=device)
     dark = 0.22 + (0.66 - contrast) * torch.rand(count, generator=generator, device=device)

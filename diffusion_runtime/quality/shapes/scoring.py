@@ -16,7 +16,7 @@ from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt
 Generate = Callable[[Sequence[str], Sequence[int]], Tensor]
 """(prompts, seeds) -> frames, uint8 [batch, frames, height, width, 3]."""
 CheckClips = Callable[[Sequence[SceneAttributes], Tensor], list[Verdict]]
-"""(what each prompt says, frames) -> one verdict a clip."""
+"""(each prompt's attributes, frames) -> one verdict per clip."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def summarise(verdicts: Sequence[Verdict]) -> Accuracy:
     return Accuracy(part("count"), part("colour"), part("shape"), part("motion"), part("background"), part("joint"))
 
 
-def check_in_order(says: Sequence[SceneAttributes], clips: Tensor) -> list[Verdict]:
+def check_in_order(attributes: Sequence[SceneAttributes], clips: Tensor) -> list[Verdict]:
     """Check clips one after the other in this process."""
-    return [check_clip(wanted, clip) for wanted, clip in zip(says, clips, strict=True)]
+    return [check_clip(wanted, clip) for wanted, clip in zip(attributes, clips, strict=True)]
 
 
 def evaluate(
@@ -93,5 +93,5 @@ def evaluate(
                 f"generate must return uint8 [batch, frames, height, width, 3] for {len(batch)} prompts; "
                 f"got {frames.dtype} {tuple(frames.shape)}"
             )
-        verdicts += check([prompt.says for prompt in batch], frames)
+        verdicts += check([prompt.attributes for prompt in batch], frames)
     return summarise(verdicts), verdicts

@@ -1,7 +1,8 @@
-"""Frames to coloured regions: which pixels belong to an object, of which colour, and which connected regions they form.
+"""Segments frames into coloured regions: which pixels belong to an object, of which colour, and which regions are
+connected.
 
 Palette colours are far from grey and background tones are close to it, so a pixel's chroma (its colour less its mean)
-tells both: its direction names the colour, its length the share of the pixel that the object covers.
+is enough: its direction gives the colour, its length the share of the pixel that the object covers.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from diffusion_runtime.quality.shapes.attributes import COLOURS
 WORK_SIZE = 128
 """Side in pixels at which frames are read; larger ones are averaged down, smaller ones interpolated up."""
 CELL_SIZE = 64
-"""Side in cells at which connected regions are found: two work pixels a cell."""
+"""Side in cells at which connected regions are found: two work pixels per cell."""
 MIN_REGION_CELLS = 14
 """Smaller regions are specks: 0.34 % of the frame, a sixth of the smallest object ever drawn."""
 MAX_COLOURS = 4
-"""Colours looked at in one clip; a clip with more has extra objects anyway."""
+"""Largest number of colours per clip; a clip with more has extra objects anyway."""
 _MIN_COSINE = 0.86
 _MIN_COVERAGE = 0.5
 
@@ -46,7 +47,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Segmentation:
-    """What was found in one clip of `frames` frames."""
+    """The segmentation of one clip of `frames` frames."""
 
     frames: Tensor
     """[frames, 3, 128, 128] float32, 0 to 1."""
@@ -55,7 +56,7 @@ class Segmentation:
     colour: Tensor
     """[frames, 128, 128] int64: the palette colour nearest in hue."""
     plane_colours: tuple[int, ...]
-    """The palette colours present, one a plane."""
+    """The palette colours present, one per plane."""
     labels: Tensor
     """[frames, planes, 64, 64] int64: 0 outside, else the label of the connected region."""
     regions: tuple[Region, ...]

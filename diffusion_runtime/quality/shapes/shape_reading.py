@@ -1,4 +1,5 @@
-"""Which of the five shapes a region is: its soft overlap with each shape's silhouette, at equal area and centroid."""
+"""Classifies a region as one of the five shapes: soft overlap (IoU) with each shape's silhouette, at equal area and
+centroid."""
 
 from __future__ import annotations
 

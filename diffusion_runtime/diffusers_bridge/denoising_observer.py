@@ -1,4 +1,4 @@
-"""A run of a diffusers pipeline, watched from its models: which step it is in, and where the time goes."""
+"""Observes a run of a diffusers pipeline through forward hooks: its current step, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.progress import OnProgress, Progress, Stage
 
 
-class DenoisingWatch:
-    """Context manager around one call of a pipeline. Text is what comes before the first forward pass of a model that
-    denoises, decoding what comes after the last.
+class DenoisingObserver:
+    """Context manager around one call of a pipeline. The text stage ends with the first forward pass of a denoising
+    model, the decode stage begins after the last.
 
-    step: of the pass that runs now, or ran last. interruption: what on_progress raised, None for nothing.
+    step: of the current or last pass. interruption: what on_progress raised, None for nothing.
     """
 
     def __init__(self, pipeline: Any, device: torch.device, on_progress: OnProgress | None) -> None:
@@ -33,7 +33,7 @@ class DenoisingWatch:
         self._hooks: list[Any] = []
         self._started = self._first = self._last = 0.0
         self._num_steps = 1
-        self._said = -1
+        self._last_reported = -1
         self.step = StepInfo()
         self.interruption: BaseException | None = None
 
@@ -44,9 +44,9 @@ class DenoisingWatch:
                 begin, end = PassHook(self._begin_pass_of(index, model)), PassHook(self._end_pass)
                 self._hooks.append(model.register_forward_pre_hook(begin, with_kwargs=True))
                 self._hooks.append(model.register_forward_hook(end))
-            self._say("text", 0, 1, self._started)
+            self._report("text", 0, 1, self._started)
         except BaseException:
-            # What on_progress raises here ends the generation before there is a block to leave.
+            # An exception of on_progress here ends the generation before __exit__ would run.
             self._remove_hooks()
             raise
         return self
@@ -63,19 +63,19 @@ class DenoisingWatch:
 
     @property
     def has_denoised(self) -> bool:
-        """Whether a model that denoises has been called."""
+        """Whether a denoising model has been called."""
         return self._first > 0
 
     def finish(self) -> dict[str, float]:
-        """The pipeline has returned: seconds by stage."""
+        """Call it when the pipeline has returned: seconds by stage."""
         self._wait()
         ended = time.perf_counter()
         if not self._first:
             return {"denoise": ended - self._started}
-        if self._said < self._num_steps:
-            # That the last step was the last one shows only now.
-            self._say("denoise", self._num_steps, self._num_steps, self._first + ended - self._last)
-        self._say("decode", 1, 1, self._last)
+        if self._last_reported < self._num_steps:
+            # Whether the last step was the last one is known only now.
+            self._report("denoise", self._num_steps, self._num_steps, self._first + ended - self._last)
+        self._report("decode", 1, 1, self._last)
         return {
             "text": self._first - self._started,
             "denoise": self._last - self._first,
@@ -89,15 +89,15 @@ class DenoisingWatch:
             arguments = signature.bind_partial(module, *args, **kwargs).arguments
             num_steps = self._follower.begins_request()
             if num_steps is not None:
-                self._num_steps, self._said = num_steps, -1
+                self._num_steps, self._last_reported = num_steps, -1
             self.step = self._follower.next_pass(index, arguments.get("timestep", arguments.get("t"))) or self.step
             if not self._first:
                 self._wait()
                 self._first = time.perf_counter()
-                self._say("text", 1, 1, self._started)
-            if self.step.index > self._said:
-                self._said = self.step.index
-                self._say("denoise", self.step.index, self._num_steps, self._first)
+                self._report("text", 1, 1, self._started)
+            if self.step.index > self._last_reported:
+                self._last_reported = self.step.index
+                self._report("denoise", self.step.index, self._num_steps, self._first)
 
         return begin
 
@@ -106,7 +106,7 @@ class DenoisingWatch:
             self._wait()
         self._last = time.perf_counter()
 
-    def _say(self, stage: Stage, step: int, num_steps: int, since: float) -> None:
+    def _report(self, stage: Stage, step: int, num_steps: int, since: float) -> None:
         if self._on_progress is not None:
             if step:
                 self._wait()
