@@ -303,11 +303,11 @@ def _prepare_model(
     model = family.open(folder)
     rules = _request_rules(model, model_of_name(config.model_path))
     rules.try_scheduler()
-    degrees = _settle_degrees(config, model, rules)
+    degrees = _choose_degrees(config, model, rules)
     is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
     if is_open and is_guided is not None and not is_guided(rules):
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cfg_parallel=False))
-        degrees = _settle_degrees(config, model, rules)
+        degrees = _choose_degrees(config, model, rules)
     device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
     mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
@@ -398,7 +398,7 @@ def _describe_passthrough(
     )
 
 
-def _settle_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:
+def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:
     """How the processes share the work, chosen where it is left open. Raises ConfigError."""
     if config.parallel.num_processes == 1:
         return Degrees()
@@ -407,7 +407,7 @@ def _settle_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: Reques
             f"parallel: {model.family.name} models run on one process in this version: nothing says how their tokens "
             "are cut; leave out --num-gpus"
         )
-    return config.parallel.settle(model.num_shared_heads, is_guided=rules.is_guided_by_default)
+    return config.parallel.choose_degrees(model.num_shared_heads, is_guided=rules.is_guided_by_default)
 
 
 def _device_name(config: RuntimeConfig, world: World | None) -> str:

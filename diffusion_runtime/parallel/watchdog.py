@@ -60,12 +60,12 @@ class Watchdog:
 
     def __init__(
         self,
-        board: RunStore,
+        store: RunStore,
         place: ProcessInfo,
         announce: Callable[[RankFailure], None],
         thread: threading.Thread | None = None,
     ) -> None:
-        self._board = board
+        self._store = store
         self._place = place
         self._announce = announce
         self._observer = ThreadSampler((threading.current_thread() if thread is None else thread).ident or 0)

@@ -143,7 +143,7 @@ class World:
 
     def idle(self) -> AbstractContextManager[None]:
         """A block in which this process waits for work, however long; nobody is at fault for that."""
-        return self._watch.idle()
+        return self._watchdog.idle()
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What `make` returns on rank 0, on all ranks; it is called on rank 0 alone.
@@ -237,7 +237,7 @@ class World:
 
     def end_unreported(self, failure: RankFailure) -> None:
         """The same for a reason that the user has been told already."""
-        self._board.end(failure)
+        self._store.end(failure)
 
     def ending(self) -> RankFailure | None:
         """Why the run ends, once that is recorded."""
@@ -258,7 +258,7 @@ class World:
     def leave_failed(self, failure: RankFailure) -> None:
         """End the run on the others because of `failure`; this process goes on, to end in its own way."""
         # Else the watchdog would end it, as it does the others.
-        self._watch.stop()
+        self._watchdog.stop()
         self.end(failure)
         if self.is_first and self.size > 1 and not self.place.has_agent:
             # The store stands in this process: the others need a moment to read why.

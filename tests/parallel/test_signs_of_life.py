@@ -113,25 +113,25 @@ def test_who_says_that_a_process_died() -> None:
         assert said == ([] if is_launched else [failure])
         assert store.ending() == (None if is_launched else dataclasses.replace(failure))
         # Unless it has left in order meanwhile.
-        board.set("beat/1", json.dumps({**beat, "process": dead.pid, "has_left": True}))
-        assert Watchdog(board, place, said.append)._judge() is None
+        store.set("beat/1", json.dumps({**beat, "process": dead.pid, "has_left": True}))
+        assert Watchdog(store, place, said.append)._judge() is None
 
 
 @needs_proc
 def test_the_watched_thread_may_be_any_and_idle_waits_blame_nobody() -> None:
-    board = RunStore(dist.HashStore(), "run/")
+    store = RunStore(dist.HashStore(), "run/")
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()
     try:
-        watch = Watchdog(board, ProcessInfo(0, 2, 0, 2, "localhost", 1), lambda failure: None, thread)
+        watch = Watchdog(store, ProcessInfo(0, 2, 0, 2, "localhost", 1), lambda failure: None, thread)
         watch._beat(has_left=False)
-        watched = json.loads(board.get(["beat/0"])[0])
+        watched = json.loads(store.get(["beat/0"])[0])
         assert watched["place"].startswith("threading.py:")
         assert not watched["waits"]
         with watch.idle():
             watch._beat(has_left=False)
-            idle = json.loads(board.get(["beat/0"])[0])
+            idle = json.loads(store.get(["beat/0"])[0])
         # Nobody else is at fault for it, and neither is this process.
         assert (idle["waits"], idle["waiting_seconds"]) == (True, 0.0)
     finally:
