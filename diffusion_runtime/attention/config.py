@@ -303,23 +303,11 @@ def _expand_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(inner, dict):
                 inner = place[part] = dict(inner)
             place = inner
-        _add(place, path[-1], value, key)
+        if isinstance(value, Mapping) and isinstance(place.get(path[-1]), dict):
+            place[path[-1]].update(value)
+        else:
+            place[path[-1]] = dict(value) if isinstance(value, Mapping) else value
     return nested
-
-
-def _add(place: dict[str, Any], name: str, value: Any, key: str) -> None:
-    """Put a value into a nested mapping. Raises ConfigError for one that is there already. key: as it was written."""
-    there = place.get(name)
-    if there is None:
-        place[name] = dict(value) if isinstance(value, Mapping) else value
-    elif isinstance(value, Mapping) and isinstance(there, dict):
-        for inner, each in value.items():
-            _add(there, inner, each, f"{key}.{inner}")
-    elif isinstance(there, dict) and isinstance(value, str):
-        # A name beside options of its own: `per_role.ROLE.extra.KEY` and then `per_role.ROLE`.
-        _add(there, "backend", value, key)
-    else:
-        raise ConfigError(f"attention config: {key[:80]} is given twice; leave one out")
 
 
 def _split_path(key: str) -> list[str]:

@@ -17,7 +17,7 @@ FAULTS = {
     "killed while it writes": ([{"rank": 0, "stage": "write", "fault": "kill"}], "(process PID) was killed by SIGKILL"),
     "raises while Python starts": (
         [{"rank": 1, "stage": "start", "fault": "raise"}],
-        "ended with exit code 1 and said last:",
+        "ended with exit code 1; its stderr ends with:",
     ),
     "hangs in a step": (
         [{"rank": 0, "stage": "denoise", "step": 1, "fault": "hang"}],

@@ -10,6 +10,7 @@ from PIL import Image
 from tables import table
 
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.media import images
 from diffusion_runtime.media.images import check_image, open_picture, read_image
 
 
@@ -50,8 +51,8 @@ def test_files_that_are_no_images_are_refused(tmp_path: Path) -> None:
 
 def test_a_picture_too_large_to_unpack_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.png", 96, 64)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4000)
-    with pytest.raises(RequestError, match="exceeds limit"):
+    monkeypatch.setattr(images, "MAX_PIXELS", 4000)
+    with pytest.raises(RequestError, match="96 x 64 pixels, more than 4000"):
         check_image(path, 64, 96)
 
 

@@ -84,7 +84,7 @@ def test_an_mp4_cut_after_its_index_still_says_what_it_was(tmp_path: Path) -> No
     position = content.index(b"moov") - 4
     content[position : position + 4] = struct.pack(">I", 2**31)
     path.write_bytes(content)
-    with pytest.raises(OutputError, match="says 2147483648 bytes"):
+    with pytest.raises(OutputError, match="has a size of 2147483648 bytes"):
         read_media_file(path)
 
 

@@ -29,8 +29,10 @@ print(told, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def run_child(mode: str, **environment: str) -> tuple[str, int]:
     """(what tune_cpu_allocator said, page faults) of a process of its own."""
+    # A command that ran in this process may have set it.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     result = subprocess.run(
-        [sys.executable, "-c", CHILD, mode], capture_output=True, text=True, check=True, env=os.environ | environment
+        [sys.executable, "-c", CHILD, mode], capture_output=True, text=True, check=True, env=inherited | environment
     )
     assert result.stderr == ""
     told, faults = result.stdout.split()

@@ -67,5 +67,7 @@ def test_a_port_that_somebody_else_has(place: ProcessInfo) -> None:
 
 
 def test_nobody_answers(place: ProcessInfo) -> None:
-    with pytest.raises(DiffusionRuntimeError, match=f"rank 1: nobody answers at localhost:{place.port} after 1 s"):
+    with pytest.raises(
+        DiffusionRuntimeError, match=f"rank 1: no rendezvous store answers at localhost:{place.port} after 1 s"
+    ):
         connect(dataclasses.replace(place, rank=1), timedelta(seconds=1))

@@ -39,16 +39,19 @@ def no_visible_keys(q: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_tokens(x: torch.Tensor) -> torch.Tensor:
-    """x [batch, seq, heads, head_dim] with the numbers of a head side by side, on a GPU from a multiple of 16 bytes on:
-    itself, or a copy. A head size that is no such multiple leaves nothing to align."""
+    """x [batch, seq, heads, head_dim] with the numbers of a head side by side, from a multiple of 16 bytes on: itself,
+    or a copy. A head size that is no such multiple leaves nothing to align."""
     *strides, last = x.stride()
-    if last == 1:
-        unit = 16 // x.element_size()
-        if not x.is_cuda or x.shape[3] % unit:
-            return x
-        if x.storage_offset() % unit == 0 and not any(stride % unit for stride in strides):
-            return x
+    unit = 16 // x.element_size()
+    is_aligned = x.storage_offset() % unit == 0 and not any(stride % unit for stride in strides)
+    if last == 1 and (is_aligned or x.shape[3] % unit):
+        return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+    """x with the numbers of a head side by side: itself, or a copy."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _run(backend: Backend, call: AttentionCall) -> AttentionResult:
@@ -57,7 +60,8 @@ def _run(backend: Backend, call: AttentionCall) -> AttentionResult:
 
 
 def _with_aligned_rows(call: AttentionCall) -> AttentionCall:
-    q, k, v = aligned_tokens(call.q), aligned_tokens(call.k), aligned_tokens(call.v)
+    arrange = aligned_tokens if call.q.is_cuda else _side_by_side
+    q, k, v = arrange(call.q), arrange(call.k), arrange(call.v)
     return call if q is call.q and k is call.k and v is call.v else call._replace(q=q, k=k, v=v)
 
 

@@ -31,7 +31,8 @@ def key_count_reason(backend: Backend, call: AttentionCall) -> str | None:
     if backend.capability.key_counts.block == 1:
         return None
     counts = _key_counts(backend, call.q.device)
-    if all(number in counts for number in numbers_of_keys(call)):
+    fits_blocks = not call.causal or call.k.shape[1] % counts.causal_block == 0
+    if fits_blocks and all(number in counts for number in numbers_of_keys(call)):
         return None
     return f"{backend.name} here takes {counts}"
 

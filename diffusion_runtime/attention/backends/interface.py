@@ -55,10 +55,13 @@ class KeyCounts:
     Kernels that do not hide what their last block of keys holds past the end count those as keys of score 0 and value
     0. Where the keys' mean is subtracted from them, as SageAttention does, the weights of n keys sum to n or more
     (Jensen's inequality), so r such keys cost a relative error of r / (n + r) at most. `tolerance` bounds that.
+
+    causal_block: of causal calls, which hide what is past the end, but may read the scales of whole blocks there.
     """
 
     block: int = 1
     tolerance: float = 0.0
+    causal_block: int = 1
 
     def __contains__(self, num_keys: int) -> bool:
         past_the_end = -num_keys % self.block
@@ -68,7 +71,8 @@ class KeyCounts:
         if self.block == 1:
             return "any number of keys"
         near = f", or at most {self.tolerance:.1%} below one" if self.tolerance else ""
-        return f"a number of keys that is a multiple of {self.block}{near}"
+        causal = f", of {self.causal_block} in causal calls" if self.causal_block > 1 else ""
+        return f"a number of keys that is a multiple of {self.block}{near}{causal}"
 
 
 @dataclass(frozen=True)

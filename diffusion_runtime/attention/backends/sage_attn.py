@@ -39,7 +39,9 @@ _CHIPS_OF_2 = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))
 _TRITON_CHIP = (8, 6)
 _LAST_WITH_WHOLE_BLOCKS = (2, 2, 0)
 # A tenth of what int8 scores cost; 32760 keys (81 frames of 480p in Wan) are 2.4e-4 below a whole number of blocks.
-_WHOLE_BLOCKS = KeyCounts(block=64, tolerance=1e-3)
+# Causal calls go through whole tiles of 128 queries and read the scale of every block of 64 keys up to a tile's end:
+# one past the last is whatever lies there, seen as NaN in some runs with 288 keys.
+_WHOLE_BLOCKS = KeyCounts(block=64, tolerance=1e-3, causal_block=128)
 # Relative errors on normally distributed inputs: 0.011 to 0.013 with values in float16, 0.034 to 0.040 with weights and
 # values in fp8, as 2.x computes on sm_89 and newer.
 _INT8_BOUND, _FP8_BOUND = 0.03, 0.06

@@ -225,8 +225,10 @@ def test_every_combination_of_rules_that_can_hold_is_checked(config: Any, messag
         load(weightless, config)
 
 
-def test_a_rule_for_a_layer_that_is_not_there_is_not_checked(weightless: str) -> None:
-    with pytest.raises(ModelLoadError):
+def test_a_rule_for_a_layer_that_is_not_there_is_refused(weightless: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"schedule\[0\]\.layers: expected layers from 0 to 1, which this model has, got 2"
+    ):
         load(weightless, {"schedule": [{"layers": "2", "backend": STA}]})
 
 

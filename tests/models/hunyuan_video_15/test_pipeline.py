@@ -172,7 +172,7 @@ def test_prompts_image_guidance_and_seed_matter(
 def test_an_image_that_is_missing_or_too_many_is_said(
     text_pair: tuple[Pipeline, Any], image_pair: tuple[Pipeline, Any], picture: Path
 ) -> None:
-    with pytest.raises(RequestError, match="image_path: required: this model makes videos from an image"):
+    with pytest.raises(RequestError, match="image_path: this model makes videos from an image"):
         image_pair[0](request())
     with pytest.raises(RequestError, match="image_path: this model makes videos from text alone"):
         text_pair[0](request(image_path=str(picture)))
