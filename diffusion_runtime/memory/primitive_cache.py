@@ -2,7 +2,7 @@
 
 oneDNN, which computes torch's convolutions and linear layers on a CPU, compiles each one for its shape and keeps the
 last 1024: a decoder makes about 70 of them per size, so a process that makes many sizes grows by 170 MB. With 128 it
-grows by 40 MB at most, and one size takes as long as before (the embedded model, 9 frames of 64 x 96: 0.13 s of CPU
+keeps an eighth of that, and one size takes as long as before (the embedded model, 9 frames of 64 x 96: 0.13 s of CPU
 time with 128, 256 and 1024, 0.19 s with none).
 """
 
