@@ -4,7 +4,8 @@ Version 1.0.6, which the package index has, is Triton: it subtracts the keys' me
 computes with v in float16 whatever it is given (values past 65504 overflow), takes three head sizes and returns no
 log-sum-exp. Its kernel counts what its last block of 64 keys holds past the end as keys of score 0 and value 0: with 77
 keys an error of 0.28, with 24 one of 0.50 (its own kernels, in Triton's interpreter and on an H200); the causal one
-hides them, and needs whole tiles of 128. Version 2.x comes from source and has none of these limits but that on sm_86, which runs the same kernel
+hides them, and needs whole tiles of 128. Version 2.x comes from source and has none of these limits but that on sm_86,
+which runs the same kernel
 before 2.2.1, and it has kernels for some chips alone.
 """
 
