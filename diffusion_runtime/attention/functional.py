@@ -16,8 +16,6 @@ from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.backends.registry import num_changes, when_backends_change
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.force import ForcedChoice, current_force
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import dtype_name
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
 from diffusion_runtime.attention.roles import role_category
@@ -26,6 +24,8 @@ from diffusion_runtime.attention.shapes import check_shapes
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 _LAYER = LayerInfo()
 _STEP = StepInfo()

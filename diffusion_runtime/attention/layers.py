@@ -25,8 +25,6 @@ from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
 from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
-from diffusion_runtime.attention.info import LayerInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules, dtype_name
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
 from diffusion_runtime.attention.select import Decision, select
@@ -37,6 +35,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, SingleProcess
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 from diffusion_runtime.parallel.usp import USPExchange
+from diffusion_runtime.step_info import LayerInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +165,7 @@ class AttentionLayer(nn.Module, ABC):
             return result.out
         implementations: list[str] = []
 
-        def run(inputs: AttentionInputs[TokenLayout]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
             result = self._run(inputs, context, served)
             implementations.append(result.implementation)
             return result.out, result.lse
@@ -186,9 +185,7 @@ class AttentionLayer(nn.Module, ABC):
         served = self._served(x, context, with_gate=False, mask=None)
         return "gate" in served.resolved.backend.capability.features
 
-    def _run(
-        self, inputs: AttentionInputs[TokenLayout], context: AttentionContext, served: _ResolvedCall
-    ) -> AttentionResult:
+    def _run(self, inputs: AttentionInputs, context: AttentionContext, served: _ResolvedCall) -> AttentionResult:
         """What this process computes of one call, or a part of that."""
         check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, self.causal)
         if inputs.mask is not None:

@@ -13,13 +13,13 @@ import torch
 from diffusion_runtime.attention.backends.interface import AttentionRequirements
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.force import ForcedChoice, current_force
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 

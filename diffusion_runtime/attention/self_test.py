@@ -22,13 +22,13 @@ from diffusion_runtime.attention.backends.interface import (
 )
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import capability_on, raised_line, usual_head_sizes
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SelfTestCase, case_with_keys
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 # Past the steps and layers that sparse methods keep dense at first.
 _LAYER, _STEP = LayerInfo(1, 8), StepInfo(20, 50)

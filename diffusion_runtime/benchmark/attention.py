@@ -14,7 +14,6 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import list_backends, raised_line
 from diffusion_runtime.attention.functional import attention
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.attention.self_test import quiet_log
 from diffusion_runtime.attention.sparse.interface import SparseBackend
@@ -25,6 +24,7 @@ from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurem
 from diffusion_runtime.benchmark.shapes import AttentionShape
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 # Called with what is under way.
 OnProgress = Callable[[str], None]

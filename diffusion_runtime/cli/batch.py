@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.cli.failures import INTERRUPTED, Failure
 from diffusion_runtime.cli.outputs import Outputs
-from diffusion_runtime.cli.progress import ProgressLike, show_progress
+from diffusion_runtime.cli.progress import show_progress
 from diffusion_runtime.cli.tables import seconds_text
 from diffusion_runtime.cli.terminal import Terminal
 from diffusion_runtime.errors import BatchFailedError
@@ -20,6 +20,7 @@ from diffusion_runtime.request import GenerationRequest
 
 if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
+    from diffusion_runtime.progress import OnProgress
 
 MAX_TITLE_CHARACTERS = 40
 
@@ -112,7 +113,7 @@ class BatchResult:
 
 
 # Makes one item; the second argument receives its progress.
-Generate = Callable[[GenerationRequest, Callable[[ProgressLike], None]], "GeneratedMedia"]
+Generate = Callable[[GenerationRequest, "OnProgress"], "GeneratedMedia"]
 
 
 def run_batch(

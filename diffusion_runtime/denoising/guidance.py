@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 import torch
 
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.parallel.branches import BranchExchange
+from diffusion_runtime.step_info import StepInfo
 
 MODES = ("batched", "two_pass")
 

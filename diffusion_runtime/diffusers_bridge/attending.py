@@ -15,13 +15,12 @@ from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.functional import attention
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy, dtype_name
-from diffusion_runtime.attention.report import AttentionRecorder
 from diffusion_runtime.attention.resolved import resolve_decision
 from diffusion_runtime.attention.select import Levels, select
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.diffusers_bridge.explicit_choices import deciding_choice, needs_grid
 from diffusion_runtime.diffusers_bridge.grids import Grid, TokenOrder
 from diffusion_runtime.diffusers_bridge.masks import (
@@ -35,6 +34,7 @@ from diffusion_runtime.diffusers_bridge.modules import FoundModule, head_shape, 
 from diffusion_runtime.diffusers_bridge.padded_attention import attend_groups, attend_padded, run_layer
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.step_info import StepInfo
 
 
 @dataclass

@@ -8,8 +8,8 @@ import torch
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.diffusers_bridge.masks import KeyPadding, QueryGroups
+from diffusion_runtime.token_layout import TokenLayout
 
 
 def run_layer(

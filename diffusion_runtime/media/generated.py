@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 
+from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.errors import OutputError
 from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import encode
@@ -29,18 +30,6 @@ from diffusion_runtime.media.sidecar import (
 logger = logging.getLogger("diffusion_runtime")
 
 
-class AttentionReportLike(Protocol):
-    """What media needs of an AttentionReport, which lives in a higher row."""
-
-    @property
-    def rows(self) -> Sequence[Any]: ...
-
-    @property
-    def num_calls(self) -> int: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True, eq=False)
 class GeneratedMedia:
     """A video, or an image when there is one frame.
@@ -56,7 +45,7 @@ class GeneratedMedia:
     frames: numpy.ndarray
     fps: int
     recipe: Mapping[str, Any]
-    attention_report: AttentionReportLike
+    attention_report: AttentionReport
     timings: Mapping[str, float] = field(default_factory=dict)
     audio: Audio | None = None
 

@@ -19,9 +19,9 @@ from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.model_folder import refuse_other_pipelines, refuse_unknown_index_keys
 from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.checkpoint import WeightChange
-from diffusion_runtime.models.folder import refuse_other_pipelines, refuse_unknown_index_keys
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 

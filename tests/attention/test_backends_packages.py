@@ -35,9 +35,9 @@ from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.detour import numbers_of_keys
 from diffusion_runtime.attention.backends.interface import Backend, KeyCounts, NoOptions
 from diffusion_runtime.attention.backends.registry import find_backend
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.token_layout import TokenLayout
 
 # A package, with its version where versions differ -> our backend, what that imports, and the stand-in.
 PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {

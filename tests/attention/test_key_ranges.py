@@ -14,8 +14,8 @@ from diffusion_runtime.attention.backends.interface import NoOptions
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packed_keys import PackedCall, attend_by_lengths
 from diffusion_runtime.attention.backends.reference import reference_attention
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.token_layout import TokenLayout
 
 
 class Kernels:

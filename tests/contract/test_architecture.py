@@ -17,7 +17,7 @@ ROWS = [
     {"description"},
     {"diffusers_bridge"},
     {"pipeline"},
-    {"request_rules", "progress", "one_generation"},
+    {"request_rules", "one_generation"},
     {"models"},
     {"text_encoders", "denoising", "memory"},
     {"layers"},
@@ -25,6 +25,8 @@ ROWS = [
     {"parallel"},
     {"kernels"},
     {"config", "request", "media", "hardware", "device_guard"},
+    {"attention_report", "progress", "model_folder"},
+    {"token_layout", "step_info"},
     {"untrusted"},
     {"errors"},
 ]
@@ -179,7 +181,7 @@ def test_files_of_strangers_are_read_in_one_place() -> None:
 RETIRED = (
     "Alone Board EvenlyFalling InWorld Place Question QuickConvolutions RowBands ThreadObserver Together Watch "
     "Whereabouts blame competes essence is_said judge_hangs kept_for_text mourn_board read_place speaks_for "
-    "telling_steps"
+    "telling_steps AttentionReportLike ProgressLike SequenceLayout"
 ).split()
 
 

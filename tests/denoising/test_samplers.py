@@ -9,9 +9,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from tables import table
 
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.step_info import StepInfo
 
 SAMPLERS = ("flow_match_euler", "unipc")
 

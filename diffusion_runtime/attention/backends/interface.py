@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.roles import CATEGORIES
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import DTYPES, PLATFORMS, Hardware
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 if TYPE_CHECKING:
     import torch

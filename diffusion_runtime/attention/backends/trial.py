@@ -8,10 +8,10 @@ import torch
 
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements, Backend, NoOptions
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 # Queries and keys: more than one tile of any kernel, so that none takes its path for short ones.
 _SEQ = 256

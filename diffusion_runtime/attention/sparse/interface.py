@@ -22,8 +22,6 @@ from diffusion_runtime.attention.backends.interface import (
 )
 from diffusion_runtime.attention.backends.narrowing import NarrowedCapability, narrowed
 from diffusion_runtime.attention.backends.packages import ImportingBackend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.resolved import resolve_dense
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.select import select_dense
@@ -38,6 +36,8 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
 from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.registry import available_names, canonical_name, find_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.options import build_options
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 
 def plan_attention(

@@ -14,8 +14,6 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid
 from diffusion_runtime.attention.sparse.sliding_tile_options import NONE, SEARCHING, TUNING_CFG, SlidingTileOptions
 from diffusion_runtime.attention.sparse.sliding_tile_search import (
@@ -42,6 +40,8 @@ from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 

@@ -16,14 +16,14 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_clustering import TokenClusters, cluster_tokens
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_selection import keep_most_mass
 from diffusion_runtime.attention.sparse.tiles import sequence_order
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)

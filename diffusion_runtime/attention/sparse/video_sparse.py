@@ -16,8 +16,6 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid, sparse_capability
 from diffusion_runtime.attention.sparse.tiles import tile_counts, tile_geometry
@@ -28,6 +26,8 @@ from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
 from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
 

@@ -14,14 +14,14 @@ from typing import Literal
 import torch
 
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
 from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
 from diffusion_runtime.attention.sparse.vmoba_selection import select_chunks
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means.api import block_means
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 ChunkKind = Literal["temporal", "spatial", "st"]
 

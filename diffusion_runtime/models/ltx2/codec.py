@@ -10,8 +10,8 @@ import torch
 
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.model_folder import read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.ltx2.config import AUDIO_VAE
 

@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layers import LocalAttention, USPAttention
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
 from diffusion_runtime.layers.feed_forward import FeedForward
@@ -34,6 +32,8 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.parallel.sharding import SequenceSharding
+from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 
 class WanSelfAttention(nn.Module):
