@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionRequirements
+from diffusion_runtime.attention.backends.requirements import dtype_name
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.roles import role_category
@@ -172,8 +173,3 @@ def _representative_counts(bounds: Collection[int]) -> list[int]:
     from_end = {0} | {-bound for bound in bounds if bound < 0}
     sums = {first + last for first in from_start for last in from_end}
     return sorted({total + shift for total in sums for shift in range(-2, 4) if total + shift >= 1})
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` as `bfloat16`."""
-    return str(dtype).removeprefix("torch.")

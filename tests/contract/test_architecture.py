@@ -181,7 +181,7 @@ def test_files_of_strangers_are_read_in_one_place() -> None:
 RETIRED = (
     "Alone Board EvenlyFalling InWorld Place Question QuickConvolutions RowBands ThreadObserver Together Watch "
     "Whereabouts blame competes essence is_said judge_hangs kept_for_text mourn_board read_place speaks_for "
-    "telling_steps AttentionReportLike ProgressLike SequenceLayout"
+    "telling_steps AttentionReportLike PlanRequest ProgressLike SequenceLayout"
 ).split()
 
 

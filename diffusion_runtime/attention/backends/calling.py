@@ -58,7 +58,9 @@ def _run(backend: Backend, call: AttentionCall) -> AttentionResult:
 
 def _with_aligned_rows(call: AttentionCall) -> AttentionCall:
     q, k, v = aligned_tokens(call.q), aligned_tokens(call.k), aligned_tokens(call.v)
-    return call if q is call.q and k is call.k and v is call.v else call._replace(q=q, k=k, v=v)
+    if q is call.q and k is call.k and v is call.v:
+        return call
+    return call._replace(inputs=call.inputs._replace(q=q, k=k, v=v))
 
 
 def _empty_result(call: AttentionCall, why: str) -> AttentionResult:
