@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from diffusion_runtime.attention import AttentionState, LayerInfo, StepInfo, TokenLayout
-from diffusion_runtime.attention.sparse.interface import PlanRequest
+from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
 from diffusion_runtime.attention.sparse.video_sparse import VideoSparseBackend, VideoSparseOptions
 from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles, num_kept_tiles, tile_means
@@ -23,6 +23,7 @@ from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
 from diffusion_runtime.kernels.block_sparse.triton import TileShape, prepare, tile_shape
 from diffusion_runtime.kernels.highest_blocks.api import highest
+from diffusion_runtime.parallel.interface import AttentionInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +46,10 @@ class Call:
 
     def select(self) -> tuple[SparsePlan, torch.Tensor]:
         """The plan and the pooled values, by means that are read in passes of their own."""
-        request = PlanRequest(
-            self.q, self.k, self.options, self.layout, LayerInfo(10, 40), StepInfo(30, 50), AttentionState()
-        )
+        inputs = AttentionInputs(self.q, self.k, self.v, self.layout)
+        call = AttentionCall(inputs, self.options, LayerInfo(10, 40), StepInfo(30, 50), AttentionState())
         geometry = tile_geometry(self.layout, self.options.tile_size, self.q.device)
-        plan, pooled = VideoSparseBackend().select_tiles(request, tile_means(self.q, self.k, self.v, geometry))
+        plan, pooled = VideoSparseBackend().select_tiles(call, tile_means(self.q, self.k, self.v, geometry))
         assert pooled is not None
         return plan, pooled
 

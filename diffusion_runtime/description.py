@@ -13,14 +13,14 @@ from typing import Any
 
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.select import Decision
 from diffusion_runtime.attention.self_check import SelfCheck
+from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.folder import MAX_TEXT_BYTES
+from diffusion_runtime.model_folder import MAX_TEXT_BYTES
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.untrusted.files import read_file
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import StepInfo
-from diffusion_runtime.attention.report import AttentionRecorder
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.denoising.noise import initial_noise
@@ -37,6 +36,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.progress import Cancellations, OnProgress, StageClock
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import BatchSettings, RequestRules
+from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")

@@ -17,16 +17,16 @@ from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import force_attention_backend
 from diffusion_runtime.attention.functional import attention
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.layers import LocalAttention, UlyssesAttention, USPAttention
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport, LibraryAttention, ReportRow
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.attention.select import Decision, select_backend
 from diffusion_runtime.attention.sparse.planning import plan_attention
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport, LibraryAttention, ReportRow
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 __all__ = [
     "AttentionCall",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
 from diffusion_runtime.attention.frozen_mapping import FrozenMapping
@@ -152,6 +152,15 @@ class ScheduleRule:
         return {**({"role": self.role} if self.role else {}), **chosen, **self.spec.to_dict()}
 
 
+class StatedChoice(NamedTuple):
+    """One entry of an AttentionConfig that may decide for a role. by_name: it is made for the role, or for the role's
+    category, by name; key: where it stands, for people."""
+
+    spec: AttentionSpec
+    by_name: bool
+    key: str
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """One level's choices. Values may be given as specs, names or mappings.
@@ -183,21 +192,21 @@ class AttentionConfig:
     def __hash__(self) -> int:
         return hash((self.default, tuple(sorted(self.per_role.items(), key=str)), self.schedule))
 
-    def choices(self, role: str, rules: tuple[int, ...] = ()) -> list[tuple[AttentionSpec, bool, str]]:
-        """All that this level says for `role`, most specific first, as (spec, made for the role by name, key).
+    def choices(self, role: str, rules: tuple[int, ...] = ()) -> list[StatedChoice]:
+        """All that this level says for `role`, most specific first.
 
         rules: indexes of the schedule rules that hold now. The first entry that names a backend which serves the role
         wins; one that holds options alone configures what a later one chooses.
         """
-        said = []
+        said: list[StatedChoice] = []
         for index in rules:
             rule = self.schedule[index]
             if rule.applies_to(role):
-                said.append((rule.spec, rule.role is not None, f"schedule[{index}] ({rule.window})"))
+                said.append(StatedChoice(rule.spec, rule.role is not None, f"schedule[{index}] ({rule.window})"))
         for key in dict.fromkeys((role, role_category(role))):
             if key in self.per_role:
-                said.append((self.per_role[key], True, f"per_role.{key}"))
-        return said if self.default is None else [*said, (self.default, False, "default")]
+                said.append(StatedChoice(self.per_role[key], True, f"per_role.{key}"))
+        return said if self.default is None else [*said, StatedChoice(self.default, False, "default")]
 
     def check_roles(self, roles: Sequence[str], model: str) -> None:
         """Raises ConfigError for a choice by a role that is neither a category nor one of `roles`, those that the

@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Self
 
-from diffusion_runtime.attention.info import StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.report import AttentionRecorder
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.parallel.sharding import SequenceSharding
+from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)

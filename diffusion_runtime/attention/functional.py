@@ -11,21 +11,20 @@ from typing import Any, Literal, overload
 import torch
 
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements
-from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
+from diffusion_runtime.attention.backends.interface import AttentionCall
+from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes, when_backends_change
+from diffusion_runtime.attention.backends.requirements import CallKind
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.force import ForcedChoice, current_force
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.policy import dtype_name
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
-from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Levels, select
 from diffusion_runtime.attention.shapes import check_shapes
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 _LAYER = LayerInfo()
 _STEP = StepInfo()
@@ -112,44 +111,20 @@ def attention(
     spec = backend if isinstance(backend, AttentionSpec) else _spec(backend)
     if options:
         spec = AttentionSpec(spec.name, {**spec.options, **options})
-    q_shape = q.shape
-    resolved = _resolve(
-        num_changes(),
-        spec,
-        current_force(),
-        # Only a call that leaves the choice open is the environment's business.
-        None if spec.candidates else os.environ.get(ENVIRONMENT_VARIABLE),
-        layer.role,
-        q_shape[3],
-        q.dtype,
-        q.device,
-        q_shape[2],
-        k.shape[2],
-        (
-            causal,
-            scale is not None,
-            return_lse,
-            gate is not None,
-            layout is not None and layout.has_padding,
-            None if mask is None else mask_feature(mask),
-        ),
-    )
     call = AttentionCall(
-        q=q,
-        k=k,
-        v=v,
-        options=resolved.options,
-        layout=layout,
+        AttentionInputs(q, k, v, layout, gate, mask),
+        options=None,
         layer=layer,
         step=step,
         state=AttentionState() if state is None else state,
-        gate=gate,
         scale=scale,
         causal=causal,
         return_lse=return_lse,
-        mask=mask,
-        dense=resolved.dense,
     )
+    # Only a call that leaves the choice open is the environment's business.
+    environment = None if spec.candidates else os.environ.get(ENVIRONMENT_VARIABLE)
+    resolved = _resolve(num_changes(), spec, current_force(), environment, CallKind.of(call))
+    call = call._replace(options=resolved.options, dense=resolved.dense)
     result = run_backend(resolved.backend, call)
     if not return_lse:
         return result.out
@@ -164,36 +139,13 @@ def _spec(backend: str) -> AttentionSpec:
 
 @functools.lru_cache(maxsize=1024)
 def _resolve(
-    registered: int,
-    spec: AttentionSpec,
-    forced: tuple[ForcedChoice, ...],
-    environment: str | None,
-    role: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_heads: int,
-    num_kv_heads: int,
-    uses: tuple[bool, bool, bool, bool, bool, str | None],
+    registered: int, spec: AttentionSpec, forced: tuple[ForcedChoice, ...], environment: str | None, kind: CallKind
 ) -> Resolved:
-    """registered: what num_changes says. uses: causality, a scale, the log-sum-exp, a gate, padded keys, and which kind
-    of mask."""
+    """registered: what num_changes says."""
     del registered
-    *flags, masked = uses
-    needs = {name for name, used in zip(("causal", "scale", "lse", "gate", "key_padding"), flags, strict=True) if used}
-    requirements = AttentionRequirements(
-        role=role,
-        category=role_category(role),
-        head_dim=head_dim,
-        dtype=dtype_name(dtype),
-        hardware=detect_hardware(str(device)),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        needs=frozenset(needs if masked is None else {*needs, masked}),
-    )
     said = spec.candidates or spec.options
-    config = AttentionConfig(per_role={role: spec}) if said else AttentionConfig()
-    return resolve_decision(select(requirements, Levels(forced, config=config, environment=environment)))
+    config = AttentionConfig(per_role={kind.role: spec}) if said else AttentionConfig()
+    return resolve_decision(select(kind.requirements(), Levels(forced, config=config, environment=environment)))
 
 
 when_backends_change(_spec.cache_clear)

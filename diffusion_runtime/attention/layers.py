@@ -13,21 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionRequirements,
-    AttentionResult,
-    Backend,
-)
-from diffusion_runtime.attention.backends.masks import check_mask, mask_feature
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend
+from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes
+from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
-from diffusion_runtime.attention.info import LayerInfo
-from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules, dtype_name
+from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
 from diffusion_runtime.attention.select import Decision, select
 from diffusion_runtime.attention.shapes import check_heads, check_shapes
@@ -37,6 +32,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, SingleProcess
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 from diffusion_runtime.parallel.usp import USPExchange
+from diffusion_runtime.step_info import LayerInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +45,13 @@ class _ResolvedCall:
 
 
 class _DecisionKey(NamedTuple):
-    """All that a decision depends on at a call; equal moments share one decision.
-
-    with_padding, with_gate, mask: what this call needs beside what every call of the layer does, mask as a feature.
-    """
+    """All that a decision depends on at a call; calls with equal keys share one decision. needs: FEATURES it uses."""
 
     forced: tuple[ForcedChoice, ...]
     rules: HeldRules
     dtype: torch.dtype
     device: torch.device
-    with_padding: bool = False
-    with_gate: bool = False
-    mask: str | None = None
+    needs: frozenset[str]
 
 
 class AttentionLayer(nn.Module, ABC):
@@ -110,7 +101,7 @@ class AttentionLayer(nn.Module, ABC):
             self.policy.requirements(
                 self.layer, head_dim=head_dim, num_heads=num_heads, num_kv_heads=self.num_kv_heads
             ),
-            needs=self._constant_needs(),
+            needs=features_used(scale=scale, causal=causal),
             keys_in_parts=self._exchange.needs_lse,
             every_key_on_demand=self._exchange_with_every_key is not None,
         )
@@ -138,12 +129,15 @@ class AttentionLayer(nn.Module, ABC):
         *,
         gate: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
+        block_mask: BlockMask | None = None,
     ) -> torch.Tensor:
         """q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]; out as q.
 
         context: where the keys sit, which step it is, the request's state and its recorder. gate: [batch, seq_q, heads,
         head_dim] for backends with a gated branch. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], as `attention`
-        takes it. Raises ConfigError for shapes that do not fit each other or what the layer was built for.
+        takes it. block_mask: a BlockMask of torch's FlexAttention, which says all that is hidden, so it comes without
+        layout, mask and causality. Raises ConfigError for shapes that do not fit each other or what the layer was built
+        for.
 
         Where processes share the sequence, q, k, v and gate hold the rows of this one: its slice of the grid, as
         `context.sharding` cuts it, and all of the text; layout and mask are those of the whole sequence.
@@ -158,20 +152,21 @@ class AttentionLayer(nn.Module, ABC):
             layer=self.layer,
         )
         context = AttentionContext() if context is None else context
-        served = self._served(q, context, with_gate=gate is not None, mask=mask)
+        served = self._served(q, context, gate=gate, mask=mask, block_mask=block_mask)
+        inputs = AttentionInputs(q, k, v, context.layout, gate, mask, first_head=0, num_heads_total=self.num_heads)
         if not served.shared:
-            inputs = AttentionInputs(q, k, v, context.layout, gate, mask, 0, self.num_heads)
-            result = self._run(inputs, context, served)
+            result = self._run(inputs, context, served, block_mask)
             self._count(context, served, result.implementation)
             return result.out
+        if block_mask is not None:
+            raise ConfigError(f"{self.layer.name or self.layer.role}: a block mask cannot be cut for {served.shared}")
         implementations: list[str] = []
 
-        def run(inputs: AttentionInputs[TokenLayout]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
             result = self._run(inputs, context, served)
             implementations.append(result.implementation)
             return result.out, result.lse
 
-        inputs = AttentionInputs(q, k, v, context.layout, gate, mask, first_head=0, num_heads_total=self.num_heads)
         out = served.exchange.attend(inputs, run)
         self._count(context, served, implementations[0] if implementations else "no tokens on this process")
         return out
@@ -183,33 +178,31 @@ class AttentionLayer(nn.Module, ABC):
         BackendUnavailableError when no backend of the choice can serve it.
         """
         context = AttentionContext() if context is None else context
-        served = self._served(x, context, with_gate=False, mask=None)
+        served = self._served(x, context)
         return "gate" in served.resolved.backend.capability.features
 
     def _run(
-        self, inputs: AttentionInputs[TokenLayout], context: AttentionContext, served: _ResolvedCall
+        self,
+        inputs: AttentionInputs,
+        context: AttentionContext,
+        served: _ResolvedCall,
+        block_mask: BlockMask | None = None,
     ) -> AttentionResult:
         """What this process computes of one call, or a part of that."""
         check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, self.causal)
         if inputs.mask is not None:
             check_mask(inputs.mask, inputs.q, inputs.k)
         call = AttentionCall(
-            q=inputs.q,
-            k=inputs.k,
-            v=inputs.v,
-            options=served.resolved.options,
-            layout=inputs.layout,
-            layer=self.layer,
-            step=context.step,
-            state=context.state,
-            gate=inputs.gate,
+            inputs,
+            served.resolved.options,
+            self.layer,
+            context.step,
+            context.state,
             scale=self.scale,
             causal=self.causal,
             return_lse=served.exchange.needs_lse,
-            mask=inputs.mask,
-            first_head=inputs.first_head,
-            num_heads_total=inputs.num_heads_total,
             dense=served.resolved.dense,
+            block_mask=block_mask,
         )
         return run_backend(served.resolved.backend, call)
 
@@ -230,20 +223,30 @@ class AttentionLayer(nn.Module, ABC):
             context.recorder.note(f"{self.layer.role}: {decision.backend} over a shared sequence: {served.shared}")
 
     def _served(
-        self, x: torch.Tensor, context: AttentionContext, *, with_gate: bool, mask: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        context: AttentionContext,
+        *,
+        gate: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        block_mask: BlockMask | None = None,
     ) -> _ResolvedCall:
         """What serves one call, whose q is like x; the decision is kept for every later call like it."""
-        layout = context.layout
-        moment = _DecisionKey(
+        key = _DecisionKey(
             current_force(),
             self.policy.rules_now(self.layer, context.step),
             x.dtype,
             x.device,
-            layout is not None and layout.has_padding,
-            with_gate,
-            None if mask is None else mask_feature(mask),
+            features_used(
+                layout=context.layout,
+                gate=gate,
+                mask=mask,
+                block_mask=block_mask,
+                scale=self.scale,
+                causal=self.causal,
+            ),
         )
-        return self._served_at(moment)
+        return self._served_at(key)
 
     def _exchange_for(self, backend: Backend) -> Exchange:
         if not backend.capability.needs_every_key:
@@ -256,47 +259,30 @@ class AttentionLayer(nn.Module, ABC):
     ) -> None:
         device = resolve_device(self.policy.device)
         for rules in held:
-            resolved = self._served_at(_DecisionKey(forced, rules, self.policy.dtype, device)).resolved
+            key = _DecisionKey(forced, rules, self.policy.dtype, device, self.requirements.needs)
+            resolved = self._served_at(key).resolved
             resolved.backend.check(resolved.options, self.layer, self.num_heads, num_steps)
             if self._exchange_for(resolved.backend).splits_heads:
                 resolved.backend.check_split_heads(resolved.options)
             if resolved.dense is not None:
                 resolved.dense.backend.check(resolved.dense.options, self.layer, self.num_heads, num_steps)
 
-    def _served_at(self, moment: _DecisionKey) -> _ResolvedCall:
+    def _served_at(self, key: _DecisionKey) -> _ResolvedCall:
         if self._known_at != num_changes():
             self._known, self._known_at = {}, num_changes()
         known = self._known
-        served = known.get(moment)
+        served = known.get(key)
         if served is None:
-            resolved = self._resolve(moment)
+            resolved = self._resolve(key)
             exchange = self._exchange_for(resolved.backend)
-            served = known[moment] = _ResolvedCall(resolved, exchange, exchange.describe())
+            served = known[key] = _ResolvedCall(resolved, exchange, exchange.describe())
         return served
 
-    def _resolve(self, moment: _DecisionKey) -> Resolved:
-        extra = {
-            "key_padding": moment.with_padding,
-            "gate": moment.with_gate,
-            **({} if moment.mask is None else {moment.mask: True}),
-        }
-        requirements = AttentionRequirements(
-            role=self.layer.role,
-            category=self.policy.requirements(
-                self.layer, head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads
-            ).category,
-            head_dim=self.head_dim,
-            dtype=dtype_name(moment.dtype),
-            hardware=detect_hardware(str(moment.device)),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            needs=self._constant_needs() | {name for name, needed in extra.items() if needed},
-            keys_in_parts=self._exchange.needs_lse,
-            every_key_on_demand=self._exchange_with_every_key is not None,
-            no_grid=self.policy.no_grid,
-            unchecked=not self.policy.self_check,
+    def _resolve(self, key: _DecisionKey) -> Resolved:
+        requirements = dataclasses.replace(
+            self.requirements, dtype=dtype_name(key.dtype), hardware=detect_hardware(str(key.device)), needs=key.needs
         )
-        decision = select(requirements, self.policy.levels(moment.rules, moment.forced))
+        decision = select(requirements, self.policy.levels(key.rules, key.forced))
         self.policy.announce(decision, self.layer.role)
         return resolve_decision(self._with_exchange(decision))
 
@@ -312,10 +298,6 @@ class AttentionLayer(nn.Module, ABC):
     @abstractmethod
     def _make_exchange(mesh: ProcessMesh, num_head_groups: int) -> Exchange:
         """How a layer of this class shares a sequence on a mesh."""
-
-    def _constant_needs(self) -> frozenset[str]:
-        needs = {"causal"} if self.causal else set()
-        return frozenset(needs if self.scale is None else {*needs, "scale"})
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what was settled here: a copy may run on another machine, or with other backends registered.

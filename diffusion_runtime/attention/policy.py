@@ -11,15 +11,16 @@ from functools import cached_property
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionRequirements
+from diffusion_runtime.attention.backends.requirements import dtype_name
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.force import ForcedChoice, current_force
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
@@ -172,8 +173,3 @@ def _representative_counts(bounds: Collection[int]) -> list[int]:
     from_end = {0} | {-bound for bound in bounds if bound < 0}
     sums = {first + last for first in from_start for last in from_end}
     return sorted({total + shift for total in sums for shift in range(-2, 4) if total + shift >= 1})
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` as `bfloat16`."""
-    return str(dtype).removeprefix("torch.")

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Self
 
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.errors import ConfigError, shown
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 _RANGE = re.compile(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?")
 

@@ -22,13 +22,14 @@ from diffusion_runtime.attention.backends.interface import (
 )
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import capability_on, raised_line, usual_head_sizes
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SelfTestCase, case_with_keys
-from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
+from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
+from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 # Past the steps and layers that sparse methods keep dense at first.
 _LAYER, _STEP = LayerInfo(1, 8), StepInfo(20, 50)
@@ -223,19 +224,21 @@ class _Inputs:
         in_blocks = "block_mask" in case.needs
         q, k, v = (x.to(device, copy=True) for x in (self.q, self.k, self.v))
         return AttentionCall(
-            q=q,
-            k=k,
-            v=v,
+            AttentionInputs(
+                q,
+                k,
+                v,
+                case.layout,
+                gate=torch.zeros_like(q) if "gate" in case.needs else None,
+                mask=None if self.mask is None or in_blocks else self.mask.to(device),
+            ),
             options=backend.options_type(**backend.self_test_options),
-            layout=case.layout,
             layer=LayerInfo(_LAYER.index, _LAYER.num_layers, case.role),
             step=_STEP,
             state=AttentionState(),
-            gate=torch.zeros_like(q) if "gate" in case.needs else None,
             scale=case.scale,
             causal="causal" in case.needs,
             return_lse="lse" in case.needs,
-            mask=None if self.mask is None or in_blocks else self.mask.to(device),
             block_mask=None if self.mask is None or not in_blocks else _in_blocks(self.mask.to(device)),
         )
 
@@ -262,10 +265,7 @@ def _visible_pairs(backend: Backend, call: AttentionCall, case: SelfTestCase) ->
     """bool [batch, 1 or heads, seq_q, seq_k] on the CPU: a sparse backend's own plan, else all that is not padding."""
     if isinstance(backend, SparseBackend):
         # A state of its own: the plan of a first call, as the run's was.
-        request = PlanRequest(
-            call.q, call.k, call.options, case.layout, call.layer, call.step, AttentionState(), call.scale
-        )
-        return backend.plan(request).to_dense_mask().cpu()
+        return backend.plan(call._replace(state=AttentionState())).to_dense_mask().cpu()
     visible = _visible_keys(case.layout)[:, None, None, :].expand(-1, 1, call.q.shape[1], -1)
     return visible.tril() if call.causal else visible
 

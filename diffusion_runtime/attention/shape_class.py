@@ -1,24 +1,10 @@
-"""What makes two attention calls alike: the features they use, and the class of shapes they belong to."""
+"""Shape classes: attention calls that are expected to rank backends alike, for autotuning."""
 
 from __future__ import annotations
 
 from diffusion_runtime.attention.backends.interface import AttentionCall
-from diffusion_runtime.attention.backends.masks import mask_feature
+from diffusion_runtime.attention.backends.requirements import call_features
 from diffusion_runtime.attention.roles import role_category
-
-
-def call_needs(call: AttentionCall) -> frozenset[str]:
-    """The FEATURES that a call uses; grouped queries follow from its head counts."""
-    used = {
-        "causal": call.causal,
-        "scale": call.scale is not None,
-        "lse": call.return_lse,
-        "gate": call.gate is not None,
-        "key_padding": call.layout is not None and call.layout.has_padding,
-        "block_mask": call.block_mask is not None,
-    }
-    needs = {name for name, is_used in used.items() if is_used}
-    return frozenset(needs if call.mask is None else {*needs, mask_feature(call.mask)})
 
 
 def shape_class(call: AttentionCall) -> str:
@@ -38,7 +24,7 @@ def shape_class(call: AttentionCall) -> str:
         f"d{head_dim}",
         str(call.q.dtype).removeprefix("torch."),
     ]
-    parts += sorted(call_needs(call) - {"key_padding", "scale"})
+    parts += sorted(call_features(call) - {"key_padding", "scale"})
     if padding := padding_class(call):
         parts.append(padding)
     if call.mask is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from diffusion_runtime.attention.info import LayerInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 
 def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout | None, causal: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TypeVar, cast
 
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.attention.backends.interface import Backend
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.self_test import attention_by_definition
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.token_layout import TokenLayout
 
 _NUM_QUERIES = 64
 # The error of a kernel that rounds weights and result to the inputs' dtype and sums in float32: several times that of

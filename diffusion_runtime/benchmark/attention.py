@@ -12,9 +12,9 @@ import torch
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements, Backend
 from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.backends.requirements import requirements_of
 from diffusion_runtime.attention.catalogue import list_backends, raised_line
 from diffusion_runtime.attention.functional import attention
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.attention.self_test import quiet_log
 from diffusion_runtime.attention.sparse.interface import SparseBackend
@@ -25,6 +25,8 @@ from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurem
 from diffusion_runtime.benchmark.shapes import AttentionShape
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 # Called with the item under way.
 OnProgress = Callable[[str], None]
@@ -135,15 +137,15 @@ class _Case:
         return LayerInfo(*_LAYER, role=self.shape.role)
 
     def requirements(self, hardware: Hardware) -> AttentionRequirements:
-        shape = self.shape
-        needs = frozenset({"key_padding"} if shape.layout.has_padding else ())
-        dtype = str(self.q.dtype).removeprefix("torch.")
-        heads = shape.num_heads
-        return AttentionRequirements(shape.role, shape.role, shape.head_dim, dtype, hardware, heads, heads, needs)
+        return replace(requirements_of(self._call(None, AttentionState())), hardware=hardware)
 
     def call(self, backend: Backend, state: AttentionState) -> AttentionCall:
-        options = backend.options_type()
-        return AttentionCall(self.q, self.k, self.v, options, self.shape.layout, self.layer, _STEP, state)
+        return self._call(backend.options_type(), state)
+
+    def _call(self, options: object, state: AttentionState) -> AttentionCall:
+        return AttentionCall(
+            AttentionInputs(self.q, self.k, self.v, self.shape.layout), options, self.layer, _STEP, state
+        )
 
     def run(self, name: str, state: AttentionState) -> torch.Tensor:
         """A call as a model makes it, our own part of it included."""

@@ -70,7 +70,7 @@ def show_plan(
 
 
 def _attention_plan(description: PipelineDescription) -> Any:
-    from diffusion_runtime.attention.report import index_ranges
+    from diffusion_runtime.attention_report import index_ranges
 
     rows: list[Sequence[object]] = []
     for planned in description.attention:

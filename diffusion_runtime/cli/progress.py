@@ -5,35 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from diffusion_runtime.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
+    from diffusion_runtime.progress import Progress
+
 # Without a terminal: a line for every step of a short run, about this many for a long one.
 PLAIN_LINES_A_STAGE = 8
-
-
-class ProgressLike(Protocol):
-    """pipeline.Progress: stage `text`, `denoise` or `decode`; step of num_steps done after `seconds` of it."""
-
-    @property
-    def stage(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
 
 
 class View(ABC):
     """Shows the progress of one item."""
 
     @abstractmethod
-    def update(self, progress: ProgressLike) -> None:
+    def update(self, progress: Progress) -> None:
         """One report of the pipeline."""
 
 
@@ -49,7 +38,7 @@ def show_progress(terminal: Terminal, title: str) -> Iterator[View]:
         yield _PlainView(terminal)
 
 
-def step_text(progress: ProgressLike) -> str:
+def step_text(progress: Progress) -> str:
     """`step 3/12, 0.35 s a step, about 3 s left`; nothing for a stage of one step."""
     if progress.num_steps <= 1:
         return ""
@@ -73,7 +62,7 @@ class _PlainView(View):
         self._terminal = terminal
         self._said: set[tuple[str, int]] = set()
 
-    def update(self, progress: ProgressLike) -> None:
+    def update(self, progress: Progress) -> None:
         every = max(1, -(-progress.num_steps // PLAIN_LINES_A_STAGE))
         finished = progress.step >= progress.num_steps
         key = (progress.stage, progress.step)
@@ -89,7 +78,7 @@ class _LiveView(View):
         self._bars = bars
         self._task = bars.add_task("", total=None, stage="", detail="")
 
-    def update(self, progress: ProgressLike) -> None:
+    def update(self, progress: Progress) -> None:
         several = progress.num_steps > 1
         self._bars.update(
             self._task,
@@ -101,10 +90,11 @@ class _LiveView(View):
 
 
 def _make_bars(terminal: Terminal) -> Bars:
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn
+    from rich.progress import Progress as Bars
 
     # Narrow enough for 80 columns with the longest detail; rich would drop what does not fit.
-    return Progress(
+    return Bars(
         SpinnerColumn("dots" if terminal.console.encoding.startswith("utf") else "line"),
         TextColumn("{task.fields[stage]}", markup=False, style="bold"),
         BarColumn(bar_width=16),

@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 import torch
 
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.request import GUIDANCE_MODES
+from diffusion_runtime.step_info import StepInfo
 
 # (cond, uncond, scale) -> guided velocity, all float32 and of one shape.
 Combine: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from diffusion_runtime.attention.info import StepInfo
+from diffusion_runtime.step_info import StepInfo
 
 # (latents [batch, channels, frames, height, width], step) -> velocity of the same shape. A model may have latents of
 # another shape, [batch, ...]: nothing here depends on more than elementwise operations.

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.interface import OnStep, Predict
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.step_info import StepInfo
 
 # Exceptions that the classes raise for invalid values.
 _REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)

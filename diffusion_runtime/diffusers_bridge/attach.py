@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.config import AttentionConfig
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport
 from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker, remarks_on
+from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
 from diffusion_runtime.diffusers_bridge.attached_model import AttachedModel
 from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
 from diffusion_runtime.diffusers_bridge.compiled import uncompiled
@@ -30,6 +29,7 @@ from diffusion_runtime.diffusers_bridge.modules import FoundModule, find_attenti
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.diffusers_bridge.unserved import CallCount
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
+from diffusion_runtime.step_info import StepInfo
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 

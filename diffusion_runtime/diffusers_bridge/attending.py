@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements
-from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import current_force
-from diffusion_runtime.attention.functional import attention
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.layers import LocalAttention
-from diffusion_runtime.attention.policy import AttentionPolicy, dtype_name
-from diffusion_runtime.attention.report import AttentionRecorder
-from diffusion_runtime.attention.resolved import resolve_decision
-from diffusion_runtime.attention.select import Levels, select
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention.select import Levels
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.diffusers_bridge.explicit_choices import deciding_choice, needs_grid
 from diffusion_runtime.diffusers_bridge.grids import Grid, TokenOrder
 from diffusion_runtime.diffusers_bridge.masks import (
@@ -34,7 +27,7 @@ from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, head_shape, processor_of
 from diffusion_runtime.diffusers_bridge.padded_attention import attend_groups, attend_padded, run_layer
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
-from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.step_info import StepInfo
 
 
 @dataclass
@@ -139,46 +132,12 @@ class ModuleAttention:
         if seen is None:
             return run_layer(layer, q, k, v, context)
         if isinstance(seen, OtherMask):
-            return self._attend_masked(q, k, v, seen.mask, layer, context)
+            mask = seen.mask if seen.mask.dtype == torch.bool else seen.mask.to(q.dtype)
+            return run_layer(layer, q, k, v, context.with_layout(None), mask=mask)
         if isinstance(seen, QueryGroups):
             return attend_groups(layer, q, k, v, seen, context)
         out = attend_padded(layer, q, k, v, seen, context)
         return out if seen.hidden_rows is None else out.masked_fill(seen.hidden_rows, 0.0)
-
-    def _attend_masked(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor,
-        layer: LocalAttention,
-        context: AttentionContext,
-    ) -> torch.Tensor:
-        """A mask that is not padding: computed by the first of the choices that takes masks; raises with the reasons
-        when none does."""
-        feature = "boolean_mask" if mask.dtype == torch.bool else "additive_mask"
-        decision = select(self._requirements(q, k, {feature}, layer.scale), self._levels(context.step))
-        mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-        out = attention(
-            q,
-            k,
-            v,
-            backend=AttentionSpec(decision.backend, decision.options),
-            mask=mask,
-            layer=layer.layer,
-            step=context.step,
-            state=context.state,
-            scale=layer.scale,
-        )
-        context.recorder.record(
-            layer.layer,
-            context.step,
-            backend=decision.backend,
-            implementation=feature.replace("_", " "),
-            source=decision.source,
-            reason=decision.reason,
-        )
-        return out
 
     def _attend_blocks(
         self,
@@ -192,49 +151,23 @@ class ModuleAttention:
     ) -> torch.Tensor:
         """A call whose mask is a BlockMask: by the choice for its role, or by the module's own function."""
         step, info = now.step or StepInfo(), self.found.layer
-        levels = self._levels(step)
-        chosen = deciding_choice(levels, info.role)
-        if chosen is None:
+        if deciding_choice(self._levels(step), info.role) is None:
             out = call.run_own()
             reason = "its mask is a BlockMask, and no backend was chosen for it"
             recorder.record(info, step, backend="diffusers", implementation=call.own, source="platform", reason=reason)
             return out
+        context = AttentionContext(None, step, now.state, recorder)
         try:
-            decision = select(self._requirements(q, k, {"block_mask"}, call.scale), levels)
+            layer = self._layer(q.shape[2], q.shape[3], k.shape[2], call.scale, False)
+            out = run_layer(layer, q, k, v, context, block_mask=blocks)
         except BackendUnavailableError as error:
             raise BackendUnavailableError(
                 f"{self.found.path}: its mask is a BlockMask; {error}", error.reasons
             ) from error
-        resolved = resolve_decision(decision)
-        result = run_backend(
-            resolved.backend,
-            AttentionCall(q, k, v, resolved.options, None, info, step, now.state, scale=call.scale, block_mask=blocks),
-        )
-        recorder.record(
-            info,
-            step,
-            backend=decision.backend,
-            implementation=result.implementation,
-            source=decision.source,
-            reason=decision.reason,
-        )
-        return result.out.transpose(1, 2)
+        return out.transpose(1, 2)
 
     def _levels(self, step: StepInfo) -> Levels:
         return self._policy.levels(self._policy.rules_now(self.found.layer, step), current_force())
-
-    def _requirements(
-        self, q: torch.Tensor, k: torch.Tensor, needs: set[str], scale: float | None
-    ) -> AttentionRequirements:
-        known = self._policy.requirements(
-            self.found.layer, head_dim=q.shape[3], num_heads=q.shape[2], num_kv_heads=k.shape[2]
-        )
-        return dataclasses.replace(
-            known,
-            dtype=dtype_name(q.dtype),
-            hardware=detect_hardware(str(q.device)),
-            needs=frozenset(needs | ({"scale"} if scale is not None else set())),
-        )
 
     def _layer(self, heads: int, head_dim: int, kv_heads: int, scale: float | None, causal: bool) -> LocalAttention:
         key = (heads, head_dim, kv_heads, scale, causal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from diffusion_runtime.models.folder import INDEX_FILE, read_json
+from diffusion_runtime.model_folder import INDEX_FILE, read_json
 from diffusion_runtime.models.registry import is_supported
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.attention.policy import dtype_name
+from diffusion_runtime.attention.backends.requirements import dtype_name
 from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, resolve_device

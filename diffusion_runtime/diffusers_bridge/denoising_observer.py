@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import torch
 
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.interception import PassHook
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.progress import OnProgress, Progress, Stage
+from diffusion_runtime.step_info import StepInfo
 
 
 class DenoisingObserver:

@@ -8,16 +8,16 @@ from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.select import Levels
+from diffusion_runtime.attention.select import Choice, Levels
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, head_shape
 from diffusion_runtime.errors import BackendUnavailableError
 
 
-def deciding_choice(levels: Levels, role: str) -> tuple[str, AttentionSpec] | None:
-    """The (key, choice) that decides for a role; None without a choice, or when no choice applies to the role."""
-    for _, spec, by_name, key in levels.choices(role):
-        if any(by_name or _is_made_for(name, role) for name in spec.candidates):
-            return key, spec
+def deciding_choice(levels: Levels, role: str) -> Choice | None:
+    """The choice that decides for a role; None without a choice, or when no choice applies to the role."""
+    for choice in levels.choices(role):
+        if any(choice.by_name or _is_made_for(name, role) for name in choice.spec.candidates):
+            return choice
     return None
 
 
@@ -44,18 +44,18 @@ def check_choices(models: Sequence[tuple[AttentionPolicy, Sequence[FoundModule]]
         raise BackendUnavailableError(
             f"attach: {', '.join(named)}: {reason}. Choose a dense backend", [(name, reason) for name in named]
         )
-    for policy, module, (key, spec) in deciding:
-        serving = [name for name in spec.candidates if _is_made_for(name, module.layer.role)]
+    for policy, module, choice in deciding:
+        serving = [name for name in choice.spec.candidates if _is_made_for(name, module.layer.role)]
         if policy.no_grid and head_shape(module.module) is None and serving and all(map(needs_grid, serving)):
             reason = f"it needs the grid of the tokens, {policy.no_grid}"
             raise BackendUnavailableError(
-                f"{', '.join(serving)} cannot serve role {module.layer.role!r} of this model ({key}): {reason}. Choose "
-                "a dense backend",
+                f"{', '.join(serving)} cannot serve role {module.layer.role!r} of this model ({choice.key}): {reason}. "
+                "Choose a dense backend",
                 [(name, reason) for name in serving],
             )
 
 
-def _possible(policy: AttentionPolicy, module: FoundModule) -> Iterator[tuple[str, AttentionSpec]]:
+def _possible(policy: AttentionPolicy, module: FoundModule) -> Iterator[Choice]:
     """The choices that decide for a module, at any step."""
     for rules in dict.fromkeys(policy.held_rules(module.layer)):
         choice = deciding_choice(policy.levels(rules), module.layer.role)

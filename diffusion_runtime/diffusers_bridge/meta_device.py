@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, shown
-from diffusion_runtime.models.folder import read_json
+from diffusion_runtime.model_folder import read_json
 
 # Settings of schedulers that say how long their tables are, and the longest that is made; published ones have 1000.
 _TABLE_LENGTHS = ("num_train_timesteps", "solver_order")

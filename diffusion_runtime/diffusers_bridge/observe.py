@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.info import StepInfo
-from diffusion_runtime.attention.report import AttentionRecorder, AttentionReport
+from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
 from diffusion_runtime.diffusers_bridge.attach import UnreachedModule, listed
 from diffusion_runtime.diffusers_bridge.compiled import uncompiled
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
@@ -25,6 +24,7 @@ from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, computer_of, find_attention_modules, processor_of
 from diffusion_runtime.diffusers_bridge.unserved import CallCount, unserved_reason
 from diffusion_runtime.errors import BackendUnavailableError
+from diffusion_runtime.step_info import StepInfo
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 

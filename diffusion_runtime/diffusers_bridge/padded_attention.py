@@ -5,18 +5,26 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.diffusers_bridge.masks import KeyPadding, QueryGroups
+from diffusion_runtime.token_layout import TokenLayout
 
 
 def run_layer(
-    layer: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
+    layer: LocalAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: AttentionContext,
+    *,
+    mask: torch.Tensor | None = None,
+    block_mask: BlockMask | None = None,
 ) -> torch.Tensor:
     """out: [batch, seq_q, heads, head_dim]"""
-    out: torch.Tensor = layer(q, k, v, context)
+    out: torch.Tensor = layer(q, k, v, context, mask=mask, block_mask=block_mask)
     return out
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.force import current_force
-from diffusion_runtime.attention.info import StepInfo
-from diffusion_runtime.attention.report import AttentionReport, LibraryAttention
 from diffusion_runtime.attention.self_check import SelfChecker
+from diffusion_runtime.attention_report import AttentionReport, LibraryAttention
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
@@ -34,6 +33,7 @@ from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.progress import Cancellations, OnProgress
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.quiet import quiet_transformers
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")

@@ -15,9 +15,9 @@ import torch
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.attention.report import LibraryAttention
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker
+from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.denoisers import denoises
@@ -28,7 +28,7 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterf
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.models.folder import INDEX_FILE, read_json
+from diffusion_runtime.model_folder import INDEX_FILE, read_json
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.weight_files import find_weight_files, refuse_without_scales, stored_dtypes

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.step_info import StepInfo
 
 _BRANCHES = ("cond", "uncond")
 

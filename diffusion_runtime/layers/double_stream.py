@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.feed_forward import FeedForward
 from diffusion_runtime.layers.joint_attention import JointAttention
 from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
+from diffusion_runtime.step_info import LayerInfo
 
 
 class DoubleStreamBlock(nn.Module):

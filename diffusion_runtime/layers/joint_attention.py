@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import rotate
+from diffusion_runtime.step_info import LayerInfo
 
 
 class JointAttention(nn.Module):

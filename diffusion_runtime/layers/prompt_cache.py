@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
+from diffusion_runtime.step_info import LayerInfo
 
 T = TypeVar("T")
 

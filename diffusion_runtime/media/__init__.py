@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS, check_format, format_of
-from diffusion_runtime.media.generated import AttentionReportLike, GeneratedMedia
+from diffusion_runtime.media.generated import GeneratedMedia
 from diffusion_runtime.media.publish import numbered
 from diffusion_runtime.media.reading import MediaFile, has_sound_beside, read_media_file, read_own_sidecar, read_recipe
 from diffusion_runtime.media.sidecar import RECIPE_SCHEMA, SIDECAR_SCHEMA
@@ -15,7 +15,6 @@ __all__ = [
     "RECIPE_SCHEMA",
     "SIDECAR_SCHEMA",
     "SOUND_FORMATS",
-    "AttentionReportLike",
     "Audio",
     "GeneratedMedia",
     "MediaFile",

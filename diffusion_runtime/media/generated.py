@@ -6,13 +6,14 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 
+from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.media.encode import encode
@@ -30,18 +31,6 @@ from diffusion_runtime.media.sidecar import (
 logger = logging.getLogger("diffusion_runtime")
 
 
-class AttentionReportLike(Protocol):
-    """The fields of an AttentionReport that media reads; the class itself is in a higher row."""
-
-    @property
-    def rows(self) -> Sequence[Any]: ...
-
-    @property
-    def num_calls(self) -> int: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True, eq=False)
 class GeneratedMedia:
     """A video, or an image when there is one frame.
@@ -57,7 +46,7 @@ class GeneratedMedia:
     frames: numpy.ndarray
     fps: int
     recipe: Mapping[str, Any]
-    attention_report: AttentionReportLike
+    attention_report: AttentionReport
     timings: Mapping[str, float] = field(default_factory=dict)
     audio: Audio | None = None
 

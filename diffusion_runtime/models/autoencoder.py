@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.model_folder import INDEX_FILE, component_class, read_config
 from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
-from diffusion_runtime.models.folder import INDEX_FILE, component_class, read_config
 
 COMPONENT = "vae"
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError, first_line, nearest
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.models.folder import INDEX_FILE, check_model_files
+from diffusion_runtime.model_folder import INDEX_FILE, check_model_files
 from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.weight_files import (
     DAMAGED,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.models.folder import INDEX_FILE, read_json
+from diffusion_runtime.model_folder import INDEX_FILE, read_json
 from diffusion_runtime.models.weight_files import UNQUANTISED, find_weight_files, refuse_quantised, stored_dtypes
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.files import check_path

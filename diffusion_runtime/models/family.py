@@ -13,9 +13,9 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.model_folder import refuse_other_pipelines, refuse_unknown_index_keys
 from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.checkpoint import Checkpoint, Piece, WeightChange, load_weights
-from diffusion_runtime.models.folder import refuse_other_pipelines, refuse_unknown_index_keys
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder

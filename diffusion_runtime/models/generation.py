@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
-from diffusion_runtime.models.folder import ConfigFile, read_json
+from diffusion_runtime.model_folder import ConfigFile, read_json
 from diffusion_runtime.request import GenerationRequest, request_field_types
 
 FILE_NAME = "generation.json"

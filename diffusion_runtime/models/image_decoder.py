@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.model_folder import read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
 
 AUTOENCODER = DiffusersComponent(COMPONENT, "diffusers.models.autoencoders.autoencoder_kl", "AutoencoderKL")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import ModelLoadError, nearest
-from diffusion_runtime.models.folder import INDEX_FILE, component_class, read_json
+from diffusion_runtime.model_folder import INDEX_FILE, component_class, read_json
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.family import ModelFamily

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.model_folder import read_config
 from diffusion_runtime.models.autoencoder import COMPONENT
-from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.interface import LatentDecoder
 
 # Normalised latents, float32, [batch, channels, frames, height, width] -> those that the autoencoder decodes.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
-from diffusion_runtime.models.folder import read_json
+from diffusion_runtime.model_folder import read_json
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.files import open_file
 from diffusion_runtime.untrusted.json_text import parse_json

@@ -4,37 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
+
+from diffusion_runtime.token_layout import TokenLayout
 
 if TYPE_CHECKING:
     import torch
 
 
-class SequenceLayout(Protocol):
-    """The fields of a token layout that an exchange reads."""
-
-    @property
-    def num_grid_tokens(self) -> int: ...
-
-    @property
-    def num_prefix_tokens(self) -> int: ...
-
-    @property
-    def num_suffix_tokens(self) -> int: ...
-
-    def part(self, num_grid_tokens: int, *, with_text: bool) -> Self:
-        """The layout of the keys of a contiguous part of the grid, with or without the text around it."""
-
-
-Layout = TypeVar("Layout", bound=SequenceLayout)
-
-
-class AttentionInputs(NamedTuple, Generic[Layout]):
+class AttentionInputs(NamedTuple):
     """One attention call, whole or a part of it.
 
     q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]. layout: where the keys of the whole
     sequence sit; None for a grid alone, without padding. gate: as q, or None. mask: [batch or 1, heads or 1, seq_q
-    or 1, seq_k] over the whole sequence, or None. first_head: the index of q's first head among all num_heads_total.
+    or 1, seq_k] over the whole sequence, or None. first_head: the index of q's first head among all num_heads_total of
+    the layer, some of which other processes may hold; None for q's own number.
 
     On the way into an exchange q, k, v and gate hold this process's tokens: the text before the grid, its slice of the
     grid with the padding of SequenceSharding, the text after the grid.
@@ -43,15 +27,15 @@ class AttentionInputs(NamedTuple, Generic[Layout]):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    layout: Layout | None
-    gate: torch.Tensor | None
-    mask: torch.Tensor | None
-    first_head: int
-    num_heads_total: int
+    layout: TokenLayout | None = None
+    gate: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    first_head: int = 0
+    num_heads_total: int | None = None
 
 
 # Attention on the given inputs: (out like q, log-sum-exp or None).
-Run = Callable[[AttentionInputs[Layout]], "tuple[torch.Tensor, torch.Tensor | None]"]
+Run = Callable[[AttentionInputs], "tuple[torch.Tensor, torch.Tensor | None]"]
 
 
 class Exchange(ABC):
@@ -82,7 +66,7 @@ class Exchange(ABC):
         """How the sequence is shared, for messages; empty when it is not."""
 
     @abstractmethod
-    def attend(self, inputs: AttentionInputs[Layout], run: Run[Layout]) -> torch.Tensor:
+    def attend(self, inputs: AttentionInputs, run: Run) -> torch.Tensor:
         """Attention of this process's queries to all keys, out like q. Raises ConfigError for lengths that do not fit.
 
         run: called on parts of the inputs; a process with nothing to compute does not call it.
@@ -104,5 +88,5 @@ class SingleProcess(Exchange):
     def describe(self) -> str:
         return ""
 
-    def attend(self, inputs: AttentionInputs[Layout], run: Run[Layout]) -> torch.Tensor:
+    def attend(self, inputs: AttentionInputs, run: Run) -> torch.Tensor:
         return run(inputs)[0]

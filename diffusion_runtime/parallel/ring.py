@@ -15,7 +15,7 @@ import torch
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.collectives import start_handover
-from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Layout, Run
+from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Run
 from diffusion_runtime.parallel.merging import PartialAttention
 from diffusion_runtime.parallel.rank_group import RankGroup
 from diffusion_runtime.parallel.slices import Slices, around, rows, slices_of
@@ -47,12 +47,12 @@ class RingExchange(Exchange):
     def describe(self) -> str:
         return f"ring {self.group.size}" if self.group.size > 1 else ""
 
-    def attend(self, inputs: AttentionInputs[Layout], run: Run[Layout]) -> torch.Tensor:
+    def attend(self, inputs: AttentionInputs, run: Run) -> torch.Tensor:
         if self.group.size == 1:
             return run(inputs)[0]
         return self.attend_block(inputs, slices_of(inputs, self.group.size * self.slices_of_block), run)
 
-    def attend_block(self, inputs: AttentionInputs[Layout], slices: Slices, run: Run[Layout]) -> torch.Tensor:
+    def attend_block(self, inputs: AttentionInputs, slices: Slices, run: Run) -> torch.Tensor:
         """`attend` for inputs that hold this process's block of the grid, with or without padding."""
         if inputs.gate is not None:
             raise ConfigError("ring attention has no gated branch: a gate is applied to the whole result, not to parts")
@@ -85,13 +85,13 @@ class RingExchange(Exchange):
 
     def _attend_keys(
         self,
-        part: AttentionInputs[Layout],
+        part: AttentionInputs,
         travelling: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         slices: Slices,
         block: int,
-        run: Run[Layout],
+        run: Run,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """This process's queries on one block; block 0 includes the text. None where there is nothing to compute."""
         with_text = block == 0 and slices.num_text > 0

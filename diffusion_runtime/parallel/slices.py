@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.parallel.interface import AttentionInputs, Layout
+from diffusion_runtime.parallel.interface import AttentionInputs
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Slices:
         return min(max(self.num_tokens - first * self.length, 0), count * self.length)
 
 
-def slices_of(inputs: AttentionInputs[Layout], num_slices: int) -> Slices:
+def slices_of(inputs: AttentionInputs, num_slices: int) -> Slices:
     """Raises ConfigError unless q, k, v and the gate have the rows of one slice of the layout and its text, and the
     mask has those rows and the columns of the whole sequence."""
     if not inputs.q.dim() == inputs.k.dim() == inputs.v.dim() == 4:

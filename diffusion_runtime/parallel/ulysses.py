@@ -18,7 +18,7 @@ import torch
 
 from diffusion_runtime.parallel.collectives import MemberBlocks, Transfer, start_all_to_all
 from diffusion_runtime.parallel.head_shares import HeadShare, check_head_count, share_heads
-from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Layout, Run
+from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Run
 from diffusion_runtime.parallel.rank_group import RankGroup
 from diffusion_runtime.parallel.slices import Slices, around, rows, slices_of
 
@@ -54,7 +54,7 @@ class UlyssesExchange(Exchange):
         groups = f" in {self.num_head_groups} head groups" if self.num_head_groups > 1 else ""
         return f"ulysses {self.group.size}{groups}" if self.group.size > 1 else ""
 
-    def attend(self, inputs: AttentionInputs[Layout], run: Run[Layout]) -> torch.Tensor:
+    def attend(self, inputs: AttentionInputs, run: Run) -> torch.Tensor:
         if self.group.size == 1 and self.ring_size == 1:
             return run(inputs)[0]
         slices = slices_of(inputs, self.group.size * self.ring_size)
@@ -75,7 +75,7 @@ class UlyssesExchange(Exchange):
                 out[:, :, share.start : share.stop] = blocks.block(member, shape)
         return out
 
-    def _send_inputs(self, inputs: AttentionInputs[Layout], slices: Slices, shares: Sequence[HeadShare]) -> Transfer:
+    def _send_inputs(self, inputs: AttentionInputs, slices: Slices, shares: Sequence[HeadShare]) -> Transfer:
         """Send this process's slice of the grid, to each member the heads it computes; [batch, slice, heads,
         head_dim]."""
         batch, head_dim = inputs.q.shape[0], inputs.q.shape[3]
@@ -91,8 +91,8 @@ class UlyssesExchange(Exchange):
         return start_all_to_all(sent, [sizes[self.group.index]] * self.group.size)
 
     def _assemble(
-        self, blocks: MemberBlocks, inputs: AttentionInputs[Layout], slices: Slices, share: HeadShare
-    ) -> AttentionInputs[Layout]:
+        self, blocks: MemberBlocks, inputs: AttentionInputs, slices: Slices, share: HeadShare
+    ) -> AttentionInputs:
         """The whole sequence, or the ring's run of it, with the heads of `share`."""
         batch, head_dim = inputs.q.shape[0], inputs.q.shape[3]
         num_packed = _num_rows_of_heads(share, inputs.gate is not None)
@@ -146,7 +146,7 @@ class UlyssesExchange(Exchange):
         return start_all_to_all(sent, received)
 
 
-def _tensors_of(inputs: AttentionInputs[Layout], share: HeadShare) -> list[torch.Tensor]:
+def _tensors_of(inputs: AttentionInputs, share: HeadShare) -> list[torch.Tensor]:
     """q, k, v and the gate if there is one, with the heads of `share`."""
     heads = slice(share.start, share.stop)
     tensors = [inputs.q[:, :, heads], share.take_kv(inputs.k), share.take_kv(inputs.v)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Layout, Run
+from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Run
 from diffusion_runtime.parallel.ring import RingExchange
 from diffusion_runtime.parallel.slices import slices_of
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
@@ -56,7 +56,7 @@ class USPExchange(Exchange):
     def describe(self) -> str:
         return " x ".join(part for part in (self._ulysses.describe(), self._ring.describe()) if part)
 
-    def attend(self, inputs: AttentionInputs[Layout], run: Run[Layout]) -> torch.Tensor:
+    def attend(self, inputs: AttentionInputs, run: Run) -> torch.Tensor:
         if self.mesh.ring.size == 1:
             return self._ulysses.attend(inputs, run)
         if self.mesh.ulysses.size == 1:

@@ -6,23 +6,19 @@ import functools
 
 import pytest
 import torch
+from attention_calls import attention_call
 from dense_backends import HERE, declares, the
 from exact_attention import LAYOUTS, assert_is_exact, exact, random_mask, relative_error, visible_by
 from tables import table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diffusion_runtime.attention import (
-    AttentionCall,
-    AttentionState,
-    LayerInfo,
     LocalAttention,
-    StepInfo,
     TokenLayout,
     attention,
     force_attention_backend,
     list_backends,
 )
-from diffusion_runtime.attention.backends.interface import NoOptions
 from diffusion_runtime.attention.backends.masks import aligned_rows
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
@@ -250,12 +246,7 @@ def test_cudnn_computes_a_single_key_itself_with_its_mask(boolean: bool, causal:
     k, v = torch.randn(2, 2, 1, 2, 16)
     mask = random_mask(boolean, (2, 4, q.shape[1], 1))
     mask[0, 0] = False if boolean else float("-inf")
-    call = AttentionCall(
-        *(q, k, v, NoOptions(), None, LayerInfo(), StepInfo(), AttentionState()),
-        causal=causal,
-        return_lse=True,
-        mask=mask,
-    )
+    call = attention_call(q, k, v, causal=causal, return_lse=True, mask=mask)
     cudnn = find_backend("cudnn_attn")
     assert cudnn is not None
     result = cudnn.run(call)

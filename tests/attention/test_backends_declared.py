@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_calls import attention_call
 from dense_backends import COMPILED, DENSE, homes
 from exact_attention import LAYOUTS, assert_is_exact, exact, random_mask, visible_by
 from machines import EVERYTHING, cuda, other
 from tables import table
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from diffusion_runtime.attention import LayerInfo, StepInfo, attention, select_backend
-from diffusion_runtime.attention.backends.interface import FEATURES, AttentionCall
+from diffusion_runtime.attention import attention, select_backend
+from diffusion_runtime.attention.backends.interface import FEATURES
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.backends.torch_sdpa import lse_kernel
 from diffusion_runtime.attention.catalogue import capability_on
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_sparse import flash4, triton
@@ -65,7 +65,7 @@ def block_mask_is_exact_or_refused(name: str) -> None:
     ]
     for blocks, mask in cases:
         options = backend.options_type()
-        call = AttentionCall(q, k, v, options, None, LayerInfo(), StepInfo(), AttentionState(), block_mask=blocks)
+        call = attention_call(q, k, v, options, block_mask=blocks)
         assert_is_exact(backend.run(call).out, None, exact(q, k, v, visible_by(None, 3, 200, False), 0.25, mask))
 
 

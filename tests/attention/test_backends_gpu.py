@@ -11,21 +11,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from attention_calls import attention_call
 from dense_backends import ALL, COMPILED, DENSE, the
 
 from diffusion_runtime.attention import (
-    AttentionCall,
     AttentionContext,
     AttentionPolicy,
-    LayerInfo,
     LocalAttention,
-    StepInfo,
     TokenLayout,
     attention,
     list_backends,
 )
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionRequirements, NoOptions
+from diffusion_runtime.attention.backends.interface import AttentionRequirements
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.attention.self_test import (
@@ -34,7 +32,6 @@ from diffusion_runtime.attention.self_test import (
     planned_tests,
     run_self_test,
 )
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import detect_hardware
 
@@ -221,7 +218,7 @@ KEY_COUNTS = (1, 24, 33, 64, 65, 77, 128, 226, 777)
 
 def error_of(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **fields: object) -> tuple[float, str]:
     """The relative error of a call as models make it, and who computed it."""
-    call = AttentionCall(q, k, v, NoOptions(), None, LayerInfo(), StepInfo(), AttentionState())._replace(**fields)
+    call = attention_call(q, k, v, **fields)
     result = run_backend(BACKENDS[name], call)
     expected, _ = attention_by_definition(q, k, v, torch.ones(1, device="cuda", dtype=torch.bool), None)
     return float((result.out.double() - expected).norm() / expected.norm()), result.implementation

@@ -16,10 +16,11 @@ from contextlib import contextmanager
 import kernel_packages
 import pytest
 import torch
+from attention_calls import attention_call
 from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
 from tables import table
 
-from diffusion_runtime.attention import AttentionCall, LayerInfo, StepInfo
+from diffusion_runtime.attention import AttentionCall, StepInfo
 from diffusion_runtime.attention.backends import (
     aiter,
     detour,
@@ -33,11 +34,10 @@ from diffusion_runtime.attention.backends import (
 )
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.detour import numbers_of_keys
-from diffusion_runtime.attention.backends.interface import Backend, KeyCounts, NoOptions
+from diffusion_runtime.attention.backends.interface import Backend, KeyCounts
 from diffusion_runtime.attention.backends.registry import find_backend
-from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.token_layout import TokenLayout
 
 # A package, with its version where versions differ -> our backend, what that imports, and the stand-in.
 PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {
@@ -118,17 +118,7 @@ def make_call(layout_name: str, **arguments: object) -> AttentionCall:
     k[unseen], v[unseen] = 1e4, float("nan")
     if arguments.pop("gqa", False):
         k, v = k[:, :, ::2], v[:, :, ::2]
-    return AttentionCall(
-        q,
-        k,
-        v,
-        NoOptions(),
-        layout,
-        LayerInfo(),
-        StepInfo(),
-        AttentionState(),
-        **arguments,  # type: ignore[arg-type]
-    )
+    return attention_call(q, k, v, layout=layout, **arguments)
 
 
 # Without padding, and samples of other numbers of keys: what else layouts ask for is judged in test_key_ranges.py.
@@ -227,7 +217,7 @@ KEY_LAYOUTS: dict[str, tuple[TokenLayout, set[int], bool]] = {
 def call_on(layout: TokenLayout, causal: bool = False) -> AttentionCall:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 3, layout.num_tokens, 2, 64)
-    return AttentionCall(q, k, v, NoOptions(), layout, LayerInfo(), StepInfo(), AttentionState(), causal=causal)
+    return attention_call(q, k, v, layout=layout, causal=causal)
 
 
 @pytest.mark.parametrize("backend", ["sage 1.0.6"], indirect=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import attention_call
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -15,10 +16,7 @@ from diffusion_runtime.attention import (
     AttentionContext,
     AttentionPolicy,
     AttentionSpec,
-    AttentionState,
-    LayerInfo,
     LocalAttention,
-    StepInfo,
     TokenLayout,
     attention,
     list_backends,
@@ -58,8 +56,7 @@ def test_every_backend_that_runs_here() -> None:
 
 def call_of(num_queries: int, num_keys: int, **changed: Any) -> AttentionCall:
     q, k = torch.randn(2, num_queries, 4, 64), torch.randn(2, num_keys, 2, 64)
-    usual: dict[str, Any] = {"options": None, "layout": None, "layer": LayerInfo(), "step": StepInfo()}
-    return AttentionCall(q, k, k, **(usual | {"state": AttentionState(), "return_lse": True} | changed))
+    return attention_call(q, k, k, **({"options": None, "return_lse": True} | changed))
 
 
 def test_no_backend_sees_such_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

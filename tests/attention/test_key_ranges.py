@@ -6,16 +6,15 @@ The kernels here are ours and strict: dense tensors alone, at least one key, gar
 from __future__ import annotations
 
 import torch
+from attention_calls import attention_call
 from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
 from tables import table
 
-from diffusion_runtime.attention import AttentionCall, AttentionResult, LayerInfo, StepInfo
-from diffusion_runtime.attention.backends.interface import NoOptions
+from diffusion_runtime.attention import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packed_keys import PackedCall, attend_by_lengths
 from diffusion_runtime.attention.backends.reference import reference_attention
-from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.token_layout import TokenLayout
 
 
 class Kernels:
@@ -59,19 +58,7 @@ def padded_call(layout: TokenLayout | None, causal: bool, return_lse: bool) -> A
     k, v = torch.randn(2, 3, 17, 2, 16)
     unseen = ~visible_by(layout, 3, 17, causal=False).any(dim=1)
     k[unseen], v[unseen] = 1e4, float("nan")
-    return AttentionCall(
-        q,
-        k,
-        v,
-        NoOptions(),
-        layout,
-        LayerInfo(),
-        StepInfo(),
-        AttentionState(),
-        scale=0.3,
-        causal=causal,
-        return_lse=return_lse,
-    )
+    return attention_call(q, k, v, layout=layout, scale=0.3, causal=causal, return_lse=return_lse)
 
 
 def result_expected(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_calls import attention_call
 from exact_attention import assert_is_exact, exact, visible_by
 from machines import EVERYTHING, cuda, other
 from tables import table
@@ -31,7 +32,6 @@ from diffusion_runtime.attention import (
     Capability,
     LayerInfo,
     LocalAttention,
-    StepInfo,
     TokenLayout,
     attention,
     force_attention_backend,
@@ -47,7 +47,6 @@ from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, cache_folder, machine_facts
 from diffusion_runtime.attention.self_test import planned_tests, run_self_test
 from diffusion_runtime.attention.shape_class import shape_class
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
@@ -181,10 +180,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **changes: object) -> AttentionCall:
-    call = AttentionCall(
-        q, k, v, measured.MeasuredOptions(), None, LayerInfo(), StepInfo(), AttentionState(), return_lse=False
-    )
-    return call._replace(**changes)  # type: ignore[arg-type]
+    return attention_call(q, k, v, measured.MeasuredOptions(), **changes)
 
 
 def ran(qkv: Inputs, backend: str = "measured") -> str:
@@ -551,7 +547,7 @@ def test_a_block_mask_is_another_call_than_the_same_one_without() -> None:
         q, k, v = torch.randn(3, 1, 256, 2, 16)
         blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cpu")
         backend = measured.MeasuredBackend()
-        call = AttentionCall(q, k, v, measured.MeasuredOptions(), None, LayerInfo(), StepInfo(), AttentionState())
+        call = attention_call(q, k, v, measured.MeasuredOptions())
         assert not backend.run(call).implementation.startswith("masking")
         found = backend.run(call._replace(block_mask=blocks))
     finally:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_calls import attention_call
 
-from diffusion_runtime.attention import AttentionCall, LayerInfo, StepInfo, TokenLayout, attention
+from diffusion_runtime.attention import TokenLayout, attention
 from diffusion_runtime.attention.backends import measured
 from diffusion_runtime.attention.measured_cache import cache_folder
-from diffusion_runtime.attention.state import AttentionState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def qkv() -> list[torch.Tensor]:
 
 
 def run(qkv: list[torch.Tensor], layout: TokenLayout | None = None) -> tuple[torch.Tensor, str]:
-    call = AttentionCall(*qkv, measured.MeasuredOptions(), layout, LayerInfo(), StepInfo(), AttentionState())
+    call = attention_call(*qkv, measured.MeasuredOptions(), layout=layout)
     result = measured.MeasuredBackend().run(call)
     return result.out, result.implementation
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import attention_call
 
-from diffusion_runtime.attention import AttentionCall, AttentionState, LayerInfo, StepInfo, attention
+from diffusion_runtime.attention import AttentionCall, attention
 from diffusion_runtime.attention.backends import flex_attn, torch_sdpa
-from diffusion_runtime.attention.backends.interface import NoOptions
 from diffusion_runtime.attention.backends.registry import find_backend
 
 
@@ -35,7 +35,7 @@ def switches() -> tuple[object, ...]:
 
 
 def call_of(q: torch.Tensor, **changed: Any) -> AttentionCall:
-    return AttentionCall(q, q, q, NoOptions(), None, LayerInfo(), StepInfo(), AttentionState(), **changed)
+    return attention_call(q, q, q, **changed)
 
 
 @contextlib.contextmanager

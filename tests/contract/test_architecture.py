@@ -18,7 +18,7 @@ ROWS = [
     {"description"},
     {"diffusers_bridge"},
     {"pipeline", "generation_pipeline"},
-    {"request_rules", "progress", "one_generation"},
+    {"request_rules", "one_generation"},
     {"models"},
     {"text_encoders", "denoising", "memory"},
     {"layers"},
@@ -26,6 +26,8 @@ ROWS = [
     {"parallel"},
     {"kernels"},
     {"config", "request", "media", "hardware", "device_guard"},
+    {"attention_report", "progress", "model_folder"},
+    {"token_layout", "step_info"},
     {"untrusted", "request_fields", "samplers"},
     {"errors"},
 ]
@@ -184,7 +186,8 @@ def test_files_of_strangers_are_read_in_one_place() -> None:
 RETIRED = (
     "Alone Board DenoisingWatch EvenlyFalling InWorld Place Question QuickConvolutions RowBands ThreadObserver "
     "Together Watch Whereabouts _Patience blame competes end_without_a_word essence is_said judge_hangs "
-    "kept_for_text mourn_board read_place speaks_for telling_steps"
+    "kept_for_text mourn_board read_place speaks_for telling_steps "
+    "AttentionReportLike PlanRequest ProgressLike SequenceLayout"
 ).split()
 
 

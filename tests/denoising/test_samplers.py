@@ -9,10 +9,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from tables import table
 
-from diffusion_runtime.attention.info import StepInfo
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.samplers import SAMPLERS
+from diffusion_runtime.step_info import StepInfo
 
 
 def noise_and_target() -> tuple[torch.Tensor, torch.Tensor]:

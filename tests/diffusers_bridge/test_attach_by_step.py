@@ -30,7 +30,7 @@ from diffusion_runtime.attention import (
     register_backend,
 )
 from diffusion_runtime.attention.backends.registry import unregister_backend
-from diffusion_runtime.attention.report import AttentionReport
+from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, attach
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
+from attention_calls import attention_call, with_fields
 from parallel.exchange_cases import write_strategy
 from tables import table
 
@@ -21,7 +21,6 @@ from diffusion_runtime.attention import (
     Capability,
     LayerInfo,
     LocalAttention,
-    StepInfo,
     TokenLayout,
     UlyssesAttention,
     USPAttention,
@@ -32,8 +31,7 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.options import build_options
-from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
-from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -234,17 +232,10 @@ def test_windows_by_head_are_those_of_the_layers_own_heads(tmp_path: Path) -> No
     options = {"tile_size": (2, 2, 2), "skip_time_steps": 0, "mask_strategy_file_path": str(path)}
     layout = TokenLayout((5, 6, 7))
     q = torch.randn(1, 210, 4, 8, generator=torch.Generator().manual_seed(0))
-    request = PlanRequest(
-        q=q,
-        k=q,
-        options=build_options(backend.options_type, options, "options"),
-        layout=layout,
-        layer=LayerInfo(1, 8),
-        step=StepInfo(),
-        state=AttentionState(),
-    )
-    part = dataclasses.replace(request, q=q[:, :, 1:3], k=q[:, :, 1:3], first_head=1, num_heads_total=4)
-    whole, local = (backend.plan(item).to_dense_mask() for item in (request, part))
+    checked = build_options(backend.options_type, options, "options")
+    call = attention_call(q, q, q, checked, layout=layout, layer=LayerInfo(1, 8))
+    part = with_fields(call, q=q[:, :, 1:3], k=q[:, :, 1:3], first_head=1, num_heads_total=4)
+    whole, local = (backend.plan(item).to_dense_mask() for item in (call, part))
     assert torch.equal(local, whole[:, 1:3])
     assert not torch.equal(local, whole[:, 0:2])
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from sample_media import make_media
 
-from diffusion_runtime.cli.progress import ProgressLike
 from diffusion_runtime.cli.terminal import Terminal
 from diffusion_runtime.errors import BackendUnavailableError, DeviceMemoryError, ModelLoadError, OutputError
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.progress import Progress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.session.batch import BatchResult, Item, run_batch, title_of
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.outputs import Outputs
 
 
-def make(request: GenerationRequest, on_progress: Callable[[ProgressLike], None]) -> GeneratedMedia:
+def make(request: GenerationRequest, on_progress: Callable[[Progress], None]) -> GeneratedMedia:
     """Media whose prompt may name what goes wrong instead."""
     wrong: dict[str, BaseException] = {
         "memory": DeviceMemoryError("too large"),

@@ -62,7 +62,9 @@ def _run(backend: Backend, call: AttentionCall) -> AttentionResult:
 def _with_aligned_rows(call: AttentionCall) -> AttentionCall:
     arrange = aligned_tokens if call.q.is_cuda else _side_by_side
     q, k, v = arrange(call.q), arrange(call.k), arrange(call.v)
-    return call if q is call.q and k is call.k and v is call.v else call._replace(q=q, k=k, v=v)
+    if q is call.q and k is call.k and v is call.v:
+        return call
+    return call._replace(inputs=call.inputs._replace(q=q, k=k, v=v))
 
 
 def _empty_result(call: AttentionCall, why: str) -> AttentionResult:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.roles import CATEGORIES
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import DTYPES, PLATFORMS, Hardware
+from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 if TYPE_CHECKING:
     import torch
@@ -186,36 +187,86 @@ class DenseAttention(NamedTuple):
 
 # Calls and results are made at every call of every layer: a tuple takes a quarter of a frozen dataclass's time.
 class AttentionCall(NamedTuple):
-    """One attention call. q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim].
+    """One attention call: its inputs, and what the layer and the choice add to them.
 
-    options: an instance of the backend's options_type. layout: where the key tokens sit, None when nothing is padded.
-    gate: [batch, seq_q, heads, head_dim] for backends with a gated branch. scale: None is 1 / sqrt(head_dim).
-    causal: query i sees keys 0..i; needs seq_q == seq_k. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean
-    (True: attend) or added to the scaled scores in q's dtype; it hides keys beside those that layout and causal hide.
-    block_mask: a BlockMask of torch's FlexAttention [batch or 1, heads or 1, seq_q, seq_k], which says all that is
-    hidden: such a call has neither layout nor mask and is not causal.
-    first_head, num_heads_total: where q's heads stand among all of the layer, which other processes may hold; None for
-    q's own number. dense: for a backend that chooses among keys, what serves a call for which it chooses all; None
-    for the platform's default.
+    inputs: q, k, v and what belongs to them: layout, gate, mask, which heads these are. Backends read them as call.q,
+    call.layout and so on; a call with other inputs is call._replace(inputs=call.inputs._replace(...)).
+    options: an instance of the backend's options_type. scale: None is 1 / sqrt(head_dim). causal: query i sees keys
+    0..i; needs seq_q == seq_k. block_mask: a BlockMask of torch's FlexAttention [batch or 1, heads or 1, seq_q, seq_k],
+    which says all that is hidden: such a call has neither layout nor mask and is not causal.
+    dense: for a backend that chooses among keys, what serves a call for which it chooses all; None for the platform's
+    default.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    inputs: AttentionInputs
     options: Any
-    layout: TokenLayout | None
     layer: LayerInfo
     step: StepInfo
     state: AttentionState
-    gate: torch.Tensor | None = None
     scale: float | None = None
     causal: bool = False
     return_lse: bool = False
-    mask: torch.Tensor | None = None
-    first_head: int = 0
-    num_heads_total: int | None = None
     dense: DenseAttention | None = None
     block_mask: BlockMask | None = None
+
+    @property
+    def q(self) -> torch.Tensor:
+        """[batch, seq_q, heads, head_dim]"""
+        return self.inputs.q
+
+    @property
+    def k(self) -> torch.Tensor:
+        """[batch, seq_k, kv_heads, head_dim]"""
+        return self.inputs.k
+
+    @property
+    def v(self) -> torch.Tensor:
+        """[batch, seq_k, kv_heads, head_dim]"""
+        return self.inputs.v
+
+    @property
+    def layout(self) -> TokenLayout | None:
+        """Where the key tokens sit; None when nothing is padded."""
+        return self.inputs.layout
+
+    @property
+    def grid_layout(self) -> TokenLayout:
+        """The layout of a call for a backend that declares needs_grid, which has checked that there is one."""
+        assert self.inputs.layout is not None, "check_grid raises before a planner asks"
+        return self.inputs.layout
+
+    @property
+    def gate(self) -> torch.Tensor | None:
+        """[batch, seq_q, heads, head_dim], for backends with a gated branch."""
+        return self.inputs.gate
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """[batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or added to the scaled scores in q's
+        dtype; it hides keys beside those that layout and causal hide."""
+        return self.inputs.mask
+
+    @property
+    def batch(self) -> int:
+        return self.inputs.q.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.inputs.q.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.inputs.k.shape[2]
+
+    @property
+    def num_heads_of_layer(self) -> int:
+        """Query heads of the layer, those of other processes included."""
+        total = self.inputs.num_heads_total
+        return self.num_heads if total is None else total
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.inputs.q.shape[3] ** -0.5 if self.scale is None else self.scale
 
 
 class AttentionResult(NamedTuple):

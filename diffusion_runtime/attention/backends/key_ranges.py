@@ -75,7 +75,7 @@ def _cut_mask(
         mask = keep_ranges(mask, queries, dim=2)
     if keys is not None:
         mask = keep_ranges(mask, keys, dim=3)
-    return call._replace(mask=mask)
+    return call._replace(inputs=call.inputs._replace(mask=mask))
 
 
 def _attend_ranges(

@@ -34,12 +34,12 @@ from diffusion_runtime.attention.backends.registry import (
     register_backend,
     when_backends_change,
 )
+from diffusion_runtime.attention.backends.requirements import call_features, requirements_of
 from diffusion_runtime.attention.backends.torch_sdpa import TorchSdpaBackend
 from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, machine_facts
 from diffusion_runtime.attention.platforms import platform_candidates
-from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.select import refusals
-from diffusion_runtime.attention.shape_class import call_needs, padding_class, shape_class
+from diffusion_runtime.attention.shape_class import padding_class, shape_class
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
 _logger = logging.getLogger("diffusion_runtime.attention")
@@ -161,7 +161,7 @@ def _pick(call: AttentionCall) -> _Pick:
         call.k.shape,
         call.layer.role,
         padding_class(call),
-        call_needs(call),
+        call_features(call),
         None if call.mask is None else call.mask.shape,
         call.options.measure,
     )
@@ -177,16 +177,7 @@ def _pick(call: AttentionCall) -> _Pick:
 def _settle(call: AttentionCall) -> tuple[_Pick, bool]:
     """Who serves a call, and whether that holds for later ones: remembered, measured, or next best."""
     hardware = detect_hardware(str(call.q.device))
-    requirements = AttentionRequirements(
-        role=call.layer.role,
-        category=role_category(call.layer.role),
-        head_dim=call.q.shape[3],
-        dtype=str(call.q.dtype).removeprefix("torch."),
-        hardware=hardware,
-        num_heads=call.q.shape[2],
-        num_kv_heads=call.k.shape[2],
-        needs=call_needs(call),
-    )
+    requirements = requirements_of(call)
     able = [backend for backend in candidates(hardware) if not refusals(backend.name, requirements)]
     assert able, f"selection promised that something lossless can serve {requirements}"
     if len(able) == 1:

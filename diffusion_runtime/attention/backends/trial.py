@@ -8,10 +8,11 @@ import torch
 
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements, Backend, NoOptions
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 # Queries and keys: more than one tile of any kernel, so that none takes its path for short ones.
 _SEQ = 256
@@ -41,7 +42,9 @@ def _failure(backend: Backend, device: torch.device, dtype: str, head_dim: int) 
         # Choices settle where transformers are built, on the meta device, which packages must not see.
         with torch.device("cpu"), torch.no_grad():
             q = torch.zeros(1, _SEQ, 1, head_dim, dtype=getattr(torch, dtype), device=device)
-            call = AttentionCall(q, q.clone(), q.clone(), NoOptions(), None, LayerInfo(), StepInfo(), AttentionState())
+            call = AttentionCall(
+                AttentionInputs(q, q.clone(), q.clone()), NoOptions(), LayerInfo(), StepInfo(), AttentionState()
+            )
             # What a kernel that was built for another chip raises may come where its result is waited for.
             run_backend(backend, call).out.cpu()
     except Exception as error:  # whatever a stranger's kernel raises

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,15 +22,12 @@ from diffusion_runtime.attention.backends.interface import (
 )
 from diffusion_runtime.attention.backends.narrowing import NarrowedCapability, narrowed
 from diffusion_runtime.attention.backends.packages import ImportingBackend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
+from diffusion_runtime.attention.backends.requirements import requirements_of
 from diffusion_runtime.attention.resolved import resolve_dense
-from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.select import select_dense
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
+from diffusion_runtime.hardware import DTYPES, Hardware
 from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
@@ -38,6 +35,8 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
 from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
@@ -61,65 +60,6 @@ def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapabilit
     )
     on_gpu = replace(everywhere, dtypes=frozenset(DTYPES), minimum_capability=triton.MINIMUM_CAPABILITY)
     return narrowed(everywhere, lambda hardware: on_gpu if hardware.platform in GPU_PLATFORMS else everywhere)
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What a planner sees. q: [B, seq, H, head_dim]; k: [B, seq, kv_heads, head_dim]; options: its backend's own.
-
-    first_head, num_heads_total: where these heads stand among all of the layer, as AttentionCall has them.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    options: Any
-    layout: TokenLayout
-    layer: LayerInfo
-    step: StepInfo
-    state: AttentionState
-    scale: float | None = None
-    first_head: int = 0
-    num_heads_total: int | None = None
-
-    @classmethod
-    def of(cls, call: AttentionCall, layout: TokenLayout) -> Self:
-        """What a call asks of a planner."""
-        return cls(
-            q=call.q,
-            k=call.k,
-            options=call.options,
-            layout=layout,
-            layer=call.layer,
-            step=call.step,
-            state=call.state,
-            scale=call.scale,
-            first_head=call.first_head,
-            num_heads_total=call.num_heads_total,
-        )
-
-    @property
-    def batch(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def num_heads(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def total_heads(self) -> int:
-        """Query heads of the layer, those of other processes included."""
-        return self.num_heads if self.num_heads_total is None else self.num_heads_total
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def softmax_scale(self) -> float:
-        return self.q.shape[3] ** -0.5 if self.scale is None else self.scale
-
-    def text_lengths(self) -> torch.Tensor | None:
-        return text_lengths(self.layout, self.q.device)
 
 
 class SparseBackend(ImportingBackend):
@@ -159,23 +99,22 @@ class SparseBackend(ImportingBackend):
         return self.dense_reason(options, layout, layer, step)
 
     @abstractmethod
-    def select_blocks(self, request: PlanRequest) -> SparsePlan:
+    def select_blocks(self, call: AttentionCall) -> SparsePlan:
         """The pattern of one call that is sparse."""
 
-    def plan(self, request: PlanRequest) -> SparsePlan:
+    def plan(self, call: AttentionCall) -> SparsePlan:
         """The pattern of one call, the full one where the schedule says dense. Raises ConfigError."""
-        check_grid(self.name, request.layout, request.q.shape[1], request.k.shape[1])
-        if self.why_dense(request.options, request.layout, request.layer, request.step) is not None:
-            return dense_plan(self.name, request)
-        return self.select_blocks(request)
+        check_grid(self.name, call)
+        if self.why_dense(call.options, call.grid_layout, call.layer, call.step) is not None:
+            return dense_plan(self.name, call)
+        return self.select_blocks(call)
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
+        layout = check_grid(self.name, call)
         reason = self.why_dense(call.options, layout, call.layer, call.step)
         if reason is not None:
             return self.run_dense(call, reason)
-        request = PlanRequest.of(call, layout)
-        plan = self.select_blocks(request)
+        plan = self.select_blocks(call)
         if plan.is_dense:
             return self.run_dense(call, "the pattern keeps every block")
         return self.run_sparse(call, plan)
@@ -194,14 +133,16 @@ class SparseBackend(ImportingBackend):
         return AttentionResult(result.out, result.lse, f"block-sparse {result.implementation}")
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
-        """Every key, by the dense backend that goes with this choice, and why; said once a request.
+        """Every key, by the dense backend that goes with this choice, and why; said once a call.
 
         Padded text rows are 0 with a log-sum-exp of -inf, as the kernel leaves them.
         """
         dense = _platform_dense(call) if call.dense is None else call.dense
         if call.state.is_first(f"{self.name}: {reason}"):
             _logger.info("%s runs dense: %s", self.name, reason)
-        result = run_backend(dense.backend, call._replace(options=dense.options, gate=None, dense=None))
+        result = run_backend(
+            dense.backend, call._replace(inputs=call.inputs._replace(gate=None), options=dense.options, dense=None)
+        )
         out, lse = result.out, result.lse
         if call.layout is not None and call.layout.has_padding:
             hidden = _padded_rows(call.layout, call.q.device)
@@ -213,20 +154,7 @@ class SparseBackend(ImportingBackend):
 
 def _platform_dense(call: AttentionCall) -> DenseAttention:
     """The platform's default for this call with everything visible; for calls that no selection made."""
-    needs = {"key_padding"} if call.layout is not None and call.layout.has_padding else set()
-    needs |= {"lse"} if call.return_lse else set()
-    needs |= {"scale"} if call.scale is not None else set()
-    requirements = AttentionRequirements(
-        role=call.layer.role,
-        category=role_category(call.layer.role),
-        head_dim=call.q.shape[3],
-        dtype=str(call.q.dtype).removeprefix("torch."),
-        hardware=detect_hardware(str(call.q.device)),
-        num_heads=call.q.shape[2],
-        num_kv_heads=call.k.shape[2],
-        needs=frozenset(needs),
-    )
-    return resolve_dense(select_dense(requirements))
+    return resolve_dense(select_dense(requirements_of(call)))
 
 
 @functools.lru_cache(maxsize=32)
@@ -240,8 +168,9 @@ def _padded_rows(layout: TokenLayout, device: torch.device) -> torch.Tensor:
     return hidden.to(device)
 
 
-def check_grid(name: str, layout: TokenLayout | None, num_q_tokens: int, num_k_tokens: int) -> TokenLayout:
+def check_grid(name: str, call: AttentionCall) -> TokenLayout:
     """The layout of a self-attention over a grid. Raises ConfigError when there is none, or it does not fit."""
+    layout, num_q_tokens, num_k_tokens = call.layout, call.q.shape[1], call.k.shape[1]
     if layout is None or layout.num_grid_tokens == 0:
         raise ConfigError(
             f"{name} needs to know where tokens sit: pass layout=TokenLayout(grid=(frames, height, width)), counted in "
@@ -256,22 +185,22 @@ def check_grid(name: str, layout: TokenLayout | None, num_q_tokens: int, num_k_t
     return layout
 
 
-def dense_plan(method: str, request: PlanRequest) -> SparsePlan:
+def dense_plan(method: str, call: AttentionCall) -> SparsePlan:
     """One block that holds the whole grid and lists itself."""
-    layout, device = request.layout, request.q.device
+    layout, device = call.grid_layout, call.q.device
     geometry = _whole_grid(layout.num_grid_tokens, layout.num_prefix_tokens, layout.num_suffix_tokens, device)
     return SparsePlan(
         method=method,
-        batch=request.batch,
-        num_heads=request.num_heads,
-        num_kv_heads=request.num_kv_heads,
+        batch=call.batch,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
         q=geometry,
         kv=geometry,
-        group_of=torch.zeros(request.batch, request.num_heads, dtype=torch.int32, device=device),
+        group_of=torch.zeros(call.batch, call.num_heads, dtype=torch.int32, device=device),
         kv_count=torch.ones(1, 1, dtype=torch.int32, device=device),
         kv_index=torch.zeros(1, 1, 1, dtype=torch.int32, device=device),
         num_grid_tokens=layout.num_grid_tokens,
-        text_lengths=request.text_lengths(),
+        text_lengths=text_lengths(call.grid_layout, call.q.device),
         is_dense=True,
     )
 

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import available_names, canonical_name, find_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.options import build_options
-from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
+from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 
 def plan_attention(
@@ -46,4 +48,5 @@ def plan_attention(
     checked = build_options(found.options_type, options or {}, f"options of {name}")
     state = AttentionState() if state is None else state
     with device_guard(q.device):
-        return found.plan(PlanRequest(q, k, checked, layout, layer, step, state, scale))
+        # A plan depends on queries and keys alone; the keys stand in for the values.
+        return found.plan(AttentionCall(AttentionInputs(q, k, k, layout), checked, layer, step, state, scale))

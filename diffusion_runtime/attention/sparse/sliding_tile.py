@@ -14,9 +14,7 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid
+from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid
 from diffusion_runtime.attention.sparse.sliding_tile_options import NONE, SEARCHING, TUNING_CFG, SlidingTileOptions
 from diffusion_runtime.attention.sparse.sliding_tile_search import (
     SearchRecorder,
@@ -37,11 +35,13 @@ from diffusion_runtime.attention.sparse.sliding_tile_windows import (
     default_candidates,
     window_selection,
 )
-from diffusion_runtime.attention.sparse.tiles import Extent, tile_counts, tile_geometry
+from diffusion_runtime.attention.sparse.tiles import Extent, text_lengths, tile_counts, tile_geometry
 from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
@@ -84,33 +84,33 @@ class SlidingTileBackend(SparseBackend):
                 "ring_degree 1, and generate with the tuned strategy on as many processes as you like"
             )
 
-    def plan(self, request: PlanRequest) -> SparsePlan:
-        layout = check_grid(self.name, request.layout, request.q.shape[1], request.k.shape[1])
-        self._settle(request.options, layout, request.layer, request.step, request.state, request.total_heads)
-        return super().plan(request)
+    def plan(self, call: AttentionCall) -> SparsePlan:
+        layout = check_grid(self.name, call)
+        self._settle(call.options, layout, call.layer, call.step, call.state, call.num_heads_of_layer)
+        return super().plan(call)
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
-        num_heads = PlanRequest.of(call, layout).total_heads
+        layout = check_grid(self.name, call)
+        num_heads = call.num_heads_of_layer
         self._settle(call.options, layout, call.layer, call.step, call.state, num_heads)
         if call.options.sta_mode == SEARCHING:
             return self._search(call, layout)
         return super().run(call)
 
-    def select_blocks(self, request: PlanRequest) -> SparsePlan:
-        options: SlidingTileOptions = request.options
-        num_tiles = tile_counts(request.layout.grid, options.tile_size)
-        run = RunSize(request.step.num_steps, request.layer.num_layers, request.total_heads)
-        strategy = _strategy_of(options, request.layout, request.layer.role, run, request.state)
+    def select_blocks(self, call: AttentionCall) -> SparsePlan:
+        options: SlidingTileOptions = call.options
+        num_tiles = tile_counts(call.grid_layout.grid, options.tile_size)
+        run = RunSize(call.step.num_steps, call.layer.num_layers, call.num_heads_of_layer)
+        strategy = _strategy_of(options, call.grid_layout, call.layer.role, run, call.state)
         if strategy is None:
             assert options.window is not None, "check_mode asks for one of the two"
-            return _windowed_plan(request, (attended_tiles(num_tiles, options.window),))
-        groups = head_groups(strategy, num_tiles, run, request.q.device)
-        place = (request.step.index, request.layer.index)
+            return _windowed_plan(call, (attended_tiles(num_tiles, options.window),))
+        groups = head_groups(strategy, num_tiles, run, call.q.device)
+        place = (call.step.index, call.layer.index)
         group_of = groups.group_of[place]
-        if request.num_heads < request.total_heads:
-            group_of = group_of[request.first_head : request.first_head + request.num_heads]
-        return _windowed_plan(request, groups.attended[place], group_of)
+        if call.num_heads < call.num_heads_of_layer:
+            group_of = group_of[call.inputs.first_head : call.inputs.first_head + call.num_heads]
+        return _windowed_plan(call, groups.attended[place], group_of)
 
     def _settle(
         self,
@@ -156,12 +156,11 @@ class SlidingTileBackend(SparseBackend):
             StepInfo(branch=call.step.branch),
             lambda: _new_recorder(call, layout),
         )
-        request = PlanRequest.of(call, layout)
         num_tiles = tile_counts(layout.grid, call.options.tile_size)
         grid = slice(layout.num_prefix_tokens, layout.num_prefix_tokens + layout.num_grid_tokens)
         losses = []
         for window in recorder.setup.candidates:
-            plan = _windowed_plan(request, (attended_tiles(num_tiles, window),))
+            plan = _windowed_plan(call, (attended_tiles(num_tiles, window),))
             if plan.is_dense:
                 losses.append(torch.zeros(2, call.q.shape[2], device=call.q.device))
                 continue
@@ -173,30 +172,30 @@ class SlidingTileBackend(SparseBackend):
 
 
 def _windowed_plan(
-    request: PlanRequest, attended: tuple[Extent, ...], group_of_head: torch.Tensor | None = None
+    call: AttentionCall, attended: tuple[Extent, ...], group_of_head: torch.Tensor | None = None
 ) -> SparsePlan:
     """group_of_head: int32 [heads], which of the windows each head uses; None when there is one."""
-    device = request.q.device
-    num_tiles = tile_counts(request.layout.grid, request.options.tile_size)
-    geometry = tile_geometry(request.layout, request.options.tile_size, device)
+    device = call.q.device
+    num_tiles = tile_counts(call.grid_layout.grid, call.options.tile_size)
+    geometry = tile_geometry(call.grid_layout, call.options.tile_size, device)
     selection = window_selection(num_tiles, attended, device)
-    shape = (request.batch, request.num_heads)
+    shape = (call.batch, call.num_heads)
     if group_of_head is None:
         group_of = torch.zeros(shape, dtype=torch.int32, device=device)
     else:
         group_of = group_of_head.expand(shape).contiguous()
     return SparsePlan(
         method=SlidingTileBackend.name,
-        batch=request.batch,
-        num_heads=request.num_heads,
-        num_kv_heads=request.num_kv_heads,
+        batch=call.batch,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
         q=geometry,
         kv=geometry,
         group_of=group_of,
         kv_count=selection.kv_count,
         kv_index=selection.kv_index,
-        num_grid_tokens=request.layout.num_grid_tokens,
-        text_lengths=request.text_lengths(),
+        num_grid_tokens=call.grid_layout.num_grid_tokens,
+        text_lengths=text_lengths(call.grid_layout, call.q.device),
         is_dense=selection.is_full,
     )
 

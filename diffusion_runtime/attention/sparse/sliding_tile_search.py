@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import write_json
 from diffusion_runtime.attention.sparse.sliding_tile_windows import checked_extent
 from diffusion_runtime.attention.sparse.tiles import Extent
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, OutputError, shown
 from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 FORMAT = "sliding_tile_attn.search/1"

@@ -16,14 +16,14 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid
+from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_clustering import TokenClusters, cluster_tokens
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_selection import keep_most_mass
-from diffusion_runtime.attention.sparse.tiles import sequence_order
+from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -81,45 +81,45 @@ class SparseVideoGen2Backend(SparseBackend):
             reason = f"one of the first {_num_dense_steps(options, step)} steps (svg2_first_times_fp)"
         return reason
 
-    def plan(self, request: PlanRequest) -> SparsePlan:
-        check_grid(self.name, request.layout, request.q.shape[1], request.k.shape[1])
-        _warm_up(request)
-        return super().plan(request)
+    def plan(self, call: AttentionCall) -> SparsePlan:
+        check_grid(self.name, call)
+        _warm_up(call)
+        return super().plan(call)
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
-        _warm_up(PlanRequest.of(call, layout))
+        check_grid(self.name, call)
+        _warm_up(call)
         return super().run(call)
 
     @torch.no_grad()
-    def select_blocks(self, request: PlanRequest) -> SparsePlan:
-        options: SparseVideoGen2Options = request.options
-        q, k = cluster_tokens(request)
-        num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
+    def select_blocks(self, call: AttentionCall) -> SparsePlan:
+        options: SparseVideoGen2Options = call.options
+        q, k = cluster_tokens(call)
+        num_heads, num_kv_heads = call.num_heads, call.num_kv_heads
         num_k_clusters, head_dim = k.centroids.shape[1:]
         # Heads that share a key head are rows of one product.
-        scores = request.softmax_scale * torch.bmm(
-            q.centroids.float().view(request.batch * num_kv_heads, -1, head_dim), k.centroids.float().transpose(1, 2)
+        scores = call.softmax_scale * torch.bmm(
+            q.centroids.float().view(call.batch * num_kv_heads, -1, head_dim), k.centroids.float().transpose(1, 2)
         )
         kv_count, kv_index = keep_most_mass(
-            scores.view(request.batch * num_heads, -1, num_k_clusters),
+            scores.view(call.batch * num_heads, -1, num_k_clusters),
             k.counts.repeat_interleave(num_heads // num_kv_heads, dim=0),
             options.svg2_top_p_kmeans,
             int(options.svg2_min_kc_ratio * num_k_clusters),
         )
-        rows = torch.arange(request.batch * num_heads, dtype=torch.int32, device=request.q.device)
+        rows = torch.arange(call.batch * num_heads, dtype=torch.int32, device=call.q.device)
         return SparsePlan(
             method=self.name,
-            batch=request.batch,
+            batch=call.batch,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            q=_geometry(request.layout, q),
-            kv=_geometry(request.layout, k),
-            group_of=rows.view(request.batch, num_heads),
+            q=_geometry(call.grid_layout, q),
+            kv=_geometry(call.grid_layout, k),
+            group_of=rows.view(call.batch, num_heads),
             kv_count=kv_count,
             kv_index=kv_index,
-            num_grid_tokens=request.layout.num_grid_tokens,
-            text_lengths=request.text_lengths(),
+            num_grid_tokens=call.grid_layout.num_grid_tokens,
+            text_lengths=text_lengths(call.grid_layout, call.q.device),
         )
 
 
@@ -135,14 +135,14 @@ def _num_dense_steps(options: SparseVideoGen2Options, step: StepInfo) -> int:
     return math.floor(options.svg2_first_times_fp * step.num_steps)
 
 
-def _warm_up(request: PlanRequest) -> None:
+def _warm_up(call: AttentionCall) -> None:
     """Cluster in a dense first step, when the options ask for it and the layer is sparse later."""
-    options: SparseVideoGen2Options = request.options
-    wanted = options.svg2_zero_step_kmeans_init and request.layout.num_grid_tokens >= options.min_tokens
-    if not wanted or _always_dense(options, request.layer) is not None:
+    options: SparseVideoGen2Options = call.options
+    wanted = options.svg2_zero_step_kmeans_init and call.grid_layout.num_grid_tokens >= options.min_tokens
+    if not wanted or _always_dense(options, call.layer) is not None:
         return
-    if request.step.index < _num_dense_steps(options, request.step):
-        cluster_tokens(request)
+    if call.step.index < _num_dense_steps(options, call.step):
+        cluster_tokens(call)
 
 
 def _geometry(layout: TokenLayout, clusters: TokenClusters) -> BlockGeometry:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.sparse.interface import PlanRequest
+from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.kmeans.api import lloyd
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 _KEPT_NAME = "sparse_video_gen_2_attn centroids"
 
@@ -39,23 +39,23 @@ class _KeptCentroids:
 
 
 @torch.no_grad()
-def cluster_tokens(request: PlanRequest) -> tuple[TokenClusters, TokenClusters]:
+def cluster_tokens(call: AttentionCall) -> tuple[TokenClusters, TokenClusters]:
     """The clusters of the grid's queries, by query head, and of its keys, by key head; keeps their centroids.
 
     Raises ConfigError when a request's first clustering meets a value that is not finite. Later ones do not look,
     because that would wait for the device.
     """
-    options, layout = request.options, request.layout
+    options, layout = call.options, call.grid_layout
     grid = slice(layout.num_prefix_tokens, layout.num_prefix_tokens + layout.num_grid_tokens)
-    q, k = (tokens.detach()[:, grid].transpose(1, 2) for tokens in (request.q, request.k))
+    q, k = (tokens.detach()[:, grid].transpose(1, 2) for tokens in (call.q, call.k))
     num_q = min(options.svg2_num_q_centroids, layout.num_grid_tokens)
     num_k = min(options.svg2_num_k_centroids, layout.num_grid_tokens)
     made_for = (layout.grid, q.shape, k.shape, q.dtype, q.device, num_q, num_k, options.svg2_seed)
-    kept = request.state.get_or_create(_KEPT_NAME, request.layer, request.step, _nothing_kept)
+    kept = call.state.get_or_create(_KEPT_NAME, call.layer, call.step, _nothing_kept)
     if kept is None or kept.made_for != made_for:
-        _check_finite("q", q, request.layer)
-        _check_finite("k", k, request.layer)
-        generator = _generator(options.svg2_seed, request.layer, request.step)
+        _check_finite("q", q, call.layer)
+        _check_finite("k", k, call.layer)
+        generator = _generator(options.svg2_seed, call.layer, call.step)
         starts = [_random_tokens(tokens, num, generator) for tokens, num in ((q, num_q), (k, num_k))]
         num_iterations = options.svg2_kmeans_iter_init
     else:
@@ -65,7 +65,7 @@ def cluster_tokens(request: PlanRequest) -> tuple[TokenClusters, TokenClusters]:
         _cluster(tokens, start, num_iterations) for tokens, start in zip((q, k), starts, strict=True)
     )
     kept = _KeptCentroids(made_for, q_clusters.centroids, k_clusters.centroids)
-    request.state.put(_KEPT_NAME, request.layer, request.step, kept)
+    call.state.put(_KEPT_NAME, call.layer, call.step, kept)
     return q_clusters, k_clusters
 
 

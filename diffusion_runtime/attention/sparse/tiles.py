@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.token_layout import TokenLayout
 
 Extent = tuple[int, int, int]
 

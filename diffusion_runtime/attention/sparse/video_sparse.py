@@ -16,11 +16,9 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.schedule import IndexRanges
-from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend, check_grid, sparse_capability
-from diffusion_runtime.attention.sparse.tiles import tile_counts, tile_geometry
+from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid, sparse_capability
+from diffusion_runtime.attention.sparse.tiles import text_lengths, tile_counts, tile_geometry
 from diffusion_runtime.attention.sparse.video_sparse_coarse import TileMeans, attend_tiles, num_kept_tiles, tile_means
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
@@ -28,6 +26,8 @@ from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
 from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
 
@@ -108,21 +108,20 @@ class VideoSparseBackend(SparseBackend):
             return "the sparsity drops no tile"
         return None
 
-    def select_blocks(self, request: PlanRequest) -> SparsePlan:
-        geometry = tile_geometry(request.layout, request.options.tile_size, request.q.device)
-        return self.select_tiles(request, tile_means(request.q, request.k, None, geometry))[0]
+    def select_blocks(self, call: AttentionCall) -> SparsePlan:
+        geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
+        return self.select_tiles(call, tile_means(call.q, call.k, None, geometry))[0]
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        layout = check_grid(self.name, call.layout, call.q.shape[1], call.k.shape[1])
+        layout = check_grid(self.name, call)
         if call.gate is not None and call.gate.shape != call.q.shape:
             raise ConfigError(
                 f"{self.name}: expected a gate like q {tuple(call.q.shape)}, got {tuple(call.gate.shape)}"
             )
-        request = PlanRequest.of(call, layout)
         reason = self.why_dense(call.options, layout, call.layer, call.step)
         if reason is not None:
             result = self.run_dense(call, reason)
-            return result if call.gate is None else self._add_coarse(result, call, call.gate, request)
+            return result if call.gate is None else self._add_coarse(result, call, call.gate)
         if call.gate is None and call.state.is_first(f"{self.name}: no gate"):
             _logger.warning(
                 "%s: this checkpoint brings no trained gate, so it was not trained for a sparsity of %g and the result "
@@ -130,36 +129,34 @@ class VideoSparseBackend(SparseBackend):
                 self.name,
                 call.options.sparsity,
             )
-        means, packed = _read_tokens(call, request)
-        plan, pooled = self.select_tiles(request, means)
+        means, packed = _read_tokens(call)
+        plan, pooled = self.select_tiles(call, means)
         branch = None if pooled is None or call.gate is None else PooledBranch(pooled, call.gate)
         return self.run_sparse(call, plan, branch, packed)
 
-    def _add_coarse(
-        self, result: AttentionResult, call: AttentionCall, gate: torch.Tensor, request: PlanRequest
-    ) -> AttentionResult:
+    def _add_coarse(self, result: AttentionResult, call: AttentionCall, gate: torch.Tensor) -> AttentionResult:
         """A dense result with the gated branch on top."""
-        geometry = tile_geometry(request.layout, request.options.tile_size, call.q.device)
+        geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
         means = tile_means(call.q, call.k, call.v, geometry)
-        coarse = attend_tiles(means, scale=request.softmax_scale, num_kept=None)
+        coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=None)
         assert coarse.pooled is not None
         every = torch.arange(geometry.num_blocks, dtype=torch.int32, device=call.q.device)
-        plan = _plan(self.name, request, every.expand(1, geometry.num_blocks, -1), is_dense=True)
+        plan = _plan(self.name, call, every.expand(1, geometry.num_blocks, -1), is_dense=True)
         out = add_branch(result.out, plan, PooledBranch(coarse.pooled, gate))
         return AttentionResult(out, result.lse, f"{result.implementation}, with the gated branch")
 
-    def select_tiles(self, request: PlanRequest, means: TileMeans) -> tuple[SparsePlan, torch.Tensor | None]:
+    def select_tiles(self, call: AttentionCall, means: TileMeans) -> tuple[SparsePlan, torch.Tensor | None]:
         """The plan, and with means of values what the coarse branch gives each tile."""
-        num_kept = num_kept_tiles(request.options.sparsity, means.q.shape[2])
-        coarse = attend_tiles(means, scale=request.softmax_scale, num_kept=num_kept)
+        num_kept = num_kept_tiles(call.options.sparsity, means.q.shape[2])
+        coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=num_kept)
         assert coarse.kept is not None
-        return _plan(self.name, request, coarse.kept.flatten(0, 1), is_dense=False), coarse.pooled
+        return _plan(self.name, call, coarse.kept.flatten(0, 1), is_dense=False), coarse.pooled
 
 
-def _read_tokens(call: AttentionCall, request: PlanRequest) -> tuple[TileMeans, PackedTokens | None]:
+def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
     """The means of all tiles, those of values where there is a gate, and from the same pass the kernel's rows."""
-    geometry = tile_geometry(request.layout, request.options.tile_size, call.q.device)
-    num_grid_tokens = request.layout.num_grid_tokens
+    geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
+    num_grid_tokens = call.grid_layout.num_grid_tokens
     if not reads_packed_rows(call.q, geometry, geometry, num_grid_tokens):
         return tile_means(call.q, call.k, None if call.gate is None else call.v, geometry), None
     packed = pack_tokens(
@@ -169,7 +166,7 @@ def _read_tokens(call: AttentionCall, request: PlanRequest) -> tuple[TileMeans, 
         geometry,
         geometry,
         num_grid_tokens=num_grid_tokens,
-        text_lengths=request.text_lengths(),
+        text_lengths=text_lengths(call.grid_layout, call.q.device),
         averaged="qk" if call.gate is None else "qkv",
     )
     assert packed.q_means is not None
@@ -177,22 +174,22 @@ def _read_tokens(call: AttentionCall, request: PlanRequest) -> tuple[TileMeans, 
     return TileMeans(packed.q_means, packed.k_means, packed.v_means), packed
 
 
-def _plan(method: str, request: PlanRequest, kept: torch.Tensor, *, is_dense: bool) -> SparsePlan:
+def _plan(method: str, call: AttentionCall, kept: torch.Tensor, *, is_dense: bool) -> SparsePlan:
     """kept: int32 [1 or B * H, tiles, kept tiles]."""
-    geometry = tile_geometry(request.layout, request.options.tile_size, request.q.device)
-    group_of, kv_count = _lists_of_heads(request.batch, request.num_heads, *kept.shape, kept.device)
+    geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
+    group_of, kv_count = _lists_of_heads(call.batch, call.num_heads, *kept.shape, kept.device)
     return SparsePlan(
         method=method,
-        batch=request.batch,
-        num_heads=request.num_heads,
-        num_kv_heads=request.num_kv_heads,
+        batch=call.batch,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
         q=geometry,
         kv=geometry,
         group_of=group_of,
         kv_count=kv_count,
         kv_index=kept,
-        num_grid_tokens=request.layout.num_grid_tokens,
-        text_lengths=request.text_lengths(),
+        num_grid_tokens=call.grid_layout.num_grid_tokens,
+        text_lengths=text_lengths(call.grid_layout, call.q.device),
         is_dense=is_dense,
     )
 

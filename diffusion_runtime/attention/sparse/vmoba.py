@@ -13,15 +13,17 @@ from typing import Literal
 
 import torch
 
+from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
-from diffusion_runtime.attention.layout import TokenLayout
-from diffusion_runtime.attention.sparse.interface import PlanRequest, SparseBackend
+from diffusion_runtime.attention.sparse.interface import SparseBackend
+from diffusion_runtime.attention.sparse.tiles import text_lengths
 from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
 from diffusion_runtime.attention.sparse.vmoba_selection import select_chunks
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means.api import block_means
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 ChunkKind = Literal["temporal", "spatial", "st"]
 
@@ -122,23 +124,23 @@ class VMobaBackend(SparseBackend):
                 "share here; use query_head or head_global, or ulysses_degree 1"
             )
 
-    def select_blocks(self, request: PlanRequest) -> SparsePlan:
-        options: VMobaOptions = request.options
-        kind = chunk_kind(options, request.layer)
-        shape = chunk_shape(options, request.layout, kind)
-        chunks = chunks_of(request.layout, shape, request.q.device)
-        means = block_means(request.k, chunks.kv)
-        in_order = chunks.q.order[0, : request.layout.num_grid_tokens].long()
-        batch, num_heads, num_chunks = request.batch, request.num_heads, chunks.num_chunks
-        num_blocks, device = chunks.q.num_blocks, request.q.device
+    def select_blocks(self, call: AttentionCall) -> SparsePlan:
+        options: VMobaOptions = call.options
+        kind = chunk_kind(options, call.layer)
+        shape = chunk_shape(options, call.grid_layout, kind)
+        chunks = chunks_of(call.grid_layout, shape, call.q.device)
+        means = block_means(call.k, chunks.kv)
+        in_order = chunks.q.order[0, : call.grid_layout.num_grid_tokens].long()
+        batch, num_heads, num_chunks = call.batch, call.num_heads, chunks.num_chunks
+        num_blocks, device = chunks.q.num_blocks, call.q.device
         num_words = -(-num_chunks // 32)
         row_mask = torch.empty(batch, num_heads, in_order.shape[0], num_words, dtype=torch.int32, device=device)
         kv_count = torch.empty(batch, num_heads, num_blocks, dtype=torch.int32, device=device)
         kv_index = torch.empty(batch, num_heads, num_blocks, num_chunks, dtype=torch.int32, device=device)
         for sample in range(batch):
             selected = select_chunks(
-                request.q[sample, in_order].transpose(0, 1),
-                means[sample].repeat_interleave(num_heads // request.num_kv_heads, dim=0),
+                call.q[sample, in_order].transpose(0, 1),
+                means[sample].repeat_interleave(num_heads // call.num_kv_heads, dim=0),
                 chunks.chunk_of_row,
                 group=options.moba_threshold_type,
                 top=options.top[kind] if options.moba_select_mode == "topk" else None,
@@ -153,14 +155,14 @@ class VMobaBackend(SparseBackend):
             method=self.name,
             batch=batch,
             num_heads=num_heads,
-            num_kv_heads=request.num_kv_heads,
+            num_kv_heads=call.num_kv_heads,
             q=chunks.q,
             kv=chunks.kv,
             group_of=torch.arange(batch * num_heads, dtype=torch.int32, device=device).view(batch, num_heads),
             kv_count=kv_count.flatten(0, 1),
             kv_index=kv_index.flatten(0, 1),
-            num_grid_tokens=request.layout.num_grid_tokens,
-            text_lengths=request.text_lengths(),
+            num_grid_tokens=call.grid_layout.num_grid_tokens,
+            text_lengths=text_lengths(call.grid_layout, call.q.device),
             row_mask=row_mask,
         )
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.sparse.tiles import Extent, order_geometry, tile_counts, tile_geometry
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.token_layout import TokenLayout
 
 # So many consecutive tokens in raster order, or a tile (frames, height, width); the last chunk holds what is left.
 ChunkShape = int | Extent

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.folder import read_config
+from diffusion_runtime.model_folder import read_config
 from diffusion_runtime.models.image_geometry import ImageGeometry
 
 # Four latents a token. The checkpoint's own patch_size is 1: its pipeline folds them before.

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.conditioning import ConditionEmbedding
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
@@ -28,7 +26,9 @@ from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
+from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.token_layout import TokenLayout
 
 
 class Flux1Transformer(DiffusionTransformer):

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.feed_forward import GatedFeedForward
@@ -22,6 +21,7 @@ from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import rotate
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
+from diffusion_runtime.step_info import LayerInfo
 
 
 class Flux2DoubleBlock(nn.Module):

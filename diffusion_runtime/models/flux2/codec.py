@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from diffusion_runtime.model_folder import read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.flux2.config import FOLD
-from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.image_decoder import decode_image
 from diffusion_runtime.models.interface import LatentDecoder
 

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.conditioning import ConditionEmbedding
 from diffusion_runtime.layers.embeddings import patchify, unpatchify
@@ -26,7 +24,9 @@ from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleB
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
+from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.token_layout import TokenLayout
 
 
 class Flux2Transformer(DiffusionTransformer):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.models.folder import read_config
+from diffusion_runtime.model_folder import read_config
 from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm"

@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.conditioning import ConditionEmbedding
@@ -35,7 +33,9 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig
 from diffusion_runtime.models.hunyuan_video.weights import NUM_WAVES
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
+from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.token_layout import TokenLayout
 
 REFINER_ROLE = "hunyuan_video.text_refiner"
 EPS = 1e-6

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.model_folder import read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor
 
 AUTOENCODER = DiffusersComponent(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.folder import (
+from diffusion_runtime.model_folder import (
     INDEX_FILE,
     ConfigFile,
     component_class,

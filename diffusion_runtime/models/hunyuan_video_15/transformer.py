@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.conditioning import ConditionEmbedding
@@ -32,6 +30,8 @@ from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Confi
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE, PreparedText, TextStreamEmbedding
 from diffusion_runtime.models.hunyuan_video_15.weights import NUM_WAVES
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 EPS = 1e-6
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.feed_forward import FeedForward
@@ -21,6 +20,7 @@ from diffusion_runtime.layers.modulation import add_gated_, modulated_rms_norm
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import rotate_by_head
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
+from diffusion_runtime.step_info import LayerInfo
 
 # The sound is a line of tokens, not a grid, and so is its text: nothing for a sparse choice, which `cross` says.
 AUDIO_SELF_ROLE = "ltx2.audio_self"

@@ -9,8 +9,8 @@ import numpy
 import torch
 
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.model_folder import read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.folder import read_config
 from diffusion_runtime.models.ltx2.config import AUDIO_VAE
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_statistics
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.models.folder import ConfigFile, read_config
+from diffusion_runtime.model_folder import ConfigFile, read_config
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import PositionRules
 

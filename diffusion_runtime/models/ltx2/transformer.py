@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.conditioning import TimestepModulation
@@ -30,6 +29,7 @@ from diffusion_runtime.models.ltx2.block import KeysAndValues, LTX2Block, Stream
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import audio_rotations, shared_rotations, video_rotations
+from diffusion_runtime.token_layout import TokenLayout
 
 NUM_WAVES = 256
 # Of the last norm, whatever the config says of the others.

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
@@ -27,7 +25,9 @@ from diffusion_runtime.layers.rope import diagonal_rotations, followed_by_text, 
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
+from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.token_layout import TokenLayout
 
 # The model takes time in [0, 1].
 _TIME_SCALE = 1000.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.models.folder import INDEX_FILE, ConfigFile, read_config, read_json
+from diffusion_runtime.model_folder import INDEX_FILE, ConfigFile, read_config, read_json
 from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm_across_heads"

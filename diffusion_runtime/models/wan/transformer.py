@@ -21,9 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.info import LayerInfo
 from diffusion_runtime.attention.layers import LocalAttention, USPAttention
-from diffusion_runtime.attention.layout import TokenLayout
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
 from diffusion_runtime.layers.feed_forward import FeedForward
@@ -36,6 +34,8 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.parallel.sharding import SequenceSharding
+from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 # Of a text, for one block: both [B, L, heads, head_dim].
 _KeysAndValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]

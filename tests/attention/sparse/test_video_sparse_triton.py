@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import attention_call
 from sparse_oracle import masked_attention, random_qkv
 
 from diffusion_runtime.attention import (
-    AttentionCall,
     AttentionState,
-    LayerInfo,
-    StepInfo,
     TokenLayout,
     attention,
     plan_attention,
@@ -46,8 +44,8 @@ def compare(
     options: dict[str, Any] = {"sparsity": 0.6, "tile_size": tile}
     plan = plan_attention(q, k, backend="vsa", options=options, layout=layout)
     state = AttentionState()
-    call = AttentionCall(
-        q, k, v, VideoSparseOptions(**options), layout, LayerInfo(), StepInfo(), state, return_lse=True, gate=gate
+    call = attention_call(
+        q, k, v, VideoSparseOptions(**options), layout=layout, state=state, return_lse=True, gate=gate
     )
     result = VideoSparseBackend().run(call)
     assert result.implementation == "block-sparse triton"
@@ -110,7 +108,7 @@ def test_gradients_are_refused_on_a_gpu() -> None:
 def test_a_call_waits_for_nothing_and_repeats_to_the_bit() -> None:
     q, k, v = (x.cuda() for x in random_qkv(TEXT, batch=2, num_heads=2, head_dim=128, dtype=torch.bfloat16))
     options = VideoSparseOptions(sparsity=0.6, tile_size=(4, 4, 8))
-    call = AttentionCall(q, k, v, options, TEXT, LayerInfo(), StepInfo(), AttentionState(), gate=v)
+    call = attention_call(q, k, v, options, layout=TEXT, gate=v)
     first = VideoSparseBackend().run(call).out
     torch.cuda.synchronize()
     try:

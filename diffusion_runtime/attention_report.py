@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diffusion_runtime.attention.info import LayerInfo, StepInfo
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 
 @dataclass(frozen=True)
