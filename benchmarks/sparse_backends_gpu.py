@@ -23,8 +23,8 @@ import triton
 from video_sparse_parts import Call, parts
 
 from diffusion_runtime.attention import (
-    AttentionState,
     LayerInfo,
+    RequestCache,
     SparsePlan,
     StepInfo,
     TokenLayout,
@@ -89,7 +89,7 @@ def milliseconds(function: Callable[[], object], rep: int = 200) -> float:
     return float(triton.testing.do_bench(function, warmup=50, rep=rep, return_mode="median"))
 
 
-def run(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: AttentionState) -> torch.Tensor:
+def run(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: RequestCache) -> torch.Tensor:
     gate = qkv[2] if case.gated else None
     return attention(
         *qkv, backend=case.backend, options=case.options, layout=layout, layer=LAYER, step=STEP, state=state, gate=gate
@@ -101,7 +101,7 @@ def check(case: Case) -> float:
     grid: Grid = (9, 14, 20)
     case = dataclasses.replace(case, gated=False)
     layout, qkv = TokenLayout(grid), inputs(grid, 4)
-    plan = plan_of(case, layout, qkv, AttentionState())
+    plan = plan_of(case, layout, qkv, RequestCache())
     exact, _ = block_sparse_reference(*(x.double() for x in qkv), plan, scale=HEAD_DIM**-0.5)
     out = block_sparse_attention(*qkv, plan)
     error = float((out.out.double() - exact).norm() / exact.norm())
@@ -109,7 +109,7 @@ def check(case: Case) -> float:
     return error
 
 
-def plan_of(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: AttentionState) -> SparsePlan:
+def plan_of(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: RequestCache) -> SparsePlan:
     return plan_attention(
         qkv[0], qkv[1], backend=case.backend, options=case.options, layout=layout, layer=LAYER, step=STEP, state=state
     )
@@ -120,7 +120,7 @@ def measure(case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {"name": case.name, "backend": case.backend, "grid": case.grid, "heads": case.heads}
     row["options"], row["error"] = case.options, check(case)
     layout, qkv = TokenLayout(case.grid), inputs(case.grid, case.heads)
-    state = AttentionState()
+    state = RequestCache()
     run(case, layout, qkv, state)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -212,7 +212,7 @@ def main() -> int:
 
 def profile(case: Case) -> None:
     layout, qkv = TokenLayout(case.grid), inputs(case.grid, case.heads)
-    state = AttentionState()
+    state = RequestCache()
     run(case, layout, qkv, state)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run(case, layout, qkv, state)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from diffusion_runtime.attention import AttentionState, LayerInfo, StepInfo, TokenLayout
+from diffusion_runtime.attention import LayerInfo, RequestCache, StepInfo, TokenLayout
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
 from diffusion_runtime.attention.sparse.video_sparse import VideoSparseBackend, VideoSparseOptions
@@ -47,7 +47,7 @@ class Call:
     def select(self) -> tuple[SparsePlan, torch.Tensor]:
         """The plan and the pooled values, by means that are read in passes of their own."""
         inputs = AttentionInputs(self.q, self.k, self.v, self.layout)
-        call = AttentionCall(inputs, self.options, LayerInfo(10, 40), StepInfo(30, 50), AttentionState())
+        call = AttentionCall(inputs, self.options, LayerInfo(10, 40), StepInfo(30, 50), RequestCache())
         geometry = tile_geometry(self.layout, self.options.tile_size, self.q.device)
         plan, pooled = VideoSparseBackend().select_tiles(call, tile_means(self.q, self.k, self.v, geometry))
         assert pooled is not None

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import Predict
@@ -235,7 +234,7 @@ class Pipeline:
 
     def _predict(self, inputs: Mapping[str, DenoiserInputs], recorder: AttentionRecorder) -> Predict:
         """The transformer as a function of latents and step. inputs: by guidance branch."""
-        state = AttentionState()
+        state = RequestCache()
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, NoOptions
-from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 
@@ -16,7 +16,7 @@ def attention_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: object = NoOptions(), **fields: Any
 ) -> AttentionCall:
     """fields: of AttentionCall or of its inputs. A state of its own for every call."""
-    call = AttentionCall(AttentionInputs(q, k, v), options, LayerInfo(), StepInfo(), AttentionState())
+    call = AttentionCall(AttentionInputs(q, k, v), options, LayerInfo(), StepInfo(), RequestCache())
     return with_fields(call, **fields)
 
 

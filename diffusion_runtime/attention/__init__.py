@@ -14,7 +14,7 @@ from diffusion_runtime.attention.backends.interface import (
 from diffusion_runtime.attention.backends.registry import register_backend, unregister_backend
 from diffusion_runtime.attention.catalogue import BackendInfo, list_backends
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
-from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.force import force_attention_backend
 from diffusion_runtime.attention.functional import attention
 from diffusion_runtime.attention.layers import LocalAttention, UlyssesAttention, USPAttention
@@ -22,7 +22,6 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.attention.select import Decision, select_backend
 from diffusion_runtime.attention.sparse.planning import plan_attention
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport, LibraryAttention, ReportRow
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.step_info import LayerInfo, StepInfo
@@ -37,7 +36,6 @@ __all__ = [
     "AttentionReport",
     "AttentionResult",
     "AttentionSpec",
-    "AttentionState",
     "Availability",
     "Backend",
     "BackendInfo",
@@ -49,6 +47,7 @@ __all__ = [
     "LibraryAttention",
     "LocalAttention",
     "ReportRow",
+    "RequestCache",
     "SparsePlan",
     "StepInfo",
     "TokenLayout",

@@ -1,16 +1,70 @@
-"""What one attention call needs to know, as one argument."""
+"""The context of an attention call: one forward pass of a model, and the request cache it belongs to."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeVar, cast
 
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.parallel.sharding import SequenceSharding
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
+
+T = TypeVar("T")
+
+
+class CacheScope:
+    """Values of one scope of a RequestCache, by key."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, object] = {}
+
+    def get_or_create(self, key: Hashable, create: Callable[[], T]) -> T:
+        """The value under `key`; the result of `create` when there is none yet."""
+        if key not in self._values:
+            self._values[key] = create()
+        return cast(T, self._values[key])
+
+    def put(self, key: Hashable, value: object) -> None:
+        """Set the value under `key`."""
+        self._values[key] = value
+
+
+class RequestCache:
+    """Values that live as long as one request, in three scopes.
+
+    request: for all calls of the request, such as the tiles of its grid. of_branch: per transformer (expert) and
+    guidance branch, such as projections of the prompt. of_layer: per layer of these, such as the centroids of the step
+    before. Two requests share nothing. Keys begin with a name of the user's own, such as the backend's.
+    """
+
+    def __init__(self) -> None:
+        self.request = CacheScope()
+        self._scopes: dict[Hashable, CacheScope] = {}
+        self._seen: set[str] = set()
+
+    def of_branch(self, step: StepInfo) -> CacheScope:
+        """The scope of the step's expert and guidance branch."""
+        return self._scope((step.expert, step.branch))
+
+    def of_layer(self, layer: LayerInfo, step: StepInfo) -> CacheScope:
+        """The scope of one layer, by index and role, in the step's expert and guidance branch."""
+        return self._scope((step.expert, step.branch, layer.index, layer.role))
+
+    def is_first(self, what: str) -> bool:
+        """Whether `what` is asked for the first time in this request: for messages that are logged once."""
+        if what in self._seen:
+            return False
+        self._seen.add(what)
+        return True
+
+    def _scope(self, key: Hashable) -> CacheScope:
+        scope = self._scopes.get(key)
+        if scope is None:
+            scope = self._scopes[key] = CacheScope()
+        return scope
 
 
 @dataclass(frozen=True)
@@ -18,13 +72,13 @@ class AttentionContext:
     """One forward pass of a model, as its attention layers see it.
 
     layout: where the key tokens sit; None when nothing is padded and no backend asks for a grid.
-    step: where in the denoising loop; state: what backends keep during the request; recorder: counts what ran.
+    step: where in the denoising loop; state: the cache of the request; recorder: counts what ran.
     sharding: how the grid's tokens are cut over the processes that share the sequence.
     """
 
     layout: TokenLayout | None = None
     step: StepInfo = field(default_factory=StepInfo)
-    state: AttentionState = field(default_factory=AttentionState)
+    state: RequestCache = field(default_factory=RequestCache)
     recorder: AttentionRecorder = field(default_factory=AttentionRecorder)
     sharding: SequenceSharding = field(default_factory=SequenceSharding)
 

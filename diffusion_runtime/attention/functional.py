@@ -16,11 +16,11 @@ from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes, when_backends_change
 from diffusion_runtime.attention.backends.requirements import CallKind
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.resolved import Resolved, resolve_decision
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Levels, select
 from diffusion_runtime.attention.shapes import check_shapes
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
@@ -41,7 +41,7 @@ def attention(
     layout: TokenLayout | None = ...,
     layer: LayerInfo = ...,
     step: StepInfo = ...,
-    state: AttentionState | None = ...,
+    state: RequestCache | None = ...,
     gate: torch.Tensor | None = ...,
     mask: torch.Tensor | None = ...,
     scale: float | None = ...,
@@ -61,7 +61,7 @@ def attention(
     layout: TokenLayout | None = ...,
     layer: LayerInfo = ...,
     step: StepInfo = ...,
-    state: AttentionState | None = ...,
+    state: RequestCache | None = ...,
     gate: torch.Tensor | None = ...,
     mask: torch.Tensor | None = ...,
     scale: float | None = ...,
@@ -80,7 +80,7 @@ def attention(
     layout: TokenLayout | None = None,
     layer: LayerInfo = _LAYER,
     step: StepInfo = _STEP,
-    state: AttentionState | None = None,
+    state: RequestCache | None = None,
     gate: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     scale: float | None = None,
@@ -93,7 +93,7 @@ def attention(
     backend: a name, several in order of preference, or `auto` for the environment's or the platform's; it is a choice
         for this layer's role by name, so one that does not serve the role is an error. options: of that backend.
     layout: where the key tokens sit, with the padding as lengths. layer, step: which they are, for sparse backends.
-    state: what a backend keeps between steps; pass one object for a whole request. gate: as q, for gated backends.
+    state: what a backend keeps between calls and steps; pass one per request. gate: as q, for gated backends.
     mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or in q's dtype and added to the scaled
         scores, beside what layout and causal hide. -inf hides, a large negative number is a number; hidden keys and
         values must be finite. Padding is better given as the layout's valid_lengths, which cost nothing: a boolean mask
@@ -116,7 +116,7 @@ def attention(
         options=None,
         layer=layer,
         step=step,
-        state=AttentionState() if state is None else state,
+        state=RequestCache() if state is None else state,
         scale=scale,
         causal=causal,
         return_lse=return_lse,

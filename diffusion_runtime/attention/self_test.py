@@ -22,10 +22,10 @@ from diffusion_runtime.attention.backends.interface import (
 )
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import capability_on, raised_line, usual_head_sizes
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SelfTestCase, case_with_keys
 from diffusion_runtime.attention.sparse.interface import SparseBackend
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
@@ -235,7 +235,7 @@ class _Inputs:
             options=backend.options_type(**backend.self_test_options),
             layer=LayerInfo(_LAYER.index, _LAYER.num_layers, case.role),
             step=_STEP,
-            state=AttentionState(),
+            state=RequestCache(),
             scale=case.scale,
             causal="causal" in case.needs,
             return_lse="lse" in case.needs,
@@ -265,7 +265,7 @@ def _visible_pairs(backend: Backend, call: AttentionCall, case: SelfTestCase) ->
     """bool [batch, 1 or heads, seq_q, seq_k] on the CPU: a sparse backend's own plan, else all that is not padding."""
     if isinstance(backend, SparseBackend):
         # A state of its own: the plan of a first call, as the run's was.
-        return backend.plan(call._replace(state=AttentionState())).to_dense_mask().cpu()
+        return backend.plan(call._replace(state=RequestCache())).to_dense_mask().cpu()
     visible = _visible_keys(case.layout)[:, None, None, :].expand(-1, 1, call.q.shape[1], -1)
     return visible.tril() if call.causal else visible
 

@@ -14,11 +14,11 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.backends.requirements import requirements_of
 from diffusion_runtime.attention.catalogue import list_backends, raised_line
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.functional import attention
 from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.attention.self_test import quiet_log
 from diffusion_runtime.attention.sparse.interface import SparseBackend
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.attention.timing import time_alternately
 from diffusion_runtime.benchmark.accuracy import ExactRows, error_bound
 from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
@@ -137,17 +137,17 @@ class _Case:
         return LayerInfo(*_LAYER, role=self.shape.role)
 
     def requirements(self, hardware: Hardware) -> AttentionRequirements:
-        return replace(requirements_of(self._call(None, AttentionState())), hardware=hardware)
+        return replace(requirements_of(self._call(None, RequestCache())), hardware=hardware)
 
-    def call(self, backend: Backend, state: AttentionState) -> AttentionCall:
+    def call(self, backend: Backend, state: RequestCache) -> AttentionCall:
         return self._call(backend.options_type(), state)
 
-    def _call(self, options: object, state: AttentionState) -> AttentionCall:
+    def _call(self, options: object, state: RequestCache) -> AttentionCall:
         return AttentionCall(
             AttentionInputs(self.q, self.k, self.v, self.shape.layout), options, self.layer, _STEP, state
         )
 
-    def run(self, name: str, state: AttentionState) -> torch.Tensor:
+    def run(self, name: str, state: RequestCache) -> torch.Tensor:
         """A call as a model makes it, our own part of it included."""
         return attention(
             *(self.q, self.k, self.v), backend=name, layout=self.shape.layout, layer=self.layer, step=_STEP, state=state
@@ -167,10 +167,10 @@ def _measure_shape(
     case = _Case.draw(shape, device, dtype)
     exact = ExactRows(case.q, case.k, case.v, shape.layout)
     checked: dict[str, Measurement] = {}
-    states: dict[str, AttentionState] = {}
+    states: dict[str, RequestCache] = {}
     for name in names:
         on_progress(f"{shape.name}: {name}")
-        states[name] = AttentionState()
+        states[name] = RequestCache()
         checked[name] = _check(case, name, states[name], hardware, exact)
     functions = {name: _runner(case, name, states[name]) for name, row in checked.items() if row.state == "measured"}
     if not functions:
@@ -185,7 +185,7 @@ def _measure_shape(
     return list(checked.values())
 
 
-def _check(case: _Case, name: str, state: AttentionState, hardware: Hardware, exact: ExactRows) -> Measurement:
+def _check(case: _Case, name: str, state: RequestCache, hardware: Hardware, exact: ExactRows) -> Measurement:
     """The first call of a backend, compilation included: refused, failed, wrong, or ready to be timed."""
     shape = case.shape
     reasons = refusals(name, case.requirements(hardware))
@@ -219,7 +219,7 @@ class _CallError(Exception):
         self.raised = raised
 
 
-def _runner(case: _Case, name: str, state: AttentionState) -> Callable[[], object]:
+def _runner(case: _Case, name: str, state: RequestCache) -> Callable[[], object]:
     def run() -> object:
         try:
             return case.run(name, state)

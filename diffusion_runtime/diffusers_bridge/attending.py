@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.select import Levels
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.diffusers_bridge.explicit_choices import deciding_choice, needs_grid
 from diffusion_runtime.diffusers_bridge.grids import Grid, TokenOrder
@@ -38,7 +37,7 @@ class ForwardPass:
     """
 
     step: StepInfo | None = None
-    state: AttentionState = field(default_factory=AttentionState)
+    state: RequestCache = field(default_factory=RequestCache)
     order: TokenOrder | None = None
     grid: Grid | None = None
     masks: MaskReader = field(default_factory=MaskReader)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.step_info import StepInfo
 
 _BRANCHES = ("cond", "uncond")
@@ -28,12 +28,12 @@ class StepFollower:
         # Per model: its last position in the timesteps, and the number of passes there.
         self._passes: dict[int, tuple[int, int]] = {}
         self._first_seen: int | None = None
-        self.state = AttentionState()
+        self.state = RequestCache()
 
     def set_step(self, step: StepInfo | None) -> None:
         """Set the step of the following forward passes; None to read it from the scheduler again."""
         if step is None or self._stated is None or step.index < self._stated.index:
-            self.state = AttentionState()
+            self.state = RequestCache()
         self._stated = step
 
     def begins_request(self) -> int | None:
@@ -45,7 +45,7 @@ class StepFollower:
         self._values = [float(value) for value in timesteps.tolist()]
         self._passes = {}
         self._first_seen = None
-        self.state = AttentionState()
+        self.state = RequestCache()
         return max(1, len(self._values) - self._first_index())
 
     def next_pass(self, expert: int, timestep: object) -> StepInfo | None:
@@ -56,7 +56,7 @@ class StepFollower:
         if self._stated is not None:
             return self._stated
         if self._timesteps is None:
-            self.state = AttentionState()
+            self.state = RequestCache()
             return None
         position = self._position(timestep)
         if position is None:

@@ -1,5 +1,4 @@
-"""Per-request cache of prompt-only projections: what a transformer computes from the text alone, once per request and
-guidance branch."""
+"""Prompt cache: what a transformer computes from the prompt alone, once per request and guidance branch."""
 
 from __future__ import annotations
 
@@ -7,30 +6,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.step_info import LayerInfo
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Entry(Generic[T]):
-    """value: computed from embeddings."""
+    """value: computed from source."""
 
-    embeddings: torch.Tensor
+    source: object
     value: T
 
 
-def cached_for_prompt(name: str, embeddings: torch.Tensor, context: AttentionContext, compute: Callable[[], T]) -> T:
+def cached_for_prompt(name: str, source: object, context: AttentionContext, compute: Callable[[], T]) -> T:
     """The result of `compute`, cached under `name` for the other steps of the request; it must not be written to.
 
-    embeddings: the text it is computed from; another tensor in the same request and branch replaces the entry.
+    source: the object it is computed from, such as the embeddings; another one in the same request and branch replaces
+    the entry.
     """
-    layer = LayerInfo(role="text", name=name)
-    entry = context.state.get_or_create(name, layer, context.step, lambda: _Entry(embeddings, compute()))
-    if entry.embeddings is not embeddings:
-        entry = _Entry(embeddings, compute())
-        context.state.put(name, layer, context.step, entry)
+    scope, key = context.state.of_branch(context.step), ("prompt", name)
+    entry = scope.get_or_create(key, lambda: _Entry(source, compute()))
+    if entry.source is not source:
+        entry = _Entry(source, compute())
+        scope.put(key, entry)
     return entry.value

@@ -57,7 +57,7 @@ class BlockyBackend(Backend):
         return Availability(version="1.0")
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        seen: list[int] = call.state.get_or_create("seen", call.layer, call.step, list)
+        seen: list[int] = call.state.of_layer(call.layer, call.step).get_or_create("seen", list)
         seen.append(call.step.index)
         out, _ = reference_attention(call.q, call.k, call.v)
         return AttentionResult(out, None, f"sparsity {call.options.sparsity}, call {len(seen)}")

@@ -28,7 +28,7 @@ from diffusion_runtime.attention.backends.interface import NoOptions
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.attention.self_test import attention_by_definition, planned_tests, run_self_test
-from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.hardware import Hardware, installed_packages
 
 backend = find_backend("sage_attn")
@@ -39,7 +39,7 @@ def call(num_queries, layout, head_dim=64, kv_heads=2, **fields):
     q = torch.randn(1, num_queries, 2, head_dim, generator=generator)
     k, v = torch.randn(2, 1, layout.num_tokens, kv_heads, head_dim, generator=generator)
     inputs = AttentionInputs(q, k, v, layout)
-    return AttentionCall(inputs, NoOptions(), LayerInfo(), StepInfo(), AttentionState(), **fields)
+    return AttentionCall(inputs, NoOptions(), LayerInfo(), StepInfo(), RequestCache(), **fields)
 
 def error(made, result, num_keys):
     visible = torch.zeros(1, 1, made.q.shape[1], made.k.shape[1], dtype=torch.bool)

@@ -184,7 +184,8 @@ def test_files_of_strangers_are_read_in_one_place() -> None:
 
 # Identifiers that had another name before the field's: whoever searches for the term must find it.
 RETIRED = (
-    "Alone Board DenoisingWatch EvenlyFalling InWorld Place Question QuickConvolutions RowBands ThreadObserver "
+    "Alone AttentionState Board DenoisingWatch EvenlyFalling InWorld Place Question QuickConvolutions RowBands "
+    "ThreadObserver "
     "Together Watch Whereabouts _Patience blame competes end_without_a_word essence is_said judge_hangs "
     "kept_for_text mourn_board read_place speaks_for telling_steps "
     "AttentionReportLike PlanRequest ProgressLike SequenceLayout"

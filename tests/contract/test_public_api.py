@@ -13,10 +13,10 @@ GenerationRequest ModelLoadError OutputError Pipeline RuntimeConfig UsageError _
 force_attention_backend load_pipeline""".split()
 
 ATTENTION_NAMES = """AttentionCall AttentionConfig AttentionContext AttentionPolicy AttentionRecorder AttentionReport
-AttentionResult AttentionSpec AttentionState Availability Backend BackendInfo Capability Decision HeadSizes KeyCounts
-LayerInfo LibraryAttention LocalAttention ReportRow SparsePlan StepInfo TokenLayout USPAttention UlyssesAttention
-attention force_attention_backend list_backends plan_attention register_backend register_role select_backend
-unregister_backend""".split()
+AttentionResult AttentionSpec Availability Backend BackendInfo Capability Decision HeadSizes KeyCounts
+LayerInfo LibraryAttention LocalAttention ReportRow RequestCache SparsePlan StepInfo TokenLayout USPAttention
+UlyssesAttention attention force_attention_backend list_backends plan_attention register_backend register_role
+select_backend unregister_backend""".split()
 
 
 def test_names_are_pinned_and_importable() -> None:

@@ -21,9 +21,9 @@ from diffusion_runtime.attention import (
     AttentionPolicy,
     AttentionRecorder,
     AttentionSpec,
-    AttentionState,
     LayerInfo,
     LocalAttention,
+    RequestCache,
     StepInfo,
     TokenLayout,
     UlyssesAttention,
@@ -268,7 +268,7 @@ def _run(
 ) -> torch.Tensor:
     """The last of case.steps calls; the tokens of each are those of the first, a little turned."""
     layer = _layer(case, tensors["q"], mesh, folder)
-    state, out = AttentionState(), tensors["q"]
+    state, out = RequestCache(), tensors["q"]
     for index in range(case.steps):
         moved = {name: x + 0.1 * index if name in "qk" else x for name, x in tensors.items()}
         step, recorder = StepInfo(index, case.steps), recorder or AttentionRecorder()

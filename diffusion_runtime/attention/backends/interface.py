@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.roles import CATEGORIES
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.hardware import DTYPES, PLATFORMS, Hardware
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
@@ -194,6 +194,7 @@ class AttentionCall(NamedTuple):
     options: an instance of the backend's options_type. scale: None is 1 / sqrt(head_dim). causal: query i sees keys
     0..i; needs seq_q == seq_k. block_mask: a BlockMask of torch's FlexAttention [batch or 1, heads or 1, seq_q, seq_k],
     which says all that is hidden: such a call has neither layout nor mask and is not causal.
+    state: the cache of the request, with a scope per request, branch and layer.
     dense: for a backend that chooses among keys, what serves a call for which it chooses all; None for the platform's
     default.
     """
@@ -202,7 +203,7 @@ class AttentionCall(NamedTuple):
     options: Any
     layer: LayerInfo
     step: StepInfo
-    state: AttentionState
+    state: RequestCache
     scale: float | None = None
     causal: bool = False
     return_lse: bool = False
@@ -281,7 +282,7 @@ class AttentionResult(NamedTuple):
 
 
 class Backend(ABC):
-    """One way to compute attention. Instances hold no state; what must live longer goes into AttentionCall.state.
+    """One way to compute attention. Instances hold no state; what must outlive a call goes into AttentionCall.state.
 
     lossless: computes the exact softmax up to rounding; False where precision or pairs are given up by design.
     error_bound: the relative error in the Frobenius norm that precision given up by design may cost on normally

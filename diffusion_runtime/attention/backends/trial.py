@@ -8,7 +8,7 @@ import torch
 
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements, Backend, NoOptions
-from diffusion_runtime.attention.state import AttentionState
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.parallel.interface import AttentionInputs
@@ -43,7 +43,7 @@ def _failure(backend: Backend, device: torch.device, dtype: str, head_dim: int) 
         with torch.device("cpu"), torch.no_grad():
             q = torch.zeros(1, _SEQ, 1, head_dim, dtype=getattr(torch, dtype), device=device)
             call = AttentionCall(
-                AttentionInputs(q, q.clone(), q.clone()), NoOptions(), LayerInfo(), StepInfo(), AttentionState()
+                AttentionInputs(q, q.clone(), q.clone()), NoOptions(), LayerInfo(), StepInfo(), RequestCache()
             )
             # What a kernel that was built for another chip raises may come where its result is waited for.
             run_backend(backend, call).out.cpu()

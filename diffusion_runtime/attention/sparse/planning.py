@@ -9,9 +9,9 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import available_names, canonical_name, find_backend
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.options import build_options
 from diffusion_runtime.attention.sparse.interface import SparseBackend
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
@@ -29,7 +29,7 @@ def plan_attention(
     layout: TokenLayout,
     layer: LayerInfo = LayerInfo(),  # noqa: B008 (frozen)
     step: StepInfo = StepInfo(),  # noqa: B008 (frozen)
-    state: AttentionState | None = None,
+    state: RequestCache | None = None,
     scale: float | None = None,
 ) -> SparsePlan:
     """Which (query, key) pairs `attention` with the same arguments would keep.
@@ -46,7 +46,7 @@ def plan_attention(
         sparse = [other for other in available_names() if isinstance(find_backend(other), SparseBackend)]
         raise ConfigError(f"plan_attention: {name} keeps every pair and has no plan; expected {', '.join(sparse)}")
     checked = build_options(found.options_type, options or {}, f"options of {name}")
-    state = AttentionState() if state is None else state
+    state = RequestCache() if state is None else state
     with device_guard(q.device):
         # A plan depends on queries and keys alone; the keys stand in for the values.
         return found.plan(AttentionCall(AttentionInputs(q, k, k, layout), checked, layer, step, state, scale))

@@ -14,6 +14,7 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid
 from diffusion_runtime.attention.sparse.sliding_tile_options import NONE, SEARCHING, TUNING_CFG, SlidingTileOptions
 from diffusion_runtime.attention.sparse.sliding_tile_search import (
@@ -36,7 +37,6 @@ from diffusion_runtime.attention.sparse.sliding_tile_windows import (
     window_selection,
 )
 from diffusion_runtime.attention.sparse.tiles import Extent, text_lengths, tile_counts, tile_geometry
-from diffusion_runtime.attention.state import AttentionState
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
@@ -118,7 +118,7 @@ class SlidingTileBackend(SparseBackend):
         layout: TokenLayout,
         layer: LayerInfo,
         step: StepInfo,
-        state: AttentionState,
+        state: RequestCache,
         num_heads: int,
     ) -> None:
         """What the first call is told, whether its step is full or not. Raises ConfigError."""
@@ -150,11 +150,9 @@ class SlidingTileBackend(SparseBackend):
         reason = self.dense_reason(call.options, layout, call.layer, call.step)
         assert reason is not None
         result = self.run_dense(call, reason)
-        recorder = call.state.get_or_create(
-            f"{self.name} search {call.options}",
-            LayerInfo(role=call.layer.role),
-            StepInfo(branch=call.step.branch),
-            lambda: _new_recorder(call, layout),
+        # One log per branch, whichever experts take its steps.
+        recorder = call.state.request.get_or_create(
+            (self.name, "search", call.options, call.layer.role, call.step.branch), lambda: _new_recorder(call, layout)
         )
         num_tiles = tile_counts(layout.grid, call.options.tile_size)
         grid = slice(layout.num_prefix_tokens, layout.num_prefix_tokens + layout.num_grid_tokens)
@@ -201,16 +199,14 @@ def _windowed_plan(
 
 
 def _strategy_of(
-    options: SlidingTileOptions, layout: TokenLayout, role: str, run: RunSize, state: AttentionState
+    options: SlidingTileOptions, layout: TokenLayout, role: str, run: RunSize, state: RequestCache
 ) -> MaskStrategy | None:
     """The strategy of this request, the same from its first call to its last; None where there is no file."""
     path = options.mask_strategy_file_path
     if not options.is_tuning and path is None:
         return None
-    return state.get_or_create(
-        f"{SlidingTileBackend.name} strategy {options}",
-        LayerInfo(role=role),
-        StepInfo(),
+    return state.request.get_or_create(
+        (SlidingTileBackend.name, "strategy", options, role),
         lambda: _tuned_strategy(options, layout, role, run) if path is None else load_strategy(path),
     )
 

@@ -51,7 +51,8 @@ def cluster_tokens(call: AttentionCall) -> tuple[TokenClusters, TokenClusters]:
     num_q = min(options.svg2_num_q_centroids, layout.num_grid_tokens)
     num_k = min(options.svg2_num_k_centroids, layout.num_grid_tokens)
     made_for = (layout.grid, q.shape, k.shape, q.dtype, q.device, num_q, num_k, options.svg2_seed)
-    kept = call.state.get_or_create(_KEPT_NAME, call.layer, call.step, _nothing_kept)
+    cache = call.state.of_layer(call.layer, call.step)
+    kept = cache.get_or_create(_KEPT_NAME, _nothing_kept)
     if kept is None or kept.made_for != made_for:
         _check_finite("q", q, call.layer)
         _check_finite("k", k, call.layer)
@@ -65,7 +66,7 @@ def cluster_tokens(call: AttentionCall) -> tuple[TokenClusters, TokenClusters]:
         _cluster(tokens, start, num_iterations) for tokens, start in zip((q, k), starts, strict=True)
     )
     kept = _KeptCentroids(made_for, q_clusters.centroids, k_clusters.centroids)
-    call.state.put(_KEPT_NAME, call.layer, call.step, kept)
+    cache.put(_KEPT_NAME, kept)
     return q_clusters, k_clusters
 
 

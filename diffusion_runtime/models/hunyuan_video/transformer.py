@@ -12,7 +12,6 @@ tokens, D width (num_heads * head_dim).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.layers.token_refiner import TokenRefiner, UnrefinedText
@@ -39,14 +39,6 @@ from diffusion_runtime.token_layout import TokenLayout
 
 REFINER_ROLE = "hunyuan_video.text_refiner"
 EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class _Text:
-    """conditions: what the text encoders made. unrefined: what the refiner starts from at every step."""
-
-    conditions: Conditions
-    unrefined: UnrefinedText
 
 
 class HunyuanVideoTransformer(DiffusionTransformer):
@@ -130,15 +122,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         return position_rotations(axes, self.config.axis_channels, device, self.config.theta)
 
     def _unrefined(self, text: Conditions, context: AttentionContext) -> UnrefinedText:
-        """What the refiner makes of the prompts alone; kept for the other steps of the request."""
-
-        def prepare() -> _Text:
-            return _Text(text, self.refiner.prepare(text.embeddings, text.lengths))
-
-        layer = LayerInfo(role=REFINER_ROLE, name="refiner")
-        kept = context.state.get_or_create("unrefined_text", layer, context.step, prepare)
-        if kept.conditions is not text:
-            # Another text in the same request and branch.
-            kept = prepare()
-            context.state.put("unrefined_text", layer, context.step, kept)
-        return kept.unrefined
+        """What the refiner makes of the prompts alone, once per request and branch."""
+        return cached_for_prompt(
+            "unrefined_text", text, context, lambda: self.refiner.prepare(text.embeddings, text.lengths)
+        )

@@ -38,10 +38,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class PreparedText:
-    """What does not change from step to step. inputs: what it was made of. ahead: image and glyphs, which stand before
-    the prompt; prompt: what the refiner starts from."""
+    """What does not change from step to step. ahead: image and glyphs, which stand before the prompt; prompt: what the
+    refiner starts from."""
 
-    inputs: DenoiserInputs
     ahead: tuple[Tokens, ...]
     prompt: UnrefinedText
 
@@ -107,7 +106,7 @@ class TextStreamEmbedding(nn.Module):
             if any(stream.lengths):
                 ahead.append(self._written(stream, dtype))
         prompt = self.refiner.prepare(inputs.text.embeddings, inputs.text.lengths)
-        return PreparedText(inputs, tuple(ahead), prompt)
+        return PreparedText(tuple(ahead), prompt)
 
     def _written(self, stream: TextStream, dtype: torch.dtype) -> Tokens:
         embeddings = stream.embeddings[:, : max(stream.lengths)].to(dtype)

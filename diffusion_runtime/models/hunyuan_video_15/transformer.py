@@ -24,10 +24,11 @@ from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
-from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE, PreparedText, TextStreamEmbedding
+from diffusion_runtime.models.hunyuan_video_15.text_stream import PreparedText, TextStreamEmbedding
 from diffusion_runtime.models.hunyuan_video_15.weights import NUM_WAVES
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.step_info import LayerInfo
@@ -87,14 +88,8 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         return position_rotations(axes, self.config.axis_channels, device, self.config.theta)
 
     def _prepared(self, inputs: DenoiserInputs, context: AttentionContext) -> PreparedText:
-        """What the text stream is made of; kept for the other steps of the request."""
-        layer = LayerInfo(role=REFINER_ROLE, name="text")
-        kept = context.state.get_or_create("prepared_text", layer, context.step, lambda: self.text.prepare(inputs))
-        if kept.inputs is not inputs:
-            # Other inputs in the same request and branch.
-            kept = self.text.prepare(inputs)
-            context.state.put("prepared_text", layer, context.step, kept)
-        return kept
+        """The parts of the text stream that no step changes, once per request and branch."""
+        return cached_for_prompt("prepared_text", inputs, context, lambda: self.text.prepare(inputs))
 
 
 def with_image(latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:

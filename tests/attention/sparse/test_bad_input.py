@@ -15,7 +15,7 @@ from sparse_oracle import random_qkv
 from tables import table
 
 from diffusion_runtime import GenerationRequest, load_pipeline
-from diffusion_runtime.attention import AttentionConfig, AttentionState, LayerInfo, StepInfo, TokenLayout
+from diffusion_runtime.attention import AttentionConfig, LayerInfo, RequestCache, StepInfo, TokenLayout
 from diffusion_runtime.attention import attention as attend
 from diffusion_runtime.attention.sparse.planning import plan_attention
 from diffusion_runtime.config import RuntimeConfig
@@ -390,5 +390,5 @@ def test_sparse_video_gen_2_says_so_at_its_first_clustering() -> None:
             options=SPARSE[SVG2],
             layout=layout,
             layer=LayerInfo(3, 8, name="blocks.3"),
-            state=AttentionState(),
+            state=RequestCache(),
         )

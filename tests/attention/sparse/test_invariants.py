@@ -70,8 +70,8 @@ from sparse_oracle import (
 from tables import table
 
 from diffusion_runtime.attention import (
-    AttentionState,
     LayerInfo,
+    RequestCache,
     SparsePlan,
     StepInfo,
     TokenLayout,
@@ -390,7 +390,7 @@ def test_two_runs_are_equal_and_draw_nothing(case: Case) -> None:
     qkv, outs = tokens(), []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        drawn, state = torch.get_rng_state(), AttentionState()
+        drawn, state = torch.get_rng_state(), RequestCache()
         outs += [attention(*qkv, **case.arguments(GRID, step=StepInfo(index, 50), state=state)) for index in (20, 21)]
         assert torch.equal(torch.get_rng_state(), drawn)
     assert torch.equal(outs[0], outs[2])
@@ -401,7 +401,7 @@ def test_two_runs_are_equal_and_draw_nothing(case: Case) -> None:
 def test_requests_branches_and_grids_share_nothing(case: Case) -> None:
     turned = TokenLayout((7, 6, 5))
 
-    def run(state: AttentionState, seed: int, index: int, branch: str, layout: TokenLayout = GRID) -> torch.Tensor:
+    def run(state: RequestCache, seed: int, index: int, branch: str, layout: TokenLayout = GRID) -> torch.Tensor:
         step = StepInfo(index, 50, branch=branch)
         out: torch.Tensor = attention(
             *tokens(layout, seed=10 * seed + index), **case.arguments(layout, step=step, state=state)
@@ -410,14 +410,14 @@ def test_requests_branches_and_grids_share_nothing(case: Case) -> None:
 
     alone = {}
     for seed, branch in ((1, "cond"), (2, "uncond"), (3, "cond")):
-        state = AttentionState()
+        state = RequestCache()
         alone[seed] = [run(state, seed, index, branch) for index in (20, 21, 22)]
-    first, second = AttentionState(), AttentionState()
+    first, second = RequestCache(), RequestCache()
     for place, index in enumerate((20, 21, 22)):
         assert torch.equal(run(first, 1, index, "cond"), alone[1][place])
         assert torch.equal(run(second, 3, index, "cond"), alone[3][place]), "another request"
         assert torch.equal(run(first, 2, index, "uncond"), alone[2][place]), "another branch"
-    fresh = run(AttentionState(), 4, 23, "cond", turned)
+    fresh = run(RequestCache(), 4, 23, "cond", turned)
     assert torch.equal(run(first, 4, 23, "cond", turned), fresh), "another grid of as many tokens"
     plans = [
         plan_attention(*tokens(layout, seed=layout.grid[0])[:2], **case.arguments(layout)) for layout in (GRID, turned)

@@ -14,8 +14,8 @@ from diffusion_runtime.attention import (
     AttentionContext,
     AttentionPolicy,
     AttentionSpec,
-    AttentionState,
     LocalAttention,
+    RequestCache,
     SparsePlan,
     StepInfo,
     TokenLayout,
@@ -203,7 +203,7 @@ def test_a_warm_step_waits_for_nothing_and_repeats_to_the_bit(case: Case, layout
     steps = [tokens(layout, seed=seed) for seed in range(3)]
     outs = []
     for _ in range(2):
-        state = AttentionState()
+        state = RequestCache()
         for index, qkv in enumerate(steps):
             step = StepInfo(20 + index, 50, branch="both")
             if index == 2:

@@ -15,8 +15,8 @@ from sparse_oracle import masked_attention, random_qkv, valid_tokens
 from tables import table
 
 from diffusion_runtime.attention import (
-    AttentionState,
     LayerInfo,
+    RequestCache,
     StepInfo,
     TokenLayout,
     attention,
@@ -57,7 +57,7 @@ def search_call(
     folder: Path,
     step: StepInfo,
     layer: LayerInfo,
-    state: AttentionState,
+    state: RequestCache,
     seed: int = 0,
     scale: float | None = None,
     **options: Any,
@@ -76,7 +76,7 @@ def search_call(
 
 @table("scale", [None, 0.7])
 def test_a_search_logs_how_far_each_window_is_from_full(scale: float | None, tmp_path: Path) -> None:
-    q, k, v, out = search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState(), scale=scale)
+    q, k, v, out = search_call(tmp_path, StepInfo(), LayerInfo(), RequestCache(), scale=scale)
     dense = attention(q, k, v, layout=LAYOUT, scale=scale)
     for sample in range(2):
         valid = valid_tokens(LAYOUT, sample)
@@ -99,14 +99,14 @@ def test_a_search_logs_how_far_each_window_is_from_full(scale: float | None, tmp
 
 
 def test_the_full_window_is_no_distance_away(tmp_path: Path) -> None:
-    search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState(), candidates=((1, 1, 1), (2, 2, 4)))
+    search_call(tmp_path, StepInfo(), LayerInfo(), RequestCache(), candidates=((1, 1, 1), (2, 2, 4)))
     (log,) = read_search_logs(tmp_path)
     assert log.l2[0, 0][1].tolist() == [0, 0]
     assert tune([log], skip_time_steps=0).windows == {(0, 0, 0): (2, 2, 4), (0, 0, 1): (2, 2, 4)}
 
 
 def test_the_log_is_written_once_at_the_end_of_the_request(tmp_path: Path) -> None:
-    state = AttentionState()
+    state = RequestCache()
     for step, layer in itertools.product(range(3), range(2)):
         assert list(tmp_path.iterdir()) == []
         search_call(tmp_path, StepInfo(step, 3), LayerInfo(layer, 2), state, seed=2 * step + layer)
@@ -116,10 +116,10 @@ def test_the_log_is_written_once_at_the_end_of_the_request(tmp_path: Path) -> No
 
 
 def test_a_second_call_of_a_step_is_averaged_into_the_same_file(tmp_path: Path) -> None:
-    state = AttentionState()
+    state = RequestCache()
     for seed in (1, 2):
         search_call(tmp_path, StepInfo(), LayerInfo(), state, seed=seed)
-        search_call(tmp_path / str(seed), StepInfo(), LayerInfo(), AttentionState(), seed=seed)
+        search_call(tmp_path / str(seed), StepInfo(), LayerInfo(), RequestCache(), seed=seed)
     (both,), (one,), (two,) = (read_search_logs(tmp_path / name) for name in ("", "1", "2"))
     torch.testing.assert_close(both.l2[0, 0], (one.l2[0, 0] + two.l2[0, 0]) / 2)
 
@@ -128,7 +128,7 @@ def test_requests_branches_and_roles_have_logs_of_their_own(tmp_path: Path) -> N
     register_role("test.sliding_tiles", "self")
     roles = ("self", "test.sliding_tiles")
     for seed in range(2):
-        state = AttentionState()
+        state = RequestCache()
         for branch, role in itertools.product(("cond", "uncond"), roles):
             search_call(tmp_path, StepInfo(branch=branch), LayerInfo(role=role), state, seed=seed)
     logs = read_search_logs(tmp_path)
@@ -140,7 +140,7 @@ def test_requests_branches_and_roles_have_logs_of_their_own(tmp_path: Path) -> N
 
 
 def test_two_experts_share_the_steps_of_one_log(tmp_path: Path) -> None:
-    state = AttentionState()
+    state = RequestCache()
     for step in range(4):
         search_call(tmp_path, StepInfo(step, 4, expert=int(step >= 2)), LayerInfo(), state, seed=step)
     (log,) = read_search_logs(tmp_path)
@@ -148,21 +148,21 @@ def test_two_experts_share_the_steps_of_one_log(tmp_path: Path) -> None:
 
 
 def test_candidates_may_be_left_to_the_grid(tmp_path: Path) -> None:
-    search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState(), candidates=None)
+    search_call(tmp_path, StepInfo(), LayerInfo(), RequestCache(), candidates=None)
     (log,) = read_search_logs(tmp_path)
     assert log.setup.candidates == ((1, 2, 4), (2, 1, 4), (2, 2, 1), (2, 1, 1), (1, 1, 2))
 
 
 def test_a_grid_of_one_tile_has_nothing_to_search(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="every window holds the whole grid"):
-        search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState(), candidates=None, tile_size=(6, 8, 8))
+        search_call(tmp_path, StepInfo(), LayerInfo(), RequestCache(), candidates=None, tile_size=(6, 8, 8))
 
 
 @table("name", ["file/logs", "/proc"])
 def test_a_folder_that_cannot_be_written_fails_at_the_first_call(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="search_log_folder: cannot write to"):
-        search_call(tmp_path / name, StepInfo(0, 50), LayerInfo(), AttentionState())
+        search_call(tmp_path / name, StepInfo(0, 50), LayerInfo(), RequestCache())
 
 
 def test_numbers_that_overflow_are_an_error(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def tuned_call(folder: Path, layout: TokenLayout = LAYOUT, mode: str = "STA_tuni
 def test_tuning_refuses_logs_of_another_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no sta_search-"):
         tuned_call(tmp_path)
-    search_call(tmp_path, StepInfo(0, 1), LayerInfo(), AttentionState())
+    search_call(tmp_path, StepInfo(0, 1), LayerInfo(), RequestCache())
     with pytest.raises(ConfigError, match=r"the logs are of a grid \(4, 4, 7\) in tiles \(2, 2, 2\), this run has"):
         tuned_call(tmp_path, TokenLayout((4, 4, 8)))
     with pytest.raises(ConfigError, match="in tiles"):
@@ -283,7 +283,7 @@ BROKEN_LOGS = {
 
 @table("name", BROKEN_LOGS)
 def test_a_broken_log_is_named(name: str, tmp_path: Path) -> None:
-    search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState())
+    search_call(tmp_path, StepInfo(), LayerInfo(), RequestCache())
     assert tuned_call(tmp_path).isfinite().all()
     (path,) = tmp_path.glob("sta_search-*.json")
     path.write_text(BROKEN_LOGS[name](path.read_text()))
@@ -293,7 +293,7 @@ def test_a_broken_log_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_the_tuned_file_goes_where_it_is_asked_to(tmp_path: Path) -> None:
-    search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState())
+    search_call(tmp_path, StepInfo(), LayerInfo(), RequestCache())
     target = tmp_path / "elsewhere" / "best.json"
     tuned_call(tmp_path, tuned_file_path=str(target), skip_time_steps=0)
     assert load_strategy(str(target)).num_heads == 2
@@ -302,7 +302,7 @@ def test_the_tuned_file_goes_where_it_is_asked_to(tmp_path: Path) -> None:
 
 def test_what_a_mode_writes_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="diffusion_runtime.attention"):
-        search_call(tmp_path, StepInfo(), LayerInfo(), AttentionState())
+        search_call(tmp_path, StepInfo(), LayerInfo(), RequestCache())
         tuned_call(tmp_path)
     (log,) = tmp_path.glob("sta_search-*.json")
     assert f"STA_searching: wrote {log}" in caplog.messages

@@ -20,9 +20,9 @@ from diffusion_runtime.attention import (
     AttentionContext,
     AttentionPolicy,
     AttentionSpec,
-    AttentionState,
     LayerInfo,
     LocalAttention,
+    RequestCache,
     StepInfo,
     TokenLayout,
     attention,
@@ -165,7 +165,7 @@ def test_dense_steps_layers_and_heads_at_the_end_need_no_keys(tmp_path: Path, ca
 def test_a_request_keeps_the_strategy_it_began_with(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     options = {"mask_strategy_file_path": write(path, 2), "skip_time_steps": 0}
-    state = AttentionState()
+    state = RequestCache()
     before = run(options, step=StepInfo(0, 2), state=state)
     write(path, 2, window=(3, 3, 3))
     assert torch.equal(run(options, step=StepInfo(1, 2), state=state), before)
@@ -202,7 +202,7 @@ def test_steps_and_layers_have_windows_of_their_own(tmp_path: Path) -> None:
 
 def test_full_steps_are_computed_by_the_dense_backend_and_said(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = random_qkv(LAYOUT)
-    state = AttentionState()
+    state = RequestCache()
     options = {"window": (1, 1, 1), "skip_time_steps": 2}
     with caplog.at_level(logging.INFO, logger="diffusion_runtime.attention"):
         for index in range(3):
@@ -214,7 +214,7 @@ def test_full_steps_are_computed_by_the_dense_backend_and_said(caplog: pytest.Lo
 
 def test_a_skip_of_every_step_is_warned_of_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     options = {"mask_strategy_file_path": write(tmp_path / "s.json", 4)}
-    state = AttentionState()
+    state = RequestCache()
     for index in range(4):
         run(options, step=StepInfo(index, 4), state=state)
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [

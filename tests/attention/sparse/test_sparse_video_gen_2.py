@@ -13,7 +13,7 @@ from kmeans_oracle import cluster_means, excess
 from sparse_oracle import masked_attention, random_qkv
 from tables import table
 
-from diffusion_runtime.attention import AttentionState, SparsePlan, TokenLayout, attention, plan_attention
+from diffusion_runtime.attention import RequestCache, SparsePlan, TokenLayout, attention, plan_attention
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 
@@ -178,7 +178,7 @@ def test_few_clusters_and_more_than_there_are_tokens(num_q: int, num_k: int) -> 
 
 def test_empty_clusters_do_no_harm() -> None:
     """A step of three different keys and two queries after one of many: the first and last cluster are empty too."""
-    state = AttentionState()
+    state = RequestCache()
     q, k, v = random_qkv(GRID, num_heads=8, seed=2)
     attention(q, k, v, backend=NAME, options=OPTIONS, layout=GRID, state=state)
     again = copy.deepcopy(state)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sparse_oracle import masked_attention, random_qkv
 
-from diffusion_runtime.attention import AttentionState, StepInfo, TokenLayout, attention, plan_attention
+from diffusion_runtime.attention import RequestCache, StepInfo, TokenLayout, attention, plan_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def tokens(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> list[tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_output(head_dim: int, dtype: torch.dtype) -> None:
     q, k, v = tokens(head_dim, dtype)
-    states = [AttentionState(), AttentionState()]
+    states = [RequestCache(), RequestCache()]
     for index in range(2):
         arguments: dict[str, Any] = {"backend": NAME, "options": OPTIONS, "layout": LAYOUT}
         arguments["step"] = StepInfo(index, 2, branch="both")
@@ -56,7 +56,7 @@ def test_a_warm_step_waits_for_nothing_and_repeats_to_the_bit(no_waiting: None) 
     q, k, v = tokens()
     outs = []
     for _ in range(2):
-        state = AttentionState()
+        state = RequestCache()
         for index in range(3):
             if index == 2:
                 torch.cuda.synchronize()

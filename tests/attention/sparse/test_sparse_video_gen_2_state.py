@@ -12,8 +12,8 @@ from sparse_oracle import masked_attention, random_qkv
 from tables import table
 
 from diffusion_runtime.attention import (
-    AttentionState,
     LayerInfo,
+    RequestCache,
     SparsePlan,
     StepInfo,
     TokenLayout,
@@ -38,7 +38,7 @@ def plan_of(
     seed: int = 0,
     layout: TokenLayout = GRID,
     *,
-    state: AttentionState | None = None,
+    state: RequestCache | None = None,
     layer: LayerInfo = LayerInfo(),  # noqa: B008 (frozen)
     step: StepInfo = SECOND,
     batch: int = 1,
@@ -82,7 +82,7 @@ def test_first_layers_and_first_steps_are_dense(
 
 def test_a_dense_call_is_the_dense_backend_to_the_bit_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = random_qkv(GRID)
-    state = AttentionState()
+    state = RequestCache()
     options = {**OPTIONS, "svg2_first_times_fp": 0.2}
     arguments: dict[str, Any] = {"backend": NAME, "layout": GRID, "state": state}
     with caplog.at_level("INFO", "diffusion_runtime.attention"):
@@ -103,7 +103,7 @@ def test_small_grids_run_dense() -> None:
 
 
 def test_a_later_step_goes_on_where_the_one_before_stopped() -> None:
-    state = AttentionState()
+    state = RequestCache()
     assert same(plan_of(state=state, step=FIRST), plan_of())
     warm = plan_of(state=state, step=SECOND, svg2_kmeans_iter_step=2)
     assert same(warm, plan_of(svg2_kmeans_iter_init=5))
@@ -112,7 +112,7 @@ def test_a_later_step_goes_on_where_the_one_before_stopped() -> None:
 
 
 def test_no_iterations_keep_the_centroids() -> None:
-    state = AttentionState()
+    state = RequestCache()
     plans = [plan_of(state=state, svg2_kmeans_iter_init=0, svg2_kmeans_iter_step=0) for _ in range(2)]
     assert same(*plans)
     assert (plans[0].q.sizes.sum(dim=1) == 120).all()
@@ -120,7 +120,7 @@ def test_no_iterations_keep_the_centroids() -> None:
 
 def test_inertia_falls_from_step_to_step() -> None:
     q, k, _ = random_qkv(GRID, num_heads=3, seed=7)
-    state, course = AttentionState(), []
+    state, course = RequestCache(), []
     for index in range(5):
         step = StepInfo(index, 10)
         plan = plan_attention(q, k, backend=NAME, options=OPTIONS, layout=GRID, step=step, state=state)
@@ -164,7 +164,7 @@ def _kept(q_means: torch.Tensor, k_means: torch.Tensor, k_sizes: torch.Tensor) -
 def test_dense_first_steps_cluster_too_when_asked() -> None:
     options = {"svg2_first_times_fp": 0.2, "svg2_kmeans_iter_step": 1}
     for asked, iterations in ((False, 3), (True, 5)):
-        state = AttentionState()
+        state = RequestCache()
         for index in (0, 1):
             step = StepInfo(index, 10)
             assert plan_of(state=state, step=step, svg2_zero_step_kmeans_init=asked, **options).is_dense
@@ -175,7 +175,7 @@ def test_dense_first_steps_cluster_too_when_asked() -> None:
 def test_attention_and_its_plan_leave_the_same_behind() -> None:
     q, k, v = random_qkv(GRID)
     options = {**OPTIONS, "svg2_first_times_fp": 0.1, "svg2_zero_step_kmeans_init": True}
-    states = [AttentionState(), AttentionState()]
+    states = [RequestCache(), RequestCache()]
     for index in range(3):
         step = StepInfo(index, 10)
         arguments: dict[str, Any] = {"backend": NAME, "options": options, "layout": GRID, "step": step}
@@ -199,7 +199,7 @@ def test_what_never_becomes_sparse_is_not_clustered(skipped: dict[str, Any]) -> 
 
 def test_a_nan_after_the_first_step_neither_hangs_nor_leaves_the_range() -> None:
     q, k, v = random_qkv(GRID)
-    state = AttentionState()
+    state = RequestCache()
     arguments: dict[str, Any] = {"backend": NAME, "options": OPTIONS, "layout": GRID, "state": state}
     attention(q, k, v, step=FIRST, **arguments)
     q[0, 3, 0], k[0, 5, 1, 2] = float("nan"), float("inf")
@@ -232,7 +232,7 @@ def test_the_same_seed_gives_the_same_plan_and_another_does_not() -> None:
     ids=["branch", "expert", "layer"],
 )
 def test_branches_experts_and_layers_start_on_their_own(layer: LayerInfo, step: StepInfo) -> None:
-    state = AttentionState()
+    state = RequestCache()
     plan_of(1, state=state, step=FIRST)
     assert same(plan_of(state=state, layer=layer, step=step), plan_of(layer=layer, step=step))
     warm = plan_of(1, state=state, step=SECOND)
@@ -240,7 +240,7 @@ def test_branches_experts_and_layers_start_on_their_own(layer: LayerInfo, step: 
 
 
 def test_requests_share_nothing() -> None:
-    states = [AttentionState(), AttentionState()]
+    states = [RequestCache(), RequestCache()]
     for state in states:
         plan_of(1, state=state)
     plan_of(2, state=states[0])
@@ -248,13 +248,13 @@ def test_requests_share_nothing() -> None:
 
 
 def _after(*seeds: int) -> SparsePlan:
-    state = AttentionState()
+    state = RequestCache()
     return [plan_of(seed, state=state) for seed in seeds][-1]
 
 
 def test_both_branches_at_once_are_the_two_one_by_one() -> None:
     q, k, v = random_qkv(GRID, batch=2)
-    both, single = AttentionState(), AttentionState()
+    both, single = RequestCache(), RequestCache()
     for index in range(3):
         arguments: dict[str, Any] = {"backend": NAME, "options": OPTIONS, "layout": GRID}
         out = attention(q, k, v, state=both, step=StepInfo(index, 10, branch="both"), **arguments)
@@ -269,14 +269,14 @@ def test_both_branches_at_once_are_the_two_one_by_one() -> None:
     [{"layout": TokenLayout((5, 4, 6))}, {"batch": 2}, {"heads": 3}, {"svg2_num_k_centroids": 14}, {"svg2_seed": 3}],
 )
 def test_another_shape_starts_anew(changed: dict[str, Any]) -> None:
-    state = AttentionState()
+    state = RequestCache()
     plan_of(state=state)
     assert same(plan_of(state=state, **changed), plan_of(**changed))
 
 
 def test_a_request_with_gradients_keeps_no_graph() -> None:
     q, k, v = (x.requires_grad_() for x in random_qkv(GRID))
-    state = AttentionState()
+    state = RequestCache()
     for index in (0, 1):
         out = attention(q, k, v, backend=NAME, options=OPTIONS, layout=GRID, state=state, step=StepInfo(index, 10))
         out.sum().backward()

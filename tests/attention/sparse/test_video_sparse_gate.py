@@ -14,9 +14,9 @@ from diffusion_runtime.attention import (
     AttentionConfig,
     AttentionContext,
     AttentionPolicy,
-    AttentionState,
     LayerInfo,
     LocalAttention,
+    RequestCache,
     StepInfo,
     TokenLayout,
     attention,
@@ -173,7 +173,7 @@ def test_the_report_says_why_it_was_dense_and_that_the_gate_stayed() -> None:
 def test_a_missing_gate_is_said_once_a_request(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v, gate = inputs()
 
-    def warnings(state: AttentionState, sparsity: float, *gates: torch.Tensor) -> list[str]:
+    def warnings(state: RequestCache, sparsity: float, *gates: torch.Tensor) -> list[str]:
         caplog.clear()
         for index in range(3):
             attention(
@@ -189,15 +189,15 @@ def test_a_missing_gate_is_said_once_a_request(caplog: pytest.LogCaptureFixture)
             )
         return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
-    state = AttentionState()
+    state = RequestCache()
     said = warnings(state, 0.8)
     assert len(said) == 1
     assert "no trained gate" in said[0]
     assert "a sparsity of 0.8" in said[0]
     assert not warnings(state, 0.8)
-    assert not warnings(AttentionState(), 0.0)
-    assert not warnings(AttentionState(), 0.8, gate)
-    assert len(warnings(AttentionState(), 0.8)) == 1
+    assert not warnings(RequestCache(), 0.0)
+    assert not warnings(RequestCache(), 0.8, gate)
+    assert len(warnings(RequestCache(), 0.8)) == 1
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

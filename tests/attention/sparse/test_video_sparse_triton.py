@@ -18,7 +18,7 @@ from attention_calls import attention_call
 from sparse_oracle import masked_attention, random_qkv
 
 from diffusion_runtime.attention import (
-    AttentionState,
+    RequestCache,
     TokenLayout,
     attention,
     plan_attention,
@@ -43,7 +43,7 @@ def compare(
     gate = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype) if gated else None
     options: dict[str, Any] = {"sparsity": 0.6, "tile_size": tile}
     plan = plan_attention(q, k, backend="vsa", options=options, layout=layout)
-    state = AttentionState()
+    state = RequestCache()
     call = attention_call(
         q, k, v, VideoSparseOptions(**options), layout=layout, state=state, return_lse=True, gate=gate
     )

@@ -12,9 +12,9 @@ from tables import table
 from diffusion_runtime.attention import (
     AttentionContext,
     AttentionPolicy,
-    AttentionState,
     LayerInfo,
     LocalAttention,
+    RequestCache,
     StepInfo,
     TokenLayout,
     attention,
@@ -214,7 +214,7 @@ def test_a_layer_reports_dense_steps_and_sparse_ones() -> None:
     q, k, v = random_qkv(RAGGED)
     context = AttentionContext(RAGGED)
     for index in range(4):
-        layer(q, k, v, AttentionContext(RAGGED, StepInfo(index, 4), AttentionState(), context.recorder))
+        layer(q, k, v, AttentionContext(RAGGED, StepInfo(index, 4), RequestCache(), context.recorder))
     rows = [(row.backend, row.implementation, row.steps) for row in context.recorder.report().rows]
     assert rows == [
         (VMOBA, "dense torch_sdpa (flash): steps before first_full_step 2", "0-1"),
