@@ -38,8 +38,8 @@ from diffusion_runtime.attention import (
     attention,
     list_backends,
 )
-from diffusion_runtime.attention.measured_cache import ENVIRONMENT_VARIABLE
-from diffusion_runtime.attention.timing import time_alternately
+from diffusion_runtime.attention.autotune import time_alternately
+from diffusion_runtime.attention.machine_cache import ENVIRONMENT_VARIABLE
 from diffusion_runtime.benchmark.attention import Effort, benchmark_attention, default_backends
 from diffusion_runtime.benchmark.measurement import AttentionBenchmark
 from diffusion_runtime.benchmark.plot import check_plotting, plot_benchmark

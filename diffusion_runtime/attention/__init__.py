@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Backend,
-    Capability,
-    HeadSizes,
-    KeyCounts,
-)
+from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, KeyCounts
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
 from diffusion_runtime.attention.backends.registry import register_backend, unregister_backend
-from diffusion_runtime.attention.catalogue import BackendInfo, list_backends
+from diffusion_runtime.attention.catalogue import BackendInfo, list_backends, select_backend
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.force import force_attention_backend
-from diffusion_runtime.attention.functional import attention
+from diffusion_runtime.attention.functional import attention, plan_attention
 from diffusion_runtime.attention.layers import LocalAttention, UlyssesAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
-from diffusion_runtime.attention.select import Decision, select_backend
-from diffusion_runtime.attention.sparse.planning import plan_attention
+from diffusion_runtime.attention.select import Decision
 from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport, LibraryAttention, ReportRow
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.step_info import LayerInfo, StepInfo

@@ -1,19 +1,24 @@
-"""Backends timed on one call: those that run and agree, in turns, each kernel once."""
+"""Autotune: backends timed on one call, and the shape class of calls that are expected to rank them alike.
+
+Timed are those that run and agree, in turns, each kernel once.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from diffusion_runtime.attention.backends.calling import run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, Backend, NoOptions
-from diffusion_runtime.attention.catalogue import raised_line
-from diffusion_runtime.attention.timing import time_alternately
+from diffusion_runtime.attention.backends.requirements import call_features
+from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.kernels.importing import raised_line
 
 _NUM_ROUNDS = 7
 # After this long no further round begins; first calls, which may compile, are not counted.
@@ -73,3 +78,108 @@ def with_own_options(backend: Backend, call: AttentionCall) -> AttentionCall:
     if backend.options_type is NoOptions:
         return call
     return call._replace(options=backend.options_type())
+
+
+# A sample lasts at least this long, which hides the gaps between launches and the grain of the clock.
+_SAMPLE_MILLISECONDS = 5.0
+_MOST_CALLS = 100
+
+
+def milliseconds(function: Callable[[], object], num_calls: int, device: torch.device) -> float:
+    """The time of one call, of `num_calls` in a row: the device's own clock on CUDA and ROCm, the host's elsewhere."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            for _ in range(num_calls):
+                function()
+            stop.record()
+            stop.synchronize()
+            return float(start.elapsed_time(stop)) / num_calls
+    _synchronize(device)
+    started = time.perf_counter()
+    for _ in range(num_calls):
+        function()
+    _synchronize(device)
+    return 1e3 * (time.perf_counter() - started) / num_calls
+
+
+def time_alternately(
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    num_rounds: int,
+    deadline: float = math.inf,
+) -> dict[str, list[float]]:
+    """Samples in milliseconds a call, one a function and round, every round in another order.
+
+    The functions must have run before: what they compile or allocate at first is not to be timed. deadline: of
+    time.monotonic(); past it no round begins, but there is always one sample of each.
+    """
+    samples: dict[str, list[float]] = {}
+    num_calls: dict[str, int] = {}
+    for name, function in functions.items():
+        first = milliseconds(function, 1, device)
+        num_calls[name] = min(_MOST_CALLS, math.ceil(_SAMPLE_MILLISECONDS / max(first, 1e-6)))
+        # A call that is a sample by itself need not be made again.
+        samples[name] = [first] if num_calls[name] == 1 else [milliseconds(function, num_calls[name], device)]
+    names = list(functions)
+    for turn in range(1, num_rounds):
+        if time.monotonic() >= deadline:
+            break
+        shift = turn % max(1, len(names))
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(milliseconds(functions[name], num_calls[name], device))
+    return samples
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def shape_class(call: AttentionCall) -> str:
+    """A name for all calls that are expected to rank backends alike: `self-b1-q32768-k32768-h12-kv12-d128-bfloat16`.
+
+    Lengths and batch are rounded up to the next power of two or one and a half times one; heads, head size, dtype and
+    features are exact. Padding counts by what it asks of a kernel.
+    """
+    batch, seq_q, num_heads, head_dim = call.q.shape
+    parts = [
+        role_category(call.layer.role),
+        f"b{_bucket(batch)}",
+        f"q{_bucket(seq_q)}",
+        f"k{_bucket(call.k.shape[1])}",
+        f"h{num_heads}",
+        f"kv{call.k.shape[2]}",
+        f"d{head_dim}",
+        str(call.q.dtype).removeprefix("torch."),
+    ]
+    parts += sorted(call_features(call) - {"key_padding", "scale"})
+    if padding := padding_class(call):
+        parts.append(padding)
+    if call.mask is not None:
+        # Which dimensions a mask spans decides what a kernel reads of it.
+        parts.append("mask" + "".join("x" if size > 1 else "1" for size in call.mask.shape))
+    return "-".join(parts)
+
+
+def padding_class(call: AttentionCall) -> str:
+    """`cut` where one slice of the keys serves all samples, `gathered` where a copy does, else `unequal`; empty
+    without padding."""
+    layout = call.layout
+    if layout is None or not layout.has_padding:
+        return ""
+    ranges = {layout.key_ranges(sample) for sample in range(call.q.shape[0])}
+    if len(ranges) > 1:
+        return "unequal"
+    return "gathered" if len(next(iter(ranges))) > 1 else "cut"
+
+
+def _bucket(length: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... that is not below `length`."""
+    power = 1
+    while power < length:
+        power *= 2
+    return power // 4 * 3 if power >= 4 and power // 4 * 3 >= length else power

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_runtime.attention.backends.interface import (
-    AttentionRequirements,
-    Availability,
-    Backend,
-    Capability,
-    HeadSizes,
+import torch
+
+from diffusion_runtime.attention.backends.capability import FEATURES, AttentionRequirements, Capability, HeadSizes
+from diffusion_runtime.attention.backends.interface import Availability, Backend
+from diffusion_runtime.attention.backends.packages import ImportingBackend
+from diffusion_runtime.attention.backends.refusals import unaskable
+from diffusion_runtime.attention.backends.registry import (
+    KNOWN_NAMES,
+    PEER_SPELLINGS,
+    available_names,
+    broken_backends,
+    find_backend,
 )
-from diffusion_runtime.attention.backends.names import KNOWN_NAMES, PEER_SPELLINGS
-from diffusion_runtime.attention.backends.narrowing import capability_on as capability_on
-from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
-from diffusion_runtime.attention.backends.packages import raised_line as raised_line
-from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
+from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.options import option_names
-from diffusion_runtime.attention.select import Decision, Levels, select
+from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
+from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.kernels.importing import raised_line as raised_line
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,46 @@ class BackendInfo:
         }
 
 
+def select_backend(
+    role: str = "self",
+    *,
+    head_dim: int,
+    dtype: str | torch.dtype,
+    device: str | torch.device | Hardware,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    forced: Any = None,
+    cli: Any = None,
+    config: Any = None,
+    needs: Iterable[str] = (),
+) -> Decision:
+    """Which backend would serve a layer, and why.
+
+    cli, config: what each level says, in any form that AttentionConfig.parse takes; forced: a spec, a name or a
+    mapping; an active force_attention_backend counts when `forced` is None.
+    device: a Hardware value stands for any machine.
+    needs: features the calls use, of backends.interface.FEATURES. Raises BackendUnavailableError, ConfigError.
+    """
+    for feature in needs:
+        if feature not in FEATURES:
+            raise ConfigError(f"needs: unknown feature {shown(feature)}.{nearest(feature, FEATURES)}")
+    requirements = AttentionRequirements(
+        role=role,
+        category=role_category(role),
+        head_dim=head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        hardware=device if isinstance(device, Hardware) else detect_hardware(str(device)),
+        num_heads=num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+        needs=frozenset(needs),
+    )
+    force = current_force() if forced is None else (ForcedChoice(AttentionSpec.parse(forced, "forced")),)
+    levels = Levels(
+        force, AttentionConfig.parse(cli), AttentionConfig.parse(config), os.environ.get(ENVIRONMENT_VARIABLE)
+    )
+    return select(requirements, levels)
+
+
 def list_backends(device: str | Hardware = "auto", *, importing: bool = True) -> list[BackendInfo]:
     """Every backend this version has, with whether it runs on `device`. One that cannot even be asked says so.
 
@@ -114,7 +162,7 @@ def _describe(name: str, hardware: Hardware, importing: bool) -> BackendInfo:
             name=name,
             aliases=_spellings(name, backend.aliases),
             summary=backend.summary,
-            capability=backend.capability if found.version is None else capability_on(backend, hardware),
+            capability=backend.capability if found.version is None else backend.capability.on_hardware(hardware),
             version=found.version,
             reason=found.reason,
             fix=found.fix,
@@ -149,7 +197,7 @@ def _spellings(name: str, aliases: tuple[str, ...]) -> tuple[str, ...]:
 
 def _usual_question(backend: Backend, hardware: Hardware) -> AttentionRequirements:
     """A call that the backend takes on its own machines: what it refuses of it, this device cannot run at all."""
-    can = capability_on(backend, hardware)
+    can = backend.capability.on_hardware(hardware)
     category, head_dim = min(can.categories), usual_head_sizes(can.head_sizes)[0]
     dtype = "bfloat16" if "bfloat16" in can.dtypes else min(can.dtypes)
     return AttentionRequirements(category, category, head_dim, dtype, hardware, 8, 8)

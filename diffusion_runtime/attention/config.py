@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
-from diffusion_runtime.attention.frozen_mapping import FrozenMapping
-from diffusion_runtime.attention.options import check_options, option_names, parse_pairs, unknown_option
+from diffusion_runtime.attention.options import FrozenMapping, check_options, option_names, parse_pairs, unknown_option
 from diffusion_runtime.attention.roles import CATEGORIES, is_role, known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.errors import ConfigError, nearest, shown

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from diffusion_runtime.attention.backends.calling import run_backend
+from diffusion_runtime.attention.backends.calling import check_heads, check_shapes, run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend
 from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes
@@ -23,9 +23,7 @@ from diffusion_runtime.attention.backends.requirements import dtype_name, featur
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
-from diffusion_runtime.attention.resolved import Resolved, resolve_decision
-from diffusion_runtime.attention.select import Decision, select
-from diffusion_runtime.attention.shapes import check_heads, check_shapes
+from diffusion_runtime.attention.select import Decision, Resolved, resolve_decision, select
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware, resolve_device
 from diffusion_runtime.parallel.groups import ProcessMesh

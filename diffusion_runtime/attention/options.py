@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.untrusted.document import DocumentError
@@ -184,3 +184,30 @@ def _type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in get_args(hint))
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+
+
+Value = TypeVar("Value")
+
+
+class FrozenMapping(Mapping[str, Value], Generic[Value]):
+    """The items of `values` at construction, in their order; equal to any mapping with the same items."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> Value:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __reduce__(self) -> tuple[type[FrozenMapping[Value]], tuple[dict[str, Value]]]:
+        return type(self), (dict(self._values),)
+
+    def __repr__(self) -> str:
+        return repr(self._values)

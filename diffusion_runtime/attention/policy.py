@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import AttentionRequirements
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
 from diffusion_runtime.attention.backends.requirements import dtype_name
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.force import ForcedChoice, current_force

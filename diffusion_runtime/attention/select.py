@@ -1,31 +1,29 @@
-"""Selection: force context > command line > per-role config > environment > platform, as a pure function.
+"""Backend selection: force context > command line > per-role config > environment > platform, as a pure function.
 
-`select` reads its arguments and nothing else. `select_backend` gathers what is ambient (the force context, the
-environment variable, the device) and asks it.
+`select` reads its arguments and nothing else, and `resolve_decision` makes its decision ready to run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diffusion_runtime.attention.backends.found_wrong import found_wrong
-from diffusion_runtime.attention.backends.interface import FEATURES, AttentionRequirements, Availability, Backend
-from diffusion_runtime.attention.backends.packages import ImportingBackend, unaskable
-from diffusion_runtime.attention.backends.registry import available_names, broken_backends, find_backend
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.attention.backends.interface import Backend
+from diffusion_runtime.attention.backends.refusals import refusals
+from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
-from diffusion_runtime.attention.force import ForcedChoice, current_force
+from diffusion_runtime.attention.force import ForcedChoice
 from diffusion_runtime.attention.options import check_options, option_names
-from diffusion_runtime.attention.platforms import platform_candidates
-from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.errors import BackendUnavailableError, ConfigError, nearest, shown
-from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError, shown
+from diffusion_runtime.hardware import Hardware
 
 if TYPE_CHECKING:
-    import torch
+    pass
+from diffusion_runtime.attention.backends.interface import DenseAttention
+from diffusion_runtime.attention.options import build_options
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
 SOURCES = ("force", "cli", "config", "environment", "platform")
@@ -186,43 +184,6 @@ def select_dense(requirements: AttentionRequirements, named: Iterable[tuple[str,
     return dataclasses.replace(default, reason=reason, rejected=rejected)
 
 
-def refusals(name: str, requirements: AttentionRequirements) -> list[str]:
-    """Every reason why the backend `name` cannot serve `requirements`; empty when it can.
-
-    Where nothing else speaks against it and the requirements are those of this process's machine, its package is
-    imported, and kernels that came compiled are tried, once per process: one that is installed and broken is refused
-    like any other, and so is one that raises when asked, and one that a self-check of this process found wrong.
-    """
-    backend = find_backend(name)
-    if backend is None:
-        broken = broken_backends().get(name)
-        return [broken or f"this version does not have it; it has {', '.join(available_names())}"]
-    try:
-        return _refusals(backend, requirements)
-    except Exception as error:  # whatever a stranger's probe or capability raises
-        return [unaskable(backend, error)]
-
-
-def _refusals(backend: Backend, requirements: AttentionRequirements) -> list[str]:
-    availability = backend.probe(requirements.hardware)
-    reasons = []
-    if availability.version is None:
-        reasons.append(_with_fix(availability))
-    reasons += backend.capability.refusals(requirements)
-    if not reasons and requirements.hardware.is_here and isinstance(backend, ImportingBackend):
-        availability = backend.imported(requirements)
-        if availability.version is None:
-            reasons.append(_with_fix(availability))
-    if not reasons and requirements.hardware.is_here and not requirements.unchecked:
-        wrong = found_wrong(backend.name, requirements.head_dim, requirements.dtype)
-        reasons += [] if wrong is None else [wrong]
-    return reasons
-
-
-def _with_fix(availability: Availability) -> str:
-    return availability.reason + (f"; fix: {availability.fix}" if availability.fix else "")
-
-
 def _serves(backend: Backend, requirements: AttentionRequirements) -> bool:
     """Whether it is made for the role; one that raises when asked counts as made for it, and is then refused."""
     try:
@@ -275,41 +236,48 @@ def _with_overlays(decision: Decision, overlays: list[Choice], passed_over: list
     return dataclasses.replace(decision, options=options)
 
 
-def select_backend(
-    role: str = "self",
-    *,
-    head_dim: int,
-    dtype: str | torch.dtype,
-    device: str | torch.device | Hardware,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    forced: Any = None,
-    cli: Any = None,
-    config: Any = None,
-    needs: Iterable[str] = (),
-) -> Decision:
-    """Which backend would serve a layer, and why.
+@dataclass(frozen=True)
+class Resolved:
+    """A decision with what running it takes. dense: what serves its dense calls, where the decision says so."""
 
-    cli, config: what each level says, in any form that AttentionConfig.parse takes; forced: a spec, a name or a
-    mapping; an active force_attention_backend counts when `forced` is None.
-    device: a Hardware value stands for any machine.
-    needs: features the calls use, of backends.interface.FEATURES. Raises BackendUnavailableError, ConfigError.
+    decision: Decision
+    backend: Backend
+    options: object
+    dense: DenseAttention | None = None
+
+
+def resolve_decision(decision: Decision) -> Resolved:
+    """The backend of a decision, with its options as the type it declares.
+
+    Raises ConfigError for options that contradict each other: here the set is complete.
     """
-    for feature in needs:
-        if feature not in FEATURES:
-            raise ConfigError(f"needs: unknown feature {shown(feature)}.{nearest(feature, FEATURES)}")
-    requirements = AttentionRequirements(
-        role=role,
-        category=role_category(role),
-        head_dim=head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        hardware=device if isinstance(device, Hardware) else detect_hardware(str(device)),
-        num_heads=num_heads,
-        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        needs=frozenset(needs),
-    )
-    force = current_force() if forced is None else (ForcedChoice(AttentionSpec.parse(forced, "forced")),)
-    levels = Levels(
-        force, AttentionConfig.parse(cli), AttentionConfig.parse(config), os.environ.get(ENVIRONMENT_VARIABLE)
-    )
-    return select(requirements, levels)
+    backend = find_backend(decision.backend)
+    assert backend is not None, decision
+    options = build_options(backend.options_type, decision.options, f"options of {backend.name}")
+    dense = None if decision.dense is None else resolve_dense(decision.dense)
+    return Resolved(decision, backend, options, dense)
+
+
+def resolve_dense(decision: Decision) -> DenseAttention:
+    """What `select_dense` decided, as a call carries it. Raises ConfigError like resolve_decision."""
+    found = resolve_decision(decision)
+    is_plain_default = decision.source == "platform" and not decision.rejected
+    return DenseAttention(found.backend, found.options, "" if is_plain_default else decision.reason)
+
+
+# Chips whose fastest dense kernels are cuDNN's, from 9.5 on.
+_CUDNN_FIRST = ((10, 0), (10, 3), (12, 0), (12, 1))
+
+
+def platform_candidates(hardware: Hardware) -> tuple[str, ...]:
+    """Backend names in the order of preference for this device; the last one always runs."""
+    capability = hardware.capability
+    if hardware.platform == "cuda" and capability is not None:
+        if capability in _CUDNN_FIRST:
+            cudnn = ("cudnn_attn",) if hardware.cudnn is not None and hardware.cudnn >= (9, 5) else ()
+            return (*cudnn, "flashinfer_attn", "fa4", "torch_sdpa")
+        if (8, 0) <= capability < (10, 0):
+            return ("fa", "torch_sdpa")
+    if hardware.platform == "rocm":
+        return ("fa", "torch_sdpa")
+    return ("torch_sdpa",)

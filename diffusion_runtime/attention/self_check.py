@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diffusion_runtime.attention.backends.found_wrong import remember_wrong
-from diffusion_runtime.attention.backends.interface import AttentionRequirements, Backend
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.attention.backends.interface import Backend
+from diffusion_runtime.attention.backends.refusals import remember_wrong
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.errors import BackendUnavailableError
 
@@ -144,7 +145,7 @@ class SelfChecker:
         return [SelfCheck.from_dict(values) for values in json.loads(told)]
 
     def _check_use(self, use: CheckedUse, hardware: Hardware, device: str) -> SelfCheck:
-        from diffusion_runtime.attention.self_check_cache import SelfCheckCache
+        from diffusion_runtime.attention.machine_cache import SelfCheckCache
         from diffusion_runtime.attention.self_test import tests_of_use
 
         tests = tests_of_use(

@@ -14,19 +14,16 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionRequirements,
-    AttentionResult,
-    Backend,
-)
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend
 from diffusion_runtime.attention.backends.registry import find_backend
-from diffusion_runtime.attention.catalogue import capability_on, raised_line, usual_head_sizes
+from diffusion_runtime.attention.catalogue import usual_head_sizes
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SelfTestCase, case_with_keys
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
+from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -91,7 +88,7 @@ def planned_tests(name: str, hardware: Hardware) -> tuple[SelfTest, ...]:
     backend = find_backend(name)
     if backend is None:
         return ()
-    can = capability_on(backend, hardware)
+    can = backend.capability.on_hardware(hardware)
     usual = "float32" if hardware.platform == "cpu" else "bfloat16"
     dtypes = [dtype for dtype in (usual, *DTYPES) if dtype in can.dtypes]
     sizes = usual_head_sizes(can.head_sizes)

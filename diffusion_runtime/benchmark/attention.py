@@ -9,22 +9,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from diffusion_runtime.attention.autotune import time_alternately
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements, Backend
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.attention.backends.interface import AttentionCall, Backend
+from diffusion_runtime.attention.backends.refusals import refusals
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.backends.requirements import requirements_of
-from diffusion_runtime.attention.catalogue import list_backends, raised_line
+from diffusion_runtime.attention.catalogue import list_backends
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.functional import attention
-from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.attention.self_test import quiet_log
 from diffusion_runtime.attention.sparse.interface import SparseBackend
-from diffusion_runtime.attention.timing import time_alternately
 from diffusion_runtime.benchmark.accuracy import ExactRows, error_bound
 from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
 from diffusion_runtime.benchmark.shapes import AttentionShape
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, detect_hardware
+from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 

@@ -16,7 +16,7 @@ from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
 if TYPE_CHECKING:
-    from diffusion_runtime.attention.backends.interface import Capability
+    from diffusion_runtime.attention.backends.capability import Capability
     from diffusion_runtime.attention.catalogue import BackendInfo
     from diffusion_runtime.attention.select import Decision
     from diffusion_runtime.hardware import Hardware
@@ -76,9 +76,10 @@ def backends(
 
 def _look(device: str) -> Listing:
     """Raises ConfigError for a device that is not there."""
-    from diffusion_runtime.attention.catalogue import list_backends, missing_names, platform_default, raised_line
+    from diffusion_runtime.attention.catalogue import list_backends, missing_names, platform_default
     from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
     from diffusion_runtime.hardware import detect_hardware
+    from diffusion_runtime.kernels.importing import raised_line
 
     hardware = detect_hardware(device)
     default, no_default = None, ""
@@ -173,7 +174,7 @@ def _head_sizes(can: Capability) -> str:
 
 
 def _features(can: Capability) -> str:
-    from diffusion_runtime.attention.backends.interface import FEATURES
+    from diffusion_runtime.attention.backends.capability import FEATURES
     from diffusion_runtime.attention.roles import CATEGORIES
 
     words = [_FEATURE_WORDS.get(feature, feature) for feature in FEATURES if feature in can.features]

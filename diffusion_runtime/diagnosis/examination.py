@@ -12,7 +12,7 @@ import torch
 
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import find_backend
-from diffusion_runtime.attention.catalogue import BackendInfo, list_backends, missing_names, raised_line
+from diffusion_runtime.attention.catalogue import BackendInfo, list_backends, missing_names
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_test import SelfTestResult, device_answers, planned_tests, run_self_test
@@ -23,6 +23,7 @@ from diffusion_runtime.diagnosis.packages import PackageCheck, check_packages, p
 from diffusion_runtime.diagnosis.problems import Problem
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware, resolve_device
+from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
 from diffusion_runtime.models.diffusers_import import IMPORTED_BY_DIFFUSERS
 

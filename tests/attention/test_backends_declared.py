@@ -12,10 +12,9 @@ from tables import table
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from diffusion_runtime.attention import attention, select_backend
-from diffusion_runtime.attention.backends.interface import FEATURES
+from diffusion_runtime.attention.backends.capability import FEATURES
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.backends.torch_sdpa import lse_kernel
-from diffusion_runtime.attention.catalogue import capability_on
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_sparse import flash4, triton
@@ -109,7 +108,7 @@ def test_a_declared_feature_is_exact_here_or_refused_here(name: str, feature: st
 def test_features_dtypes_and_head_sizes_are_refused_at_home_where_they_are_not_declared(name: str) -> None:
     backend, home = find_backend(name), HOMES[name]
     assert backend is not None
-    can = capability_on(backend, home)
+    can = backend.capability.on_hardware(home)
     assert not refused(name, home)
     for feature in FEATURES:
         needs = () if feature == "gqa" else (feature,)
@@ -239,7 +238,7 @@ def test_a_call_with_a_mask_has_a_default_everywhere(hardware: Hardware, mask: s
     decision = select_backend(head_dim=128, dtype="bfloat16", device=hardware, num_heads=4, needs=(mask, "key_padding"))
     backend = find_backend(decision.backend)
     assert backend is not None
-    assert mask in capability_on(backend, hardware).features
+    assert mask in backend.capability.on_hardware(hardware).features
     assert all(why == f"cannot do {mask}" for _, why in decision.rejected if "cannot do" in why)
 
 
@@ -260,7 +259,7 @@ def test_a_call_with_a_mask_has_a_default_everywhere(hardware: Hardware, mask: s
 def test_what_sage_computes_right_and_how_well(hardware: Hardware, block: int, bound: float) -> None:
     backend = find_backend("sage_attn")
     assert backend is not None
-    assert capability_on(backend, hardware).key_counts.block == block
+    assert backend.capability.on_hardware(hardware).key_counts.block == block
     assert backend.error_bound_on(hardware) == bound
 
 

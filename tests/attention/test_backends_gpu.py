@@ -23,9 +23,9 @@ from diffusion_runtime.attention import (
     list_backends,
 )
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import AttentionRequirements
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
 from diffusion_runtime.attention.backends.reference import reference_attention
-from diffusion_runtime.attention.select import refusals
+from diffusion_runtime.attention.backends.refusals import refusals
 from diffusion_runtime.attention.self_test import (
     attention_by_definition,
     device_answers,

@@ -23,7 +23,7 @@ from tables import table
 from diffusion_runtime.attention import AttentionCall, StepInfo
 from diffusion_runtime.attention.backends import (
     aiter,
-    detour,
+    calling,
     fa2,
     fa3,
     fa4,
@@ -32,9 +32,9 @@ from diffusion_runtime.attention.backends import (
     sage_attn_3,
     xformers,
 )
-from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.detour import numbers_of_keys
-from diffusion_runtime.attention.backends.interface import Backend, KeyCounts
+from diffusion_runtime.attention.backends.calling import numbers_of_keys, run_backend
+from diffusion_runtime.attention.backends.capability import KeyCounts
+from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.token_layout import TokenLayout
@@ -56,7 +56,7 @@ PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {
 CACHES = (
     *(module._kernels for module in (aiter, fa2, fa3, fa4)),
     *(flashinfer_attn._planned, flashinfer_attn._workspace),
-    *(sage_attn._kernel, sage_attn_3._kernel, xformers._operators, detour._key_counts),
+    *(sage_attn._kernel, sage_attn_3._kernel, xformers._operators, calling._key_counts),
 )
 
 

@@ -14,8 +14,7 @@ import pytest
 from tables import table
 
 from diffusion_runtime.attention import AttentionConfig, AttentionSpec, LayerInfo, StepInfo, register_role
-from diffusion_runtime.attention.frozen_mapping import FrozenMapping
-from diffusion_runtime.attention.options import build_options, check_options, parse_scalar
+from diffusion_runtime.attention.options import FrozenMapping, build_options, check_options, parse_scalar
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError

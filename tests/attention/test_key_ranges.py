@@ -11,8 +11,7 @@ from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
 from tables import table
 
 from diffusion_runtime.attention import AttentionCall, AttentionResult
-from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
-from diffusion_runtime.attention.backends.packed_keys import PackedCall, attend_by_lengths
+from diffusion_runtime.attention.backends.key_ranges import PackedCall, attend_by_lengths, attend_by_ranges
 from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.token_layout import TokenLayout
 

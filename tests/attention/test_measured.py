@@ -36,17 +36,17 @@ from diffusion_runtime.attention import (
     attention,
     force_attention_backend,
     list_backends,
+    measured,
     register_backend,
     select_backend,
     unregister_backend,
 )
-from diffusion_runtime.attention.backends import measured
+from diffusion_runtime.attention.autotune import shape_class
 from diffusion_runtime.attention.backends.interface import NoOptions
 from diffusion_runtime.attention.backends.masks import block_mask_as_boolean
 from diffusion_runtime.attention.backends.reference import reference_attention
-from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, cache_folder, machine_facts
+from diffusion_runtime.attention.machine_cache import Choice, MeasuredCache, cache_folder, machine_facts
 from diffusion_runtime.attention.self_test import planned_tests, run_self_test
-from diffusion_runtime.attention.shape_class import shape_class
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from attention_calls import attention_call
 
-from diffusion_runtime.attention import TokenLayout, attention
-from diffusion_runtime.attention.backends import measured
-from diffusion_runtime.attention.measured_cache import cache_folder
+from diffusion_runtime.attention import TokenLayout, attention, measured
+from diffusion_runtime.attention.machine_cache import cache_folder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,13 @@ from tables import table
 
 from diffusion_runtime.attention import AttentionSpec
 from diffusion_runtime.attention.backends import registry
-from diffusion_runtime.attention.backends.names import PEER_SPELLINGS, REFUSED_SPELLINGS, SPELLING_REMARKS
-from diffusion_runtime.attention.backends.registry import available_names, canonical_name
+from diffusion_runtime.attention.backends.registry import (
+    PEER_SPELLINGS,
+    REFUSED_SPELLINGS,
+    SPELLING_REMARKS,
+    available_names,
+    canonical_name,
+)
 from diffusion_runtime.diffusers_bridge.dispatcher_names import DISPATCHER_NAMES
 from diffusion_runtime.errors import ConfigError
 

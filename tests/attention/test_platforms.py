@@ -10,9 +10,9 @@ from machines import EVERYTHING, cuda, other
 from tables import table
 
 from diffusion_runtime.attention import AttentionPolicy, Decision, select_backend
-from diffusion_runtime.attention.backends.interface import AttentionRequirements
-from diffusion_runtime.attention.platforms import platform_candidates
-from diffusion_runtime.attention.select import refusals
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.attention.backends.refusals import refusals
+from diffusion_runtime.attention.select import platform_candidates
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import PLATFORMS, Hardware
 

@@ -20,7 +20,7 @@ from diffusion_runtime.attention import (
     select_backend,
 )
 from diffusion_runtime.attention.backends import registry
-from diffusion_runtime.attention.backends.interface import AttentionRequirements
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
 

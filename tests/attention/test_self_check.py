@@ -34,8 +34,8 @@ from diffusion_runtime.attention import (
     unregister_backend,
 )
 from diffusion_runtime.attention import select as selection
-from diffusion_runtime.attention.backends.found_wrong import forget_wrong, remember_wrong
 from diffusion_runtime.attention.backends.reference import reference_attention, visible_keys
+from diffusion_runtime.attention.backends.refusals import forget_wrong, remember_wrong
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
 from diffusion_runtime.attention.self_check import SelfChecker, uses_of
 from diffusion_runtime.attention.self_test import tests_of_use as cases_of_use
@@ -193,13 +193,11 @@ def test_it_can_be_turned_off(foreign: type[Foreign]) -> None:
 
 
 def test_a_cpu_costs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("self_test", "self_check_cache"):
+    for name in ("self_test", "machine_cache"):
         monkeypatch.delitem(sys.modules, f"diffusion_runtime.attention.{name}", raising=False)
     assert described(None).self_checks == ()
     load_pipeline("shapes", device="cpu")
-    assert not {"diffusion_runtime.attention.self_test", "diffusion_runtime.attention.self_check_cache"} & set(
-        sys.modules
-    )
+    assert not {"diffusion_runtime.attention.self_test", "diffusion_runtime.attention.machine_cache"} & set(sys.modules)
     assert not (tmp_path / "cache").exists()
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diffusion_runtime.attention import timing
-from diffusion_runtime.attention.timing import milliseconds, time_alternately
+from diffusion_runtime.attention import autotune as timing
+from diffusion_runtime.attention.autotune import milliseconds, time_alternately
 
 CPU = torch.device("cpu")
 

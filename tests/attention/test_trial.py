@@ -12,21 +12,22 @@ import torch
 from machines import cuda, other
 
 from diffusion_runtime.attention import list_backends, select_backend
-from diffusion_runtime.attention.backends import sage_attn, trial, xformers
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements, AttentionResult
+from diffusion_runtime.attention.backends import packages, sage_attn, xformers
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.refusals import refusals
 from diffusion_runtime.attention.backends.registry import find_backend
-from diffusion_runtime.attention.select import refusals
 from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.kernels.importing import import_failure
 
-CACHES = (trial._failure, import_failure, sage_attn._kernel, xformers._operators)
+CACHES = (packages._failure, import_failure, sage_attn._kernel, xformers._operators)
 
 
 @pytest.fixture(autouse=True)
 def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU stands for the device with the chip that a test makes up."""
-    monkeypatch.setattr(trial, "device_with_chip", lambda hardware: torch.device("cpu"))
+    monkeypatch.setattr(packages, "device_with_chip", lambda hardware: torch.device("cpu"))
     monkeypatch.delenv("DIFFUSION_ATTENTION_BACKEND", raising=False)
     for cache in CACHES:
         cache.cache_clear()

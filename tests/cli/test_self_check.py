@@ -19,8 +19,8 @@ from diffusion_runtime.attention import (
     register_backend,
     unregister_backend,
 )
-from diffusion_runtime.attention.backends.found_wrong import forget_wrong
 from diffusion_runtime.attention.backends.reference import reference_attention
+from diffusion_runtime.attention.backends.refusals import forget_wrong
 from diffusion_runtime.hardware import Hardware
 
 Flags = tuple[str, ...]

@@ -33,6 +33,28 @@ ROWS = [
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 
+# The rows inside attention/, top row first: files and folders; a file of backends/ that is not named is a backend.
+ATTENTION_ROWS = [
+    {"self_check"},
+    {"self_test"},
+    {"self_test_cases", "catalogue", "measured"},
+    {"functional", "autotune", "machine_cache"},
+    {"layers", "sparse"},
+    {"policy"},
+    {"select"},
+    {"force"},
+    {"config"},
+    {"backends", "backends/refusals"},
+    {"backends/calling", "backends/packages"},
+    {"backends/registry"},
+    {"backends/requirements"},
+    {"backends/masks"},
+    {"backends/interface"},
+    {"backends/capability"},
+    {"context", "roles", "schedule", "options"},
+]
+ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
+
 # A third-party package, and the places that may import it.
 HOMES = {
     "diffusers": ("diffusers_bridge", "models", "denoising"),
@@ -54,9 +76,8 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "b
 # What is read of files and JSON elsewhere: messages between processes of one run, a file of the system, our own values;
 # media/generated.py and media/reading.py open what they wrote or have checked.
 OWN_TEXTS = {
-    "attention/measured_cache.py",
+    "attention/machine_cache.py",
     "attention/self_check.py",
-    "attention/self_check_cache.py",
     "cli/generation.py",
     "cli/terminal.py",
     "media/generated.py",
@@ -110,6 +131,28 @@ def upward_imports() -> Iterator[str]:
                 yield f"{here(path)} imports {name}"
 
 
+def attention_unit(parts: list[str]) -> str:
+    """The entry of ATTENTION_ROWS that a file or a dotted name below attention/ belongs to."""
+    longest = "/".join(parts[:2])
+    return longest if longest in ATTENTION_ROW_OF else parts[0]
+
+
+def upward_imports_in_attention() -> Iterator[str]:
+    folder, prefix = PACKAGE / "attention", f"{PACKAGE.name}.attention."
+    for path in MODULES:
+        if folder not in path.parents or path == folder / "__init__.py":
+            continue
+        mine = attention_unit(list(path.relative_to(folder).with_suffix("").parts))
+        if mine not in ATTENTION_ROW_OF:
+            yield f"{here(path)} has no row in ATTENTION_ROWS"
+            continue
+        for name in imported_names(path):
+            if name.startswith(prefix):
+                there = attention_unit(name.removeprefix(prefix).split("."))
+                if there != mine and ATTENTION_ROW_OF.get(there, 0) <= ATTENTION_ROW_OF[mine]:
+                    yield f"{here(path)} imports {name}"
+
+
 def strayed_packages() -> Iterator[str]:
     for path in MODULES:
         for name in imported_names(path):
@@ -159,6 +202,10 @@ def scattered_readers() -> Iterator[str]:
 
 def test_imports_point_down() -> None:
     assert list(upward_imports()) == []
+
+
+def test_imports_inside_attention_point_down() -> None:
+    assert list(upward_imports_in_attention()) == []
 
 
 def test_third_party_packages_stay_home() -> None:

@@ -11,13 +11,8 @@ from tables import table
 from tiny_denoisers import GRIDS, forward, video_packed
 
 from diffusion_runtime.attention import TokenLayout
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Backend,
-    Capability,
-)
+from diffusion_runtime.attention.backends.capability import Capability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
 from diffusion_runtime.attention.backends.registry import register_backend, unregister_backend
 from diffusion_runtime.diffusers_bridge.attach import attach, plan_attachment
 from diffusion_runtime.diffusers_bridge.grids import TOKEN_ORDERS

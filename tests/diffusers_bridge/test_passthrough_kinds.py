@@ -14,8 +14,8 @@ from PIL import Image
 from tiny_pipelines import write_tiny_conditioned_pipeline, write_tiny_picture_pipeline, write_tiny_tiled_pipeline
 
 from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.attention.backends.capability import Capability as BackendCapability
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
-from diffusion_runtime.attention.backends.interface import Capability as BackendCapability
 from diffusion_runtime.attention.backends.registry import register_backend, unregister_backend
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
 from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, FLASH_FEATURES, FlashAttention
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Capability, HeadSizes
-from diffusion_runtime.attention.backends.packed_keys import PackedCall
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.key_ranges import PackedCall
 from diffusion_runtime.attention.backends.registry import register_backend
 
 

@@ -1,18 +1,31 @@
-"""The one place where a backend is called: outside autocast, on its tensors' device, with tokens it computes right.
+"""Backend calls: checks of shapes, aligned rows, the device guard, and the fallback for numbers of keys (detour).
 
 Kernels differ in what they do with an empty tensor: they refuse it, return garbage, or end the process. And GPU kernels
 load 16 bytes at once: with rows that begin in between, cuDNN's, which torch takes by itself, returned garbage without a
 word on an H200 (relative error 1.3), and torch's flash kernel lost the device; the one for CPUs that returns the
 log-sum-exp ignores the stride of the last dimension.
+
+A detour is declared, not a silent fallback: a package's documentation sends a kind of call elsewhere (SageAttention 3
+and grouped queries), or a capability says which numbers of keys its kernels compute correctly. It is logged and
+counted.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
+
 import torch
 
-from diffusion_runtime.attention.backends.detour import key_count_reason, run_elsewhere
+from diffusion_runtime.attention.backends.capability import KeyCounts
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend
+from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.token_layout import TokenLayout
 
 
 def run_backend(backend: Backend, call: AttentionCall) -> AttentionResult:
@@ -69,3 +82,109 @@ def _with_aligned_rows(call: AttentionCall) -> AttentionCall:
 
 def _empty_result(call: AttentionCall, why: str) -> AttentionResult:
     return AttentionResult(torch.zeros_like(call.q), no_visible_keys(call.q) if call.return_lse else None, why)
+
+
+# Where SageAttention's documentation sends what it has no kernel for; it computes every call on every device.
+_ELSEWHERE = "torch_sdpa"
+
+_logger = logging.getLogger("diffusion_runtime.attention")
+
+
+def key_count_reason(backend: Backend, call: AttentionCall) -> str | None:
+    """Why a call must run elsewhere: one of its numbers of keys is none of the capability's key_counts; None when not.
+
+    The fields of a narrowed capability say the worst of it, so most calls are done with one comparison.
+    """
+    if backend.capability.key_counts.block == 1:
+        return None
+    counts = _key_counts(backend, call.q.device)
+    fits_blocks = not call.causal or call.k.shape[1] % counts.causal_block == 0
+    if fits_blocks and all(number in counts for number in numbers_of_keys(call)):
+        return None
+    return f"{backend.name} here takes {counts}"
+
+
+def run_elsewhere(call: AttentionCall, reason: str) -> AttentionResult:
+    """The call by another backend: logged once per request, and counted under what ran."""
+    other = find_backend(_ELSEWHERE)
+    assert other is not None
+    if call.state.is_first(reason):
+        _logger.info("%s: these calls run on %s", reason, other.name)
+    result = other.run(call._replace(options=other.options_type()))
+    return AttentionResult(result.out, result.lse, f"{other.name} ({result.implementation}): {reason}")
+
+
+def numbers_of_keys(call: AttentionCall) -> set[int]:
+    """How many keys a kernel meets whose mask does not end with them: the lengths, where padding is cut off.
+
+    A causal kernel hides from every query what comes after it, the rest of the last block with it; it is exempt unless
+    there is padding, whose own queries see all keys before them and are computed without the causal mask.
+    """
+    layout = call.layout
+    if layout is None or not layout.has_padding:
+        return set() if call.causal else {call.k.shape[1]}
+    numbers: set[int] = set()
+    for sample in range(call.q.shape[0]):
+        lengths = [stop - start for start, stop in layout.key_ranges(sample)]
+        numbers.update(itertools.accumulate(lengths) if call.causal else [sum(lengths)])
+    # A sample without keys meets no kernel.
+    return numbers - {0}
+
+
+@functools.lru_cache(maxsize=64)
+def _key_counts(backend: Backend, device: torch.device) -> KeyCounts:
+    return backend.capability.on_hardware(detect_hardware(str(device))).key_counts
+
+
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout | None, causal: bool) -> None:
+    """Raises ConfigError unless q, k, v are [batch, seq, heads, head_dim] that fit each other and the layout."""
+    # Read once: every access to a shape makes a new object, and this runs at every call.
+    q_shape, k_shape = q.shape, k.shape
+    fits = len(q_shape) == len(k_shape) == 4 and k_shape == v.shape
+    if not fits or q_shape[0] != k_shape[0] or q_shape[3] != k_shape[3] or not _are_groups(q_shape[2], k_shape[2]):
+        raise ConfigError(
+            "attention: expected q [batch, seq_q, heads, head_dim] and k, v [batch, seq_k, kv_heads, head_dim] with "
+            f"heads a multiple of kv_heads, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"attention: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ConfigError(f"attention: q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if causal and q_shape[1] != k_shape[1]:
+        raise ConfigError(f"attention: causal needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}")
+    if layout is None:
+        return
+    if layout.num_tokens != k.shape[1]:
+        raise ConfigError(f"attention: the layout describes {layout.num_tokens} tokens, k has {k.shape[1]}")
+    if layout.valid_lengths is not None and len(layout.valid_lengths) != q.shape[0]:
+        raise ConfigError(
+            f"attention: valid_lengths holds {len(layout.valid_lengths)} samples, the batch has {q.shape[0]}"
+        )
+
+
+def _are_groups(num_heads: int, num_kv_heads: int) -> bool:
+    """Whether every key head serves as many query heads; no heads at all on either side are fine."""
+    return num_heads == num_kv_heads or (num_kv_heads > 0 and num_heads % num_kv_heads == 0)
+
+
+def check_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layer: LayerInfo,
+) -> None:
+    """Raises ConfigError unless a layer is called with the heads and the head size that it was built for, which its
+    backend was chosen by. q, k, v: before processes exchange heads, so with all of the layer's."""
+    of_keys = (num_kv_heads, head_dim)
+    if q.shape[2:] == (num_heads, head_dim) and k.shape[2:] == of_keys and v.shape[2:] == of_keys:
+        return
+    where = f"layer {layer.index}" + (f" ({layer.name})" if layer.name else "")
+    raise ConfigError(
+        f"attention of {where}, role {layer.role!r}: built for q [batch, seq_q, {num_heads}, {head_dim}] and k, v "
+        f"[batch, seq_k, {num_kv_heads}, {head_dim}], called with q {tuple(q.shape)}, k {tuple(k.shape)}, "
+        f"v {tuple(v.shape)}; build the layer with the num_heads, head_dim and num_kv_heads of its calls"
+    )

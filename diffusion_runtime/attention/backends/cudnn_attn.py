@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Backend,
-    Capability,
-    HeadSizes,
-)
+from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, NarrowedCapability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import aligned_rows, as_additive, blank_hidden_rows, hide_later_keys
-from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware
 
@@ -58,7 +51,7 @@ class CudnnBackend(Backend):
         features=_UP_TO_256.features,
         minimum_capability=_UP_TO_256.minimum_capability,
         maximum_capability=_UP_TO_256.maximum_capability,
-        on=_on,
+        narrow=_on,
     )
 
     def probe(self, hardware: Hardware) -> Availability:

@@ -8,18 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.attention.backends.capability import AttentionRequirements, Capability, HeadSizes
 from diffusion_runtime.attention.backends.fa2 import FlashAttention2
 from diffusion_runtime.attention.backends.fa3 import FlashAttention3
 from diffusion_runtime.attention.backends.fa4 import FlashAttention4
 from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, FLASH_FEATURES, FlashAttention
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionRequirements,
-    AttentionResult,
-    Availability,
-    Capability,
-    HeadSizes,
-)
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware, detect_hardware

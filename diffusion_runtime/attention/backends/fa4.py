@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, NarrowedCapability
 from diffusion_runtime.attention.backends.flash_attention import FLASH_DTYPES, FLASH_FEATURES, FlashAttention
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Capability, HeadSizes
-from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
-from diffusion_runtime.attention.backends.packed_keys import PackedCall
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.key_ranges import PackedCall
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware
 
@@ -83,7 +83,7 @@ class FlashAttention4(FlashAttention):
         features=_UP_TO_256.features,
         minimum_capability=_UP_TO_256.minimum_capability,
         maximum_capability=_UP_TO_256.maximum_capability,
-        on=_on,
+        narrow=_on,
     )
 
     def attend(

@@ -11,8 +11,8 @@ from abc import abstractmethod
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.backends.key_ranges import PackedCall, attend_by_lengths
 from diffusion_runtime.attention.backends.packages import PackageBackend
-from diffusion_runtime.attention.backends.packed_keys import PackedCall, attend_by_lengths
 
 FLASH_DTYPES = frozenset({"bfloat16", "float16"})
 FLASH_FEATURES = frozenset({"key_padding", "gqa", "causal", "scale", "lse"})

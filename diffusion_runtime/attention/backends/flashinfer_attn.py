@@ -8,15 +8,10 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Capability,
-    HeadSizes,
-)
+from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
+from diffusion_runtime.attention.backends.key_ranges import PackedCall, attend_by_lengths, unpack_rows
 from diffusion_runtime.attention.backends.packages import PackageBackend
-from diffusion_runtime.attention.backends.packed_keys import PackedCall, attend_by_lengths, unpack_rows
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware
 

@@ -18,17 +18,10 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Backend,
-    Capability,
-    HeadSizes,
-)
+from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, NarrowedCapability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import blank_hidden_rows, mask_feature
-from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import DTYPES, Hardware
 
@@ -72,7 +65,7 @@ class FlexBackend(Backend):
         head_sizes=_ON_GPU.head_sizes,
         features=_ON_GPU.features,
         minimum_capability=_ON_GPU.minimum_capability,
-        on=_on,
+        narrow=_on,
     )
 
     def probe(self, hardware: Hardware) -> Availability:

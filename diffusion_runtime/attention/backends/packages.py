@@ -1,14 +1,21 @@
-"""Backends whose kernels come from another package: found by its distribution, imported when a choice settles."""
+"""Backends whose kernels come from another package: found by its distribution, imported when a choice is final."""
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from typing import ClassVar
 
-from diffusion_runtime.attention.backends.interface import AttentionRequirements, Availability, Backend
+import torch
+
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.attention.backends.interface import AttentionCall, Availability, Backend, NoOptions
+from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.kernels.importing import import_failure
-from diffusion_runtime.kernels.importing import raised_line as raised_line
+from diffusion_runtime.kernels.importing import import_failure, raised_line
+from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 
 class ImportingBackend(Backend):
@@ -64,9 +71,6 @@ class PackageBackend(ImportingBackend):
     def imported(self, requirements: AttentionRequirements) -> Availability:
         failure, problem = import_failure(self.module, *self.functions), "cannot be imported"
         if failure is None and self.is_compiled_ahead(requirements.hardware):
-            # Imported here: it needs torch, which a listing for another machine does not.
-            from diffusion_runtime.attention.backends.trial import trial_failure
-
             failure, problem = (
                 trial_failure(self, requirements),
                 f"cannot compute on {requirements.hardware.describe()}",
@@ -81,6 +85,39 @@ class PackageBackend(ImportingBackend):
         )
 
 
-def unaskable(backend: Backend, error: BaseException) -> str:
-    """Why a backend is refused whose own probe or capability raises; the class's path says whose package it is."""
-    return f"{type(backend).__module__}.{type(backend).__qualname__} cannot be asked: {raised_line(error)}"
+# Queries and keys of the trial call: more than one tile of any kernel, so that none takes its path for short ones.
+_SEQ = 256
+
+
+def trial_failure(backend: Backend, requirements: AttentionRequirements) -> str | None:
+    """What one small call of the requirements' dtype and head size raises, in one line; None when it computes.
+
+    None as well where this process has no device with that chip, and nothing can be tried.
+    """
+    device = device_with_chip(requirements.hardware)
+    return None if device is None else _failure(backend, device, requirements.dtype, requirements.head_dim)
+
+
+def device_with_chip(hardware: Hardware) -> torch.device | None:
+    """A device of this process with the chip of `hardware`; None where torch has none."""
+    if not torch.cuda.is_available():
+        return None
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    chips = [None if torch.version.hip else torch.cuda.get_device_capability(device) for device in devices]
+    return next((device for device, chip in zip(devices, chips, strict=True) if chip == hardware.capability), None)
+
+
+@functools.cache
+def _failure(backend: Backend, device: torch.device, dtype: str, head_dim: int) -> str | None:
+    try:
+        # Choices are made where transformers are built, on the meta device, which packages must not see.
+        with torch.device("cpu"), torch.no_grad(), device_guard(device):
+            q = torch.zeros(1, _SEQ, 1, head_dim, dtype=getattr(torch, dtype), device=device)
+            call = AttentionCall(
+                AttentionInputs(q, q.clone(), q.clone()), NoOptions(), LayerInfo(), StepInfo(), RequestCache()
+            )
+            # What a kernel that was built for another chip raises may come where its result is waited for.
+            backend.run(call).out.cpu()
+    except Exception as error:  # whatever a stranger's kernel raises
+        return raised_line(error)
+    return None

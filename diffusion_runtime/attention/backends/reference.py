@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Backend,
-    Capability,
-)
+from diffusion_runtime.attention.backends.capability import Capability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
 from diffusion_runtime.attention.backends.masks import block_mask_as_boolean
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import DTYPES, Hardware

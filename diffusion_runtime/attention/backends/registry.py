@@ -1,4 +1,5 @@
-"""Which backends there are: ours by name, and those that others register or publish as entry points."""
+"""Backend registry: names and the spellings of other projects, our backends, and those that packages register or
+publish as entry points. Case and `-`/`_` in a name do not matter."""
 
 from __future__ import annotations
 
@@ -9,16 +10,103 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from diffusion_runtime.attention.backends.interface import FEATURES, Backend
-from diffusion_runtime.attention.backends.names import (
-    KNOWN_NAMES,
-    PEER_SPELLINGS,
-    REFUSED_SPELLINGS,
-    SPELLING_REMARKS,
-    plain,
-)
-from diffusion_runtime.attention.backends.packages import raised_line
+from diffusion_runtime.attention.backends.capability import FEATURES
+from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.kernels.importing import raised_line
+
+# Names may be known here before this version has the backend: choosing it then fails and says so.
+KNOWN_NAMES = (
+    "fa",
+    "fa2",
+    "fa3",
+    "fa4",
+    "torch_sdpa",
+    "cudnn_attn",
+    "flashinfer_attn",
+    "sage_attn",
+    "sage_attn_3",
+    "xformers",
+    "flex_attn",
+    "aiter",
+    "sliding_tile_attn",
+    "video_sparse_attn",
+    "vmoba_attn",
+    "sparse_video_gen_2_attn",
+)
+
+# Spellings of SGLang, vLLM-Omni and diffusers that differ from ours in more than case.
+PEER_SPELLINGS = {
+    "flash": "fa",
+    "flash_attn": "fa",
+    "flash_attn_hub": "fa",
+    "flash_attention": "fa",
+    "flash_hub": "fa",
+    "flash_varlen": "fa",
+    "flash_varlen_hub": "fa",
+    "flash_attn_2": "fa2",
+    "flash_attn_3": "fa3",
+    "flash_attn_3_hub": "fa3",
+    "_flash_3": "fa3",
+    "_flash_3_hub": "fa3",
+    "_flash_varlen_3": "fa3",
+    "_flash_3_varlen_hub": "fa3",
+    "flash_attn_4": "fa4",
+    "flash_4_hub": "fa4",
+    "aiter_fa2_hub": "aiter",
+    "sdpa": "torch_sdpa",
+    "native": "torch_sdpa",
+    "_native_efficient": "torch_sdpa",
+    "_native_flash": "torch_sdpa",
+    "_native_math": "torch_sdpa",
+    "cudnn": "cudnn_attn",
+    "cudnn_sdpa": "cudnn_attn",
+    "torch_cudnn_sdpa": "cudnn_attn",
+    "dynamic_cudnn_sdpa": "cudnn_attn",
+    "_native_cudnn": "cudnn_attn",
+    "flashinfer": "flashinfer_attn",
+    "sage": "sage_attn",
+    "sage_hub": "sage_attn",
+    "sage_varlen": "sage_attn",
+    "_sage_qk_int8_pv_fp8_cuda": "sage_attn",
+    "_sage_qk_int8_pv_fp8_cuda_sm90": "sage_attn",
+    "_sage_qk_int8_pv_fp16_cuda": "sage_attn",
+    "_sage_qk_int8_pv_fp16_triton": "sage_attn",
+    "sage_attn3": "sage_attn_3",
+    "sage3": "sage_attn_3",
+    "sage_blackwell_hub": "sage_attn_3",
+    "flex": "flex_attn",
+    "sta": "sliding_tile_attn",
+    "vsa": "video_sparse_attn",
+    "fastvideo_vsa": "video_sparse_attn",
+    "vmoba": "vmoba_attn",
+    "svg2": "sparse_video_gen_2_attn",
+}
+
+_TORCH_CHOOSES = "torch_sdpa lets torch choose among its kernels"
+_SAGE_CHOOSES = "sage_attn lets SageAttention choose its kernel for the chip"
+_INSTALLED = "diffusers takes this kernel from the hub, {} takes the installed package"
+# Spellings that say more than the backend they stand for: what is done instead, logged once per process.
+SPELLING_REMARKS = {
+    "_native_efficient": _TORCH_CHOOSES,
+    "_native_flash": _TORCH_CHOOSES,
+    "_native_math": _TORCH_CHOOSES,
+    "_sage_qk_int8_pv_fp8_cuda": _SAGE_CHOOSES,
+    "_sage_qk_int8_pv_fp8_cuda_sm90": _SAGE_CHOOSES,
+    "_sage_qk_int8_pv_fp16_cuda": _SAGE_CHOOSES,
+    "_sage_qk_int8_pv_fp16_triton": _SAGE_CHOOSES,
+    **{spelling: _INSTALLED.format(name) for spelling, name in PEER_SPELLINGS.items() if spelling.endswith("_hub")},
+}
+
+# Backends of SGLang, vLLM-Omni and diffusers that have no counterpart here: why, and the nearest of ours.
+REFUSED_SPELLINGS = {
+    "_native_npu": ("it is torch_npu's fused attention, which this runtime does not call", "torch_sdpa"),
+    "_native_xla": ("it is torch_xla's flash attention, and this runtime runs on no XLA device", "torch_sdpa"),
+    "trtllm_attn": ("it is TensorRT-LLM's attention, which this runtime does not call", "flashinfer_attn"),
+    "sla_attn": ("sparse-linear attention needs a model trained with it, and no family here is", "video_sparse_attn"),
+    "sage_sla_attn": ("sparse-linear attention needs a model trained with it", "video_sparse_attn"),
+    "rainfusion": ("it is a sparse method for Ascend NPUs, which this runtime does not have", "sliding_tile_attn"),
+}
 
 ENTRY_POINT_GROUP = "diffusion_runtime.attention_backends"
 
@@ -37,7 +125,7 @@ _OWN_MODULES = {
     "sage_attn": "diffusion_runtime.attention.backends.sage_attn",
     "sage_attn_3": "diffusion_runtime.attention.backends.sage_attn_3",
     "xformers": "diffusion_runtime.attention.backends.xformers",
-    "measured": "diffusion_runtime.attention.backends.measured",
+    "measured": "diffusion_runtime.attention.measured",
     "sliding_tile_attn": "diffusion_runtime.attention.sparse.sliding_tile",
     "sparse_video_gen_2_attn": "diffusion_runtime.attention.sparse.sparse_video_gen_2",
     "video_sparse_attn": "diffusion_runtime.attention.sparse.video_sparse",
@@ -177,3 +265,8 @@ def _read_entry_points() -> None:
             reason = f"entry point {entry_point.value!r}{package} cannot be used: {raised_line(error)}"
             _broken[plain(entry_point.name)] = reason
             _logger.warning("attention backend %s: %s", entry_point.name, reason)
+
+
+def plain(name: str) -> str:
+    """`FLASH-ATTN` as `flash_attn`: the form in which names are compared."""
+    return name.strip().lower().replace("-", "_")

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionRequirements
+from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.masks import mask_feature
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.hardware import detect_hardware

@@ -20,16 +20,9 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Capability,
-    HeadSizes,
-    KeyCounts,
-)
+from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, KeyCounts, NarrowedCapability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
-from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import DTYPES, Hardware
@@ -110,7 +103,7 @@ class SageBackend(PackageBackend):
         features=_VERSION_2.features,
         minimum_capability=_VERSION_2.minimum_capability,
         key_counts=_VERSION_1.key_counts,
-        on=_on,
+        narrow=_on,
     )
 
     def probe(self, hardware: Hardware) -> Availability:

@@ -8,14 +8,9 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.backends.detour import run_elsewhere
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Capability,
-    HeadSizes,
-)
+from diffusion_runtime.attention.backends.calling import run_elsewhere
+from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend

@@ -7,13 +7,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Backend,
-    Capability,
-)
+from diffusion_runtime.attention.backends.capability import Capability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.masks import aligned_rows, as_additive, blank_hidden_rows, hide_later_keys
 from diffusion_runtime.attention.backends.reference import reference_attention

@@ -14,13 +14,8 @@ from types import ModuleType
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionResult,
-    Availability,
-    Capability,
-    HeadSizes,
-)
+from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend

@@ -11,20 +11,17 @@ from typing import Any, ClassVar
 import torch
 
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
+from diffusion_runtime.attention.backends.capability import (
     AttentionRequirements,
-    AttentionResult,
-    Availability,
     Capability,
-    DenseAttention,
     HeadSizes,
+    NarrowedCapability,
+    narrowed,
 )
-from diffusion_runtime.attention.backends.narrowing import NarrowedCapability, narrowed
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, DenseAttention
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.requirements import requirements_of
-from diffusion_runtime.attention.resolved import resolve_dense
-from diffusion_runtime.attention.select import select_dense
+from diffusion_runtime.attention.select import resolve_dense, select_dense
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware

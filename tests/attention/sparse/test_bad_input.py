@@ -17,7 +17,7 @@ from tables import table
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.attention import AttentionConfig, LayerInfo, RequestCache, StepInfo, TokenLayout
 from diffusion_runtime.attention import attention as attend
-from diffusion_runtime.attention.sparse.planning import plan_attention
+from diffusion_runtime.attention.functional import plan_attention
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline

@@ -1,7 +1,8 @@
-"""Which backend was fastest, on disk: one small file a machine and shape class.
+"""The cache of a machine, on disk: which backend was fastest per shape class (autotune), and which self-checks passed.
 
-A file of its own for each class makes writers independent: a file appears whole or not at all, and of two processes
-that measure the same class at the same time the first to finish decides for both.
+One small file per entry makes writers independent: a file appears whole or not at all. Of two processes that measure
+the same class at the same time the first to finish decides for both. A self-check that failed is not kept: a package
+may be built again under the same version.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -25,7 +27,8 @@ from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_RUNTIME_CACHE"
-SCHEMA = "diffusion_runtime.measured_attention/1"
+MEASURED_SCHEMA = "diffusion_runtime.measured_attention/1"
+SELF_CHECK_SCHEMA = "diffusion_runtime.self_check/1"
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
@@ -43,8 +46,8 @@ class Choice:
         os.stat(path)
         # Its errors are ConfigErrors, which are ValueErrors.
         values = read_json_file(path)
-        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-            raise ValueError(f"expected an object of schema {SCHEMA}")
+        if not isinstance(values, dict) or values.get("schema") != MEASURED_SCHEMA:
+            raise ValueError(f"expected an object of schema {MEASURED_SCHEMA}")
         backend, times = values.get("backend"), values.get("milliseconds")
         if not isinstance(backend, str) or not isinstance(times, dict) or backend not in times:
             raise ValueError("expected a backend and the milliseconds that it was chosen by")
@@ -92,7 +95,12 @@ class MeasuredCache:
         A folder that cannot be written costs a line in the log and the next process a measurement.
         """
         path = self.path(shape_class)
-        values = {"schema": SCHEMA, **asdict(choice), "shape_class": shape_class, "machine": dict(self._machine)}
+        values = {
+            "schema": MEASURED_SCHEMA,
+            **asdict(choice),
+            "shape_class": shape_class,
+            "machine": dict(self._machine),
+        }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with complete_file(path, json.dumps(values, indent=1, default=str) + "\n") as complete:
@@ -144,3 +152,57 @@ def _driver(platform: str) -> str:
     path = Path("/sys/module") / module / "version"
     version = path.read_text().strip() if module and path.is_file() else ""
     return f"{version} {torch.version.cuda}" if platform == "cuda" else version
+
+
+@dataclass(frozen=True)
+class KeptCheck:
+    """The largest error of a check that passed, and what it may be."""
+
+    error: float
+    bound: float
+
+
+class SelfCheckCache:
+    """The file of one check. cases: titles of its tests, which hold head size, dtype and features."""
+
+    def __init__(self, backend: Backend, hardware: Hardware, cases: Sequence[str]) -> None:
+        facts: dict[str, Any] = {
+            "backend": backend.name,
+            "cases": list(cases),
+            "diffusion_runtime": str(importlib.import_module("diffusion_runtime").__version__),
+            **machine_facts(hardware, [backend]),
+        }
+        # As it comes back from the file.
+        self._facts = json.loads(json.dumps(facts, default=str))
+        digest = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:16]
+        self.path: Path = cache_folder() / "self_check" / f"{backend.name}-{digest}.json"
+
+    def read(self) -> KeptCheck | None:
+        """None when this check was not made, or when its file is damaged, which is said."""
+        try:
+            values = json.loads(self.path.read_bytes())
+            if (
+                not isinstance(values, dict)
+                or values.get("schema") != SELF_CHECK_SCHEMA
+                or values.get("facts") != self._facts
+            ):
+                raise ValueError(f"expected an object of schema {SELF_CHECK_SCHEMA} about this machine")
+            kept = KeptCheck(float(values["error"]), float(values["bound"]))
+            if not 0 <= kept.error <= kept.bound:
+                raise ValueError(f"an error of {kept.error} is not within {kept.bound}")
+            return kept
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            _logger.warning("the self-check in %s cannot be read (%s); it is made again", self.path, error)
+            return None
+
+    def write(self, error: float, bound: float) -> None:
+        """A folder that cannot be written costs a line in the log and the next process a check."""
+        values = {"schema": SELF_CHECK_SCHEMA, "error": error, "bound": bound, "facts": self._facts}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with complete_file(self.path, json.dumps(values, indent=1) + "\n") as complete:
+                os.replace(complete, self.path)
+        except OSError as failure:
+            _logger.warning("the self-check in %s cannot be kept (%s): each process makes it", self.path, failure)

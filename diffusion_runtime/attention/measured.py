@@ -17,17 +17,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from diffusion_runtime.attention.autotune import time_candidates, with_own_options
+from diffusion_runtime.attention.autotune import padding_class, shape_class, time_candidates, with_own_options
 from diffusion_runtime.attention.backends.calling import run_backend
-from diffusion_runtime.attention.backends.interface import (
-    AttentionCall,
-    AttentionRequirements,
-    AttentionResult,
-    Availability,
-    Backend,
-    Capability,
-)
-from diffusion_runtime.attention.backends.narrowing import NarrowedCapability
+from diffusion_runtime.attention.backends.capability import AttentionRequirements, Capability, NarrowedCapability
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, Backend
+from diffusion_runtime.attention.backends.refusals import refusals
 from diffusion_runtime.attention.backends.registry import (
     available_names,
     find_backend,
@@ -36,10 +30,8 @@ from diffusion_runtime.attention.backends.registry import (
 )
 from diffusion_runtime.attention.backends.requirements import call_features, requirements_of
 from diffusion_runtime.attention.backends.torch_sdpa import TorchSdpaBackend
-from diffusion_runtime.attention.measured_cache import Choice, MeasuredCache, machine_facts
-from diffusion_runtime.attention.platforms import platform_candidates
-from diffusion_runtime.attention.select import refusals
-from diffusion_runtime.attention.shape_class import padding_class, shape_class
+from diffusion_runtime.attention.machine_cache import Choice, MeasuredCache, machine_facts
+from diffusion_runtime.attention.select import platform_candidates
 from diffusion_runtime.hardware import Hardware, detect_hardware
 
 _logger = logging.getLogger("diffusion_runtime.attention")
@@ -86,24 +78,19 @@ class _AnyCandidate(NarrowedCapability):
     def refusals(self, requirements: AttentionRequirements) -> list[str]:
         if any(not refusals(backend.name, requirements) for backend in candidates(requirements.hardware)):
             return []
-        return self.on(requirements.hardware).refusals(requirements) or [
+        return self.on_hardware(requirements.hardware).refusals(requirements) or [
             "no lossless backend here can do all of this at once"
         ]
 
 
 def _on(hardware: Hardware) -> Capability:
     """torch's, which is always a candidate and bounds neither head sizes nor roles, and what others add to it."""
-    capabilities = [_capability_of(backend, hardware) for backend in candidates(hardware)]
+    capabilities = [backend.capability.on_hardware(hardware) for backend in candidates(hardware)]
     return dataclasses.replace(
         TorchSdpaBackend.capability,
         dtypes=frozenset().union(*(can.dtypes for can in capabilities)),
         features=frozenset().union(*(can.features for can in capabilities)),
     )
-
-
-def _capability_of(backend: Backend, hardware: Hardware) -> Capability:
-    can = backend.capability
-    return can.on(hardware) if isinstance(can, NarrowedCapability) else can
 
 
 @register_backend
@@ -117,7 +104,7 @@ class MeasuredBackend(Backend):
     # A test of it is a test of those it picks from; looking at a machine must not measure.
     self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"measure": False})
     capability = _AnyCandidate(
-        dtypes=TorchSdpaBackend.capability.dtypes, features=TorchSdpaBackend.capability.features, on=_on
+        dtypes=TorchSdpaBackend.capability.dtypes, features=TorchSdpaBackend.capability.features, narrow=_on
     )
 
     def probe(self, hardware: Hardware) -> Availability:
