@@ -26,14 +26,9 @@ from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.generation_pipeline import GenerationPipeline, GenerationRules
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
-from diffusion_runtime.memory.primitive_cache import bound_primitive_cache
-from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.memory.allocator import bound_primitive_cache
+from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import resolve_model_folder
-from diffusion_runtime.models.component_files import (
-    check_component_files,
-    check_components,
-    refuse_quantised_components,
-)
 from diffusion_runtime.models.diffusers_import import check_diffusers_import
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
@@ -41,8 +36,12 @@ from diffusion_runtime.models.lora import Lora, read_lora
 from diffusion_runtime.models.published import PublishedModel, model_of_name
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.models.shared_decoder import SharedDecoder
-from diffusion_runtime.parallel.dry_run_mesh import planned_mesh
-from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.models.weight_files import (
+    check_component_files,
+    check_components,
+    refuse_quantised_components,
+)
+from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request import layered

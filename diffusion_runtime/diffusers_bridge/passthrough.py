@@ -14,27 +14,25 @@ from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.self_check import SelfChecker
 from diffusion_runtime.attention_report import AttentionReport, LibraryAttention
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
-from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
-from diffusion_runtime.diffusers_bridge.frames import frames_of
+from diffusion_runtime.diffusers_bridge.frames import frames_of, sound_of
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
-from diffusion_runtime.diffusers_bridge.sound import sound_of
+from diffusion_runtime.diffusers_bridge.size_rules import traits_of
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.memory.release import release_device_memory
-from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.progress import Cancellations, OnProgress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.step_info import StepInfo
-from diffusion_runtime.text_encoders.quiet import quiet_transformers
+from diffusion_runtime.text_encoders.loading import quiet_transformers
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 

@@ -32,7 +32,7 @@ from diffusion_runtime.model_folder import INDEX_FILE, read_json
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.weight_files import find_weight_files, refuse_without_scales, stored_dtypes
-from diffusion_runtime.text_encoders.quiet import quiet_transformers
+from diffusion_runtime.text_encoders.loading import quiet_transformers
 
 _LIBRARIES = ("diffusers", "transformers")
 _DENOISERS = ("transformer", "unet")

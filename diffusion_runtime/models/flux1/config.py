@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import read_config
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.geometry import ImageGeometry
 
 # Four latents a token. The checkpoint's own patch_size is 1: its pipeline folds them before.
 PATCH = (1, 2, 2)

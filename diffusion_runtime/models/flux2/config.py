@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import INDEX_FILE, ConfigFile, read_config, read_json
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.geometry import ImageGeometry
 
 # [dev], which takes the guidance scale as an input, and [klein], which does not.
 DEV, KLEIN = "Flux2Pipeline", "Flux2KleinPipeline"

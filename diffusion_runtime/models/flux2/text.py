@@ -10,8 +10,7 @@ from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.flux2.config import read_pipeline_config, read_transformer_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
-from diffusion_runtime.text_encoders.mistral3 import load_mistral3, mistral3_template
-from diffusion_runtime.text_encoders.qwen3 import load_stacked_qwen3
+from diffusion_runtime.text_encoders.language_model_loading import load_mistral3, load_stacked_qwen3, mistral3_template
 
 MAX_TOKENS = 512
 # The line break is in it, as in training.

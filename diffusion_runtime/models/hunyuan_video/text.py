@@ -11,7 +11,7 @@ import torch
 from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
-from diffusion_runtime.text_encoders.llama import load_llama
+from diffusion_runtime.text_encoders.language_model_loading import load_llama
 
 # What the transformer was trained with, word for word. No space stands between the sentences.
 _INSTRUCTION = (

@@ -1,5 +1,5 @@
-"""The HunyuanVideo-1.5 autoencoder as diffusers computes it: its decoder behind LatentDecoder, its encoder for a first
-image."""
+"""The HunyuanVideo-1.5 autoencoder as diffusers computes it: its decoder behind LatentDecoder; its encoder, with SigLIP
+beside it, for image to video."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.model_folder import read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor
+from diffusion_runtime.text_encoders import siglip
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15", "AutoencoderKLHunyuanVideo15"
@@ -56,3 +59,26 @@ def load_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Firs
 def read_scaling_factor(folder: Path) -> float:
     """What latents are multiplied with. Raises ModelLoadError that names the file and the key."""
     return read_config(folder, COMPONENT).number("scaling_factor", 1.03682)
+
+
+class HunyuanVideo15ImageConditioner(ImageConditioner):
+    """The autoencoder's encoder and SigLIP."""
+
+    def __init__(self, first_frame: FirstFrameEncoder, encoder: siglip.SiglipImageEncoder) -> None:
+        self._first_frame = first_frame
+        self._siglip = encoder
+
+    def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
+        """See ImageConditioner.encode."""
+        return ImageCondition(self._first_frame.encode(image), self._siglip.encode(image))
+
+
+def load_image_conditioner(folder: Path, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15ImageConditioner:
+    """`vae/`, `image_encoder/` and `feature_extractor/` of a diffusers folder. Raises ModelLoadError."""
+    encoder = siglip.load_siglip(folder, device, dtype)
+    return HunyuanVideo15ImageConditioner(load_encoder(folder, device, dtype), encoder)
+
+
+def read_preparation(folder: Path) -> siglip.PicturePreparation:
+    """How SigLIP's picture is prepared. Raises ModelLoadError that names the file and the key."""
+    return siglip.read_preparation(folder / "feature_extractor" / "preprocessor_config.json")

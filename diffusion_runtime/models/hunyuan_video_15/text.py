@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from diffusion_runtime.text_encoders.byt5 import ByT5Encoder, load_byt5
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
-from diffusion_runtime.text_encoders.qwen2_5_vl import load_qwen2_5_vl
+from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
+from diffusion_runtime.text_encoders.t5 import ByT5Encoder, load_byt5
 
 # What the transformer was trained with, word for word and blank for blank.
 _ASPECTS = (

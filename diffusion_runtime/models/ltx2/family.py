@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion_runtime.denoising.token_shift import token_shift
+from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.interface import DiffusionTransformer

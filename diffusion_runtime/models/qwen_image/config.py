@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import read_config
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.geometry import ImageGeometry
 
 # The pipeline folds 2 x 2 latents into a token, whatever the checkpoint's patch_size.
 _SIDE = 2

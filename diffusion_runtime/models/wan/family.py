@@ -29,7 +29,7 @@ from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.text_encoders.umt5 import MAX_TOKENS, load_umt5
+from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5
 
 # Where Wan 2.2's own examples differ. Two experts make 480p as well, which stays the default.
 _EXPERT_DEFAULTS = published_defaults("wan2.2-t2v-a14b", "num_inference_steps", "guidance_scale", "guidance_scale_2")

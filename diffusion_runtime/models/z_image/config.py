@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.model_folder import read_config
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.geometry import ImageGeometry
 
 # Both sequences, of the picture and of the text, are filled up to a multiple of this with trained tokens.
 TOKEN_MULTIPLE = 32
