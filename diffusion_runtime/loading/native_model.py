@@ -18,7 +18,7 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.allocator import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
-from diffusion_runtime.models.checkpoint import resolve_model_folder
+from diffusion_runtime.models.checkpoint import fetch_weights
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
 from diffusion_runtime.models.lora import Lora
@@ -69,7 +69,8 @@ class PreparedModel:
         say("choosing attention")
         checked = self._check_attention()
         description, opened = checked.description, self.model
-        check_component_files(resolve_model_folder(config.model_path))
+        fetch_weights(config.model_path, opened.folder)
+        check_component_files(opened.folder)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", advice):
             say("loading the text encoder")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
+from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.lora import read_lora
 from diffusion_runtime.models.published import PublishedModel, model_of_name
@@ -33,7 +33,7 @@ _HEAD_GROUPS = 2
 
 
 def prepare_native(
-    config: RuntimeConfig, folder: Path, world: World | None, is_guided: Callable[[RequestRules], bool] | None
+    config: RuntimeConfig, folder: ModelFolder, world: World | None, is_guided: Callable[[RequestRules], bool] | None
 ) -> PreparedModel:
     """`prepare` for a folder of a family here."""
     family = family_for_folder(folder)
@@ -70,7 +70,7 @@ def prepare_native(
     policy.check_rules(layer.layer for layer in layers)
     description = PipelineDescription(
         config=config,
-        folder=folder,
+        model_folder=folder,
         family=family.name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -20,22 +19,22 @@ from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.allocator import bound_primitive_cache
-from diffusion_runtime.model_folder import INDEX_FILE, read_json
-from diffusion_runtime.models.checkpoint import resolve_model_folder
+from diffusion_runtime.model_folder import ModelFolder, read_index
+from diffusion_runtime.models.checkpoint import fetch_weights
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.models.weight_files import check_components
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 
-def is_passthrough(backend: str, folder: Path) -> bool:
+def is_passthrough(backend: str, folder: ModelFolder) -> bool:
     """Whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; with `auto` the choice is logged.
 
     Raises ModelLoadError when there is no model_index.json, or one that cannot be read.
     """
     if backend != "auto":
         return backend == "diffusers"
-    index = read_json(folder / INDEX_FILE)
+    index = read_index(folder)
     # A folder without either is broken, which our own loading reports better.
     entry = index.get("transformer") or index.get("unet")
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers" or is_supported(str(entry[1])):
@@ -68,17 +67,18 @@ class PreparedPassthrough:
         bound_primitive_cache()
         say("choosing attention")
         plan, self_checks = SelfChecker(enabled=config.self_check).settle(
-            lambda: _plan_passthrough(config, self.description.folder, self.device, self.dtype),
+            lambda: _plan_passthrough(config, self.description.model_folder, self.device, self.dtype),
             lambda built: built.layers,
             self.plan,
         )
         plan = dataclasses.replace(plan, self_checks=self_checks)
         say("loading diffusers' pipeline")
-        recipe = _describe_passthrough(config, self.description.folder, plan, self.device, self.dtype).to_dict()
-        return load_passthrough(resolve_model_folder(config.model_path), plan, self.device, self.dtype, recipe)
+        recipe = _describe_passthrough(config, self.description.model_folder, plan, self.device, self.dtype).to_dict()
+        fetch_weights(config.model_path, self.description.model_folder)
+        return load_passthrough(self.description.model_folder, plan, self.device, self.dtype, recipe)
 
 
-def prepare_passthrough(config: RuntimeConfig, folder: Path) -> PreparedPassthrough:
+def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:
     """`prepare` for a folder that diffusers' own pipeline runs."""
     check_components(folder)
     device = resolve_device(config.device)
@@ -87,17 +87,19 @@ def prepare_passthrough(config: RuntimeConfig, folder: Path) -> PreparedPassthro
     return PreparedPassthrough(_describe_passthrough(config, folder, plan, device, dtype), plan, device, dtype)
 
 
-def _plan_passthrough(config: RuntimeConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> PassthroughPlan:
+def _plan_passthrough(
+    config: RuntimeConfig, folder: ModelFolder, device: torch.device, dtype: torch.dtype
+) -> PassthroughPlan:
     checker = SelfChecker(enabled=config.self_check, may_run=False)
     return plan_passthrough(config, folder, device, dtype, os.environ, checker)
 
 
 def _describe_passthrough(
-    config: RuntimeConfig, folder: Path, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype
+    config: RuntimeConfig, folder: ModelFolder, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype
 ) -> PipelineDescription:
     return PipelineDescription(
         config=config,
-        folder=folder,
+        model_folder=folder,
         family=plan.rules.pipeline_class,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),

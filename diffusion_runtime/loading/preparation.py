@@ -13,6 +13,7 @@ from diffusion_runtime.generation_pipeline import GenerationPipeline
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.loading.passthrough import is_passthrough, prepare_passthrough
+from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.checkpoint import resolve_model_folder
 from diffusion_runtime.models.diffusers_import import check_diffusers_import
 from diffusion_runtime.parallel.world import World
@@ -83,7 +84,7 @@ def prepare(
     check_diffusers_import()
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
-    folder = resolve_model_folder(config.model_path, weights=False)
+    folder = ModelFolder(resolve_model_folder(config.model_path, weights=False))
     if is_passthrough(config.backend, folder):
         return prepare_passthrough(config, folder)
     return prepare_native(config, folder, world, is_guided)

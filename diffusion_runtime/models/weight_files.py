@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
-from diffusion_runtime.model_folder import INDEX_FILE, read_json
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, read_index, read_json, read_json_in
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.files import check_path, open_file
@@ -213,7 +213,7 @@ def listed(names: Iterable[Any]) -> str:
 _STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
-def check_components(folder: Path) -> None:
+def check_components(folder: AnyFolder) -> None:
     """Raises ModelLoadError for a component that could not be a folder's inside the model folder, or has sizes that a
     library would build without end. Reads json alone."""
     path = folder / INDEX_FILE
@@ -224,15 +224,14 @@ def check_components(folder: Path) -> None:
                 f"{path}: component {shown(component)}: expected the name of a folder beside this file"
             )
     for component, _ in _with_weights(folder):
-        config = folder / component / "config.json"
-        check_sizes(read_json(config), config)
+        check_sizes(read_json_in(folder, component, "config.json"), folder / component / "config.json")
 
 
-def refuse_quantised_components(folder: Path) -> None:
+def refuse_quantised_components(folder: AnyFolder) -> None:
     """Raises ModelLoadError for a component whose config.json says that its weights are quantised. Reads json alone."""
     for component, _ in _with_weights(folder):
         path = folder / component / "config.json"
-        settings = read_json(path).get("quantization_config")
+        settings = read_json_in(folder, component, "config.json").get("quantization_config")
         if settings is not None:
             method = settings.get("quant_method") if isinstance(settings, dict) else settings
             raise ModelLoadError(
@@ -241,7 +240,7 @@ def refuse_quantised_components(folder: Path) -> None:
             )
 
 
-def check_component_files(folder: Path) -> None:
+def check_component_files(folder: AnyFolder) -> None:
     """Raises ModelLoadError for a component that is missing, or whose weight files are missing, pickled, quantised,
     damaged or cut off."""
     for component, _ in _components(folder):
@@ -254,7 +253,7 @@ def check_component_files(folder: Path) -> None:
             refuse_quantised(path, stored_dtypes(path))
 
 
-def _with_weights(folder: Path) -> Iterator[tuple[str, str]]:
+def _with_weights(folder: AnyFolder) -> Iterator[tuple[str, str]]:
     """(name, stem of its weight files) of every component that has weights: schedulers and tokenizers have no
     config.json."""
     for component, library in _components(folder):
@@ -262,8 +261,8 @@ def _with_weights(folder: Path) -> Iterator[tuple[str, str]]:
             yield component, _STEMS[library]
 
 
-def _components(folder: Path) -> Iterator[tuple[str, str]]:
+def _components(folder: AnyFolder) -> Iterator[tuple[str, str]]:
     """(name, library) of every component; optional ones that a model lacks are null in model_index.json."""
-    for component, entry in read_json(folder / INDEX_FILE).items():
+    for component, entry in read_index(folder).items():
         if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str):
             yield component, entry[0]

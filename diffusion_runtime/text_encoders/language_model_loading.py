@@ -3,11 +3,11 @@ Mistral 3, Qwen2.5-VL and Qwen3."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
 from diffusion_runtime.text_encoders.stacked_states import StackedStatesEncoder
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_llama(
-    folder: Path,
+    folder: AnyFolder,
     device: torch.device,
     dtype: torch.dtype,
     template: PromptTemplate,
@@ -51,7 +51,7 @@ def mistral3_template(system_message: str) -> PromptTemplate:
 
 
 def load_mistral3(
-    folder: Path,
+    folder: AnyFolder,
     device: torch.device,
     dtype: torch.dtype,
     template: PromptTemplate,
@@ -85,7 +85,7 @@ _WHOLE, _TEXT_ALONE = "qwen2_5_vl", "qwen2_5_vl_text"
 
 
 def load_qwen2_5_vl(
-    folder: Path,
+    folder: AnyFolder,
     device: torch.device,
     dtype: torch.dtype,
     template: PromptTemplate,
@@ -119,7 +119,7 @@ def load_qwen2_5_vl(
 
 
 def load_qwen3(
-    folder: Path,
+    folder: AnyFolder,
     device: torch.device,
     dtype: torch.dtype,
     template: PromptTemplate,
@@ -138,7 +138,7 @@ def load_qwen3(
 
 
 def load_stacked_qwen3(
-    folder: Path,
+    folder: AnyFolder,
     device: torch.device,
     dtype: torch.dtype,
     template: PromptTemplate,
@@ -155,7 +155,7 @@ def load_stacked_qwen3(
 
 
 def _load(
-    folder: Path, device: torch.device, dtype: torch.dtype, *, num_layers: int | None = None
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, num_layers: int | None = None
 ) -> tuple[Any, PreTrainedTokenizerFast]:
     check_model_type(folder / "text_encoder", ("qwen3",))
     # Imported late: transformers takes seconds.

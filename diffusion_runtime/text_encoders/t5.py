@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diffusion_runtime.errors import ModelLoadError, first_line
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
 from diffusion_runtime.text_encoders.loading import (
     check_model_type,
@@ -61,7 +62,7 @@ class T5TextEncoder(TextEncoder):
 
 
 def load_t5(
-    folder: Path, device: torch.device, dtype: torch.dtype, *, max_tokens: int, encoder: str, tokenizer: str
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int, encoder: str, tokenizer: str
 ) -> T5TextEncoder:
     """T5 from two components of a model folder, from safetensors and without a network.
 
@@ -131,7 +132,7 @@ class UMT5TextEncoder(TextEncoder):
 
 
 def load_umt5(
-    folder: Path, device: torch.device, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
 ) -> UMT5TextEncoder:
     """The text encoder of a model folder, from safetensors and without a network.
 
@@ -194,7 +195,7 @@ class ByT5Encoder:
 
 
 def load_byt5(
-    folder: Path,
+    folder: AnyFolder,
     device: torch.device,
     dtype: torch.dtype,
     *,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import torch
 
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
-from diffusion_runtime.model_folder import read_config
+from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.geometry import LatentGeometry
@@ -24,7 +23,7 @@ AUTOENCODER = DiffusersComponent(
 )
 
 
-def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
     """The decoder of a diffusers folder's `vae`.
 
     As its authors run it, it decodes 17 frames of at most 256 x 256 pixels at a time and blends what overlaps.
@@ -36,7 +35,7 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Vide
     return VideoDecoder(autoencoder, by_factor(read_scaling_factor(folder)))
 
 
-def read_scaling_factor(folder: Path) -> float:
+def read_scaling_factor(folder: AnyFolder) -> float:
     """What latents are multiplied with. Raises ModelLoadError that names the file and the key."""
     return read_config(folder, COMPONENT).number("scaling_factor", 0.476986)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15 import codec
@@ -27,7 +27,7 @@ from diffusion_runtime.models.published import published_defaults
 _Model = Model[HunyuanVideo15Config, LatentGeometry]
 
 
-def _check_parts(folder: Path) -> None:
+def _check_parts(folder: AnyFolder) -> None:
     codec.read_scaling_factor(folder)
     if read_transformer_config(folder).starts_from_image:
         codec.read_preparation(folder)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from diffusion_runtime.denoising.flow_schedule import token_shift
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.published import published_defaults
@@ -23,7 +22,7 @@ AUTOENCODER = DiffusersComponent(
 )
 
 
-def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
     """The decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
@@ -48,7 +47,7 @@ TEMPLATE = PromptTemplate(
 MAX_TOKENS = 512
 
 
-def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     """The last hidden states of the folder's Qwen2.5-VL. Raises ModelLoadError."""
     return load_qwen2_5_vl(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=0)
 

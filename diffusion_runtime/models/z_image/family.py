@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import torch
 
 from diffusion_runtime.denoising.flow_schedule import token_shift
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
@@ -24,7 +24,7 @@ MAX_TOKENS = 512
 TEMPLATE = PromptTemplate("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", num_cropped=0)
 
 
-def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     """Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights."""
     return load_qwen3(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=1)
 
