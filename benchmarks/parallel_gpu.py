@@ -1,6 +1,6 @@
 """One video over several GPUs: a forward pass and a guided step of Wan 1.3B at 480p, against one GPU, in one run.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/parallel_gpu.py --output benchmarks/results/parallel_gpu.json
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.parallel_gpu --output benchmarks/results/parallel_gpu.json
 
 Random weights, bfloat16, 81 frames: 32760 tokens, 30 layers, 12 heads of 128. Correctness first: the error of every
 variant against one GPU in float32, beside the error of one GPU in bfloat16. Then the times, round after round with all
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.communication_volume import ForwardShape, communication_volume
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
@@ -33,9 +34,8 @@ from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import stays_float32
 from diffusion_runtime.parallel.branches import BranchExchange
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.parallel.rank_group import RankGroup
-from diffusion_runtime.parallel.volume import ForwardShape, communication_volume
 from diffusion_runtime.text_encoders.interface import Conditions
 
 PATCH = (1, 2, 2)

@@ -4,7 +4,6 @@ layer."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
-from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import MAX_TEXT_BYTES
+from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.request_rules import RequestRules
-from diffusion_runtime.untrusted.files import read_file
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,14 @@ class PlannedAttention:
 class PipelineDescription:
     """The result of a dry run: what a RuntimeConfig leads to, known without any weight.
 
-    folder: of the model; family: its architecture; device, dtype: where and in what it would run. rules: its request
+    model_folder: opened; family: its architecture; device, dtype: where and in what it would run. rules: its request
     defaults, presets and sizes. attention: every choice, by role, layers and steps. libraries: components whose
     attention is their library's own. degrees: how processes share the work. self_checks: of the chosen backends, as far
     as they are run or cached.
     """
 
     config: RuntimeConfig
-    folder: Path
+    model_folder: ModelFolder
     family: str
     device: str
     dtype: str
@@ -63,6 +60,11 @@ class PipelineDescription:
     libraries: tuple[LibraryAttention, ...]
     degrees: Degrees = dataclasses.field(default_factory=Degrees)
     self_checks: tuple[SelfCheck, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where the model is."""
+        return self.model_folder.path
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `attention`, `version`."""
@@ -79,7 +81,7 @@ class PipelineDescription:
             "model": {
                 "path": self.config.model_path,
                 "family": self.family,
-                "config_sha256": _config_digest(self.folder),
+                "config_sha256": self.model_folder.digest,
                 "device": self.device,
                 "dtype": self.dtype,
             },
@@ -121,14 +123,3 @@ def _decision_values(decision: Decision) -> dict[str, Any]:
         "rejected": [list(pair) for pair in decision.rejected],
         **({} if decision.dense is None else {"dense": _decision_values(decision.dense)}),
     }
-
-
-def _config_digest(folder: Path) -> str:
-    """SHA-256 over the json files of the model and its parts: folders with different digests are different models."""
-    digest = hashlib.sha256()
-    whole = [folder / "model_index.json", folder / "generation.json"]
-    for path in sorted([*whole, *folder.glob("[!.]*/*.json")]):
-        if path.is_file():
-            content = read_file(path, max_bytes=MAX_TEXT_BYTES, error=ModelLoadError)
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + content + b"\0")
-    return digest.hexdigest()

@@ -1,17 +1,20 @@
-"""The json files of a diffusers folder, read with errors that name the file and the key."""
+"""Model folder: the json files of a diffusers folder, each read once, with errors that name the file and the key."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import math
 import os
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
 from diffusion_runtime.untrusted.component_sizes import MAX_LAYERS, check_sizes
-from diffusion_runtime.untrusted.files import check_file
-from diffusion_runtime.untrusted.json_text import read_json_file
+from diffusion_runtime.untrusted.files import check_file, read_file
+from diffusion_runtime.untrusted.json_text import MAX_JSON_BYTES, parse_json_file
 
 INDEX_FILE = "model_index.json"
 
@@ -25,14 +28,74 @@ MAX_SIZE = 2**20
 T = TypeVar("T")
 
 
+class ModelFolder:
+    """An opened model folder: a json file that is asked for several times is read once, so that all parts of one load
+    see the same content. `folder / name` is a path inside it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._contents: dict[Path, bytes] = {}
+        self._mappings: dict[Path, dict[str, Any]] = {}
+
+    def __truediv__(self, name: str | Path) -> Path:
+        return self.path / name
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def read_json(self, *names: str) -> dict[str, Any]:
+        """See read_json. names: of the folders between and of the file. The result is the caller's own."""
+        path = self.path.joinpath(*names)
+        if path not in self._mappings:
+            self._contents[path] = _read(path)
+            self._mappings[path] = _parse(path, self._contents[path])
+        return copy.deepcopy(self._mappings[path])
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the json files of the model and its parts, in hexadecimal: folders with different digests are
+        different models. Reads those that nothing has read yet."""
+        digest = hashlib.sha256()
+        whole = [self.path / INDEX_FILE, self.path / "generation.json"]
+        for path in sorted([*whole, *self.path.glob("[!.]*/*.json")]):
+            if path.is_file():
+                known = self._contents.get(path)
+                content = read_file(path, max_bytes=MAX_TEXT_BYTES, error=ModelLoadError) if known is None else known
+                digest.update(path.relative_to(self.path).as_posix().encode() + b"\0" + content + b"\0")
+        return digest.hexdigest()
+
+
+# A folder whose files are read once, or one whose files are read whenever they are asked for.
+AnyFolder: TypeAlias = ModelFolder | Path
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The mapping a json file holds. Raises ModelLoadError when it is missing, unreadable or not a mapping."""
+    return _parse(path, _read(path))
+
+
+def read_index(folder: AnyFolder) -> dict[str, Any]:
+    """model_index.json. Raises what read_json raises."""
+    return read_json_in(folder, INDEX_FILE)
+
+
+def read_json_in(folder: AnyFolder, *names: str) -> dict[str, Any]:
+    """A json file of a model folder. names: as in ModelFolder.read_json. Raises what read_json raises."""
+    opened = folder if isinstance(folder, ModelFolder) else ModelFolder(folder)
+    return opened.read_json(*names)
+
+
+def _read(path: Path) -> bytes:
     if not os.path.exists(path):
         raise ModelLoadError(
             f"{path} is missing; a diffusers model folder has it, so copy or download the whole folder"
         )
+    return read_file(path, max_bytes=MAX_JSON_BYTES, error=ModelLoadError)
+
+
+def _parse(path: Path, content: bytes) -> dict[str, Any]:
     # diffusers writes schedulers whose bounds are infinite.
-    values = read_json_file(path, error=ModelLoadError, allow_constants=True)
+    values = parse_json_file(content, path, error=ModelLoadError, allow_constants=True)
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: expected a json object with keys, got {_kind(values)}")
     return values
@@ -40,14 +103,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def check_model_files(folder: Path) -> None:
     """Whether what a model folder and its components hold can be opened: by this runtime and by libraries, which open
-    files by name.
+    files by name. model_index.json, which is always read, is checked then.
 
     Raises ModelLoadError for a FIFO, device or socket under the name of a file, Git-LFS pointers, and texts too large
     to be read whole.
     """
     try:
         folders = [folder, *(path for path in sorted(folder.iterdir()) if path.is_dir() and path.name[0] != ".")]
-        files = [path for place in folders for path in sorted(place.iterdir()) if path.suffix in _READ_SUFFIXES]
+        files = [
+            path
+            for place in folders
+            for path in sorted(place.iterdir())
+            if path.suffix in _READ_SUFFIXES and path != folder / INDEX_FILE
+        ]
     except OSError as error:
         raise ModelLoadError(f"{folder} cannot be read: {error.strerror}") from error
     for path in files:
@@ -57,10 +125,10 @@ def check_model_files(folder: Path) -> None:
             check_file(path, max_bytes=MAX_TEXT_BYTES if is_text else None, error=ModelLoadError)
 
 
-def component_class(folder: Path, component: str) -> tuple[str, str]:
+def component_class(folder: AnyFolder, component: str) -> tuple[str, str]:
     """(library, class name) of a component, as model_index.json says. Raises ModelLoadError."""
     path = folder / INDEX_FILE
-    entry = read_json(path).get(component)
+    entry = read_index(folder).get(component)
     if entry is None:
         raise ModelLoadError(f"{path}: key {shown(component)} is missing; expected [library, class name]")
     pair = entry if isinstance(entry, list) else []
@@ -69,11 +137,11 @@ def component_class(folder: Path, component: str) -> tuple[str, str]:
     return pair[0], pair[1]
 
 
-def refuse_other_pipelines(folder: Path, known: Collection[str]) -> None:
+def refuse_other_pipelines(folder: AnyFolder, known: Collection[str]) -> None:
     """Raises ModelLoadError for a folder whose pipeline is none of `known`: it does something else with a transformer
     of the same class, such as editing an image."""
     path = folder / INDEX_FILE
-    name = read_json(path).get("_class_name")
+    name = read_index(folder).get("_class_name")
     if name is not None and name not in known:
         raise ModelLoadError(
             f"{path}: key '_class_name': expected {' or '.join(known)}, got {shown(name)}: this runtime has no "
@@ -82,11 +150,11 @@ def refuse_other_pipelines(folder: Path, known: Collection[str]) -> None:
         )
 
 
-def refuse_unknown_index_keys(folder: Path, known: Collection[str]) -> None:
+def refuse_unknown_index_keys(folder: AnyFolder, known: Collection[str]) -> None:
     """Raises ModelLoadError for a value in model_index.json that is no component, no note and not among `known`: what
     it asks for would be left out. null asks for nothing."""
     path = folder / INDEX_FILE
-    for key, value in read_json(path).items():
+    for key, value in read_index(folder).items():
         if not key.startswith("_") and not isinstance(value, list) and value is not None and key not in known:
             raise ModelLoadError(
                 f"{path}: key {key!r}: {shown(value)} is unknown to this runtime.{nearest(key, known)} What it asks "
@@ -94,10 +162,9 @@ def refuse_unknown_index_keys(folder: Path, known: Collection[str]) -> None:
             )
 
 
-def read_config(folder: Path, component: str) -> ConfigFile:
+def read_config(folder: AnyFolder, component: str) -> ConfigFile:
     """The config.json of a component's folder. Raises ModelLoadError."""
-    path = folder / component / "config.json"
-    return ConfigFile(path, read_json(path))
+    return ConfigFile(folder / component / "config.json", read_json_in(folder, component, "config.json"))
 
 
 class ConfigFile:

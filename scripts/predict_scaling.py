@@ -1,6 +1,6 @@
 """A small model of how a denoising step gets shorter with more processes, fitted to results/parallel_gpu.json.
 
-python scripts/predict_scaling.py    # prints the tables of docs/scaling.md
+python -m scripts.predict_scaling    # prints the tables of docs/scaling.md
 
     t(N) = t_cut / N + t_every + exposed bytes / bandwidth + num_exchanges * latency
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.parallel.volume import ForwardShape, communication_volume
+from benchmarks.communication_volume import ForwardShape, communication_volume
 
 ROOT = Path(__file__).parents[1]
 # Two all-to-alls around each layer's attention.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,30 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(Model, "build_transformer", counted)
     return found
+
+
+# An audit hook cannot be removed: one for the process, which counts where a test asks for it.
+_counted: list[Counter[Path]] = []
+
+
+def _count(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and _counted and isinstance(arguments[0], str | os.PathLike):
+        _counted[-1][Path(arguments[0])] += 1
+
+
+@functools.cache
+def _add_hook() -> None:
+    sys.addaudithook(_count)
+
+
+@pytest.fixture
+def opens(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Path]]:
+    """How often each file was opened, by whomever."""
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "134217728")
+    _add_hook()
+    _counted.append(Counter())
+    yield _counted[-1]
+    _counted.pop()
 
 
 def test_a_command_builds_its_model_once(
@@ -77,3 +105,19 @@ def test_processes_that_were_not_joined_are_an_error_before_the_weights(tiny_wan
     with pytest.raises(ConfigError, match="2 processes are asked for, and this one has joined no others"):
         prepared.load(stages.append)
     assert stages == []
+
+
+@pytest.mark.parametrize("write", [None, write_tiny_video_pipeline])
+@pytest.mark.parametrize("command", ["generate", "dry run"])
+def test_a_command_reads_its_model_folder_once(
+    command: str, write: Callable[[Path], Path] | None, tiny_wan_folder: Path, tmp_path: Path, opens: Counter[Path]
+) -> None:
+    folder = tiny_wan_folder if write is None else write(tmp_path / "video")
+    opens.clear()
+    flags = ["--dry-run"] if command == "dry run" else []
+    assert run(["generate", "a star", *tiny_arguments(folder), "-o", f"{tmp_path}/out/", *flags]) == 0
+    # diffusers reads a folder of its own accord.
+    by_diffusers = 1 if write is not None and not flags else 0
+    assert opens[folder / "model_index.json"] == 1 + by_diffusers
+    # The first one tells a Git LFS pointer or a FIFO from a file, before libraries open it by name.
+    assert opens[folder / "transformer" / "config.json"] == 2 + by_diffusers

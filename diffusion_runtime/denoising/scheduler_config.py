@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, shown
+from diffusion_runtime.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.samplers import SAMPLERS
-from diffusion_runtime.untrusted.json_text import read_json_file
 
 # Class name in the folder -> the sampler behind it.
 SAMPLER_OF_CLASS = {
@@ -82,15 +82,15 @@ class SchedulerConfig:
         )
 
 
-def read_scheduler_config(folder: Path) -> SchedulerConfig:
+def read_scheduler_config(folder: AnyFolder) -> SchedulerConfig:
     """The scheduler settings of a model folder.
 
     Raises ModelLoadError when the file is missing, is no JSON mapping, names no class, or describes something other
     than a flow-matching model (every sampler here integrates a velocity).
     """
     path = folder / "scheduler" / "scheduler_config.json"
-    values = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete", allow_constants=True)
-    if not isinstance(values, dict) or not isinstance(values.get("_class_name"), str):
+    values = read_json_in(folder, "scheduler", "scheduler_config.json")
+    if not isinstance(values.get("_class_name"), str):
         raise ModelLoadError(f"{path}: expected a JSON mapping with `_class_name`")
     plain = {key: value for key, value in values.items() if not key.startswith("_")}
     config = SchedulerConfig(values["_class_name"], plain, path)

@@ -18,8 +18,7 @@ from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker, remar
 from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
 from diffusion_runtime.diffusers_bridge.attached_model import AttachedModel
 from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
-from diffusion_runtime.diffusers_bridge.compiled import uncompiled
-from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, device_of, dtype_of
+from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, device_of, dtype_of, uncompiled
 from diffusion_runtime.diffusers_bridge.dispatcher import RegistryEntries
 from diffusion_runtime.diffusers_bridge.explicit_choices import check_choices, is_chosen
 from diffusion_runtime.diffusers_bridge.grids import TOKEN_ORDERS, token_order

@@ -13,7 +13,7 @@ from torch import nn
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.diffusers_bridge.attending import ForwardPass, ModuleAttention
-from diffusion_runtime.diffusers_bridge.compiled import WholeGraphs, uncompiled
+from diffusion_runtime.diffusers_bridge.denoisers import WholeGraphs, uncompiled
 from diffusion_runtime.diffusers_bridge.grids import token_order
 from diffusion_runtime.diffusers_bridge.interception import (
     DispatcherEntries,

@@ -21,10 +21,12 @@ from diffusion_runtime.diffusers_bridge.masks import (
     OtherMask,
     QueryGroups,
     Visibility,
+    attend_groups,
+    attend_padded,
+    run_layer,
 )
 from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, head_shape, processor_of
-from diffusion_runtime.diffusers_bridge.padded_attention import attend_groups, attend_padded, run_layer
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.step_info import StepInfo
 

@@ -10,8 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from diffusion_runtime.diffusers_bridge.compiled import uncompiled
-from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
+from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, uncompiled
 from diffusion_runtime.diffusers_bridge.interception import PassHook
 from diffusion_runtime.diffusers_bridge.steps import StepFollower
 from diffusion_runtime.progress import OnProgress, Progress, Stage

@@ -1,4 +1,4 @@
-"""Converts the result of a diffusers pipeline to uint8 frames."""
+"""Converts the result of a diffusers pipeline to uint8 frames and sound."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing
 import torch
 
 from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.media.audio import Audio
 
 # The result fields of pipelines, in the order in which they are tried.
 VIDEO_FIELDS = ("frames", "video")
@@ -74,3 +75,21 @@ def _bytes(array: numpy.typing.NDArray[Any], pipeline_class: str) -> numpy.typin
             "dtype float32 or bfloat16, or copy the model again"
         )
     return numpy.ascontiguousarray((array.astype(numpy.float32) * 255).round().clip(0, 255).astype(numpy.uint8))
+
+
+def sound_of(result: Any, pipeline: Any) -> tuple[Audio | None, list[str]]:
+    """The sound of the first sample, None when there is none or it cannot be written, and remarks about that.
+
+    Pipelines return samples alone; the sample rate is known where a vocoder has one.
+    """
+    audio = getattr(result, "audio", None)
+    if audio is None:
+        return None, []
+    vocoder = getattr(pipeline, "vocoder", None)
+    sample_rate = None if vocoder is None else vocoder.config.get("output_sampling_rate")
+    samples = audio.detach().float().cpu().numpy() if isinstance(audio, torch.Tensor) else numpy.asarray(audio)
+    if samples.ndim == 3:
+        samples = samples[0]
+    if type(sample_rate) is not int or samples.ndim != 2:
+        return None, ["the pipeline made sound as well, which is not written: its sample rate is unknown"]
+    return Audio(numpy.ascontiguousarray(samples.astype(numpy.float32).clip(-1.0, 1.0)), sample_rate), []

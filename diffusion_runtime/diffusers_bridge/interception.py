@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from diffusion_runtime.diffusers_bridge.compiled import outside_graphs
+from diffusion_runtime.diffusers_bridge.denoisers import outside_graphs
 from diffusion_runtime.diffusers_bridge.module_run import AttendCall, ModuleRun, entered
 from diffusion_runtime.diffusers_bridge.modules import mask_arguments, processor_of
 

@@ -11,13 +11,12 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, shown
-from diffusion_runtime.model_folder import read_json
+from diffusion_runtime.model_folder import ModelFolder
 
 # Settings of schedulers that say how long their tables are, and the longest that is made; published ones have 1000.
 _TABLE_LENGTHS = ("num_train_timesteps", "solver_order")
@@ -26,7 +25,7 @@ _MAX_TABLE_LENGTH = 100_000
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 
-def meta_model(folder: Path, component: str, entry: Any) -> Any:
+def meta_model(folder: ModelFolder, component: str, entry: Any) -> Any:
     """A model of diffusers on the meta device, from its config alone; None when it cannot be built there.
 
     entry: of model_index.json, [library, class name]. Raises ModelLoadError for a config that cannot be read.
@@ -37,7 +36,7 @@ def meta_model(folder: Path, component: str, entry: Any) -> Any:
         return None
     try:
         with torch.device("meta"), _quiet_diffusers():
-            return model_class.from_config(read_json(config))
+            return model_class.from_config(folder.read_json(component, "config.json"))
     except (BackendUnavailableError, ModelLoadError):
         raise
     except (
@@ -47,7 +46,9 @@ def meta_model(folder: Path, component: str, entry: Any) -> Any:
         return None
 
 
-def meta_pipeline(pipeline_class: Any, folder: Path, index: Mapping[str, Any], models: Mapping[str, Any]) -> Any | None:
+def meta_pipeline(
+    pipeline_class: Any, folder: ModelFolder, index: Mapping[str, Any], models: Mapping[str, Any]
+) -> Any | None:
     """A pipeline built by its class from `models` and the scheduler, with None for every other component; None where
     the class needs those, or a model is missing: classes would use default factors in its place.
 
@@ -76,13 +77,13 @@ def meta_pipeline(pipeline_class: Any, folder: Path, index: Mapping[str, Any], m
         return None
 
 
-def _scheduler(folder: Path, component: str, entry: list[Any]) -> Any | None:
+def _scheduler(folder: ModelFolder, component: str, entry: list[Any]) -> Any | None:
     """A scheduler from its config; None for every other kind of component, and for one that cannot be made."""
     kind = _class_of(entry, "SchedulerMixin")
     config = folder / component / "scheduler_config.json"
     if kind is None or not config.is_file():
         return None
-    values = read_json(config)
+    values = folder.read_json(component, "scheduler_config.json")
     for key, value in values.items():
         if key in _TABLE_LENGTHS and not (isinstance(value, int) and 0 < value <= _MAX_TABLE_LENGTH):
             raise ModelLoadError(

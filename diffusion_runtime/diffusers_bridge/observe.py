@@ -12,8 +12,7 @@ import torch
 
 from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
 from diffusion_runtime.diffusers_bridge.attach import UnreachedModule, listed
-from diffusion_runtime.diffusers_bridge.compiled import uncompiled
-from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
+from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of, uncompiled
 from diffusion_runtime.diffusers_bridge.dispatcher import RegistryEntries, check_dispatcher_backend
 from diffusion_runtime.diffusers_bridge.interception import (
     TakenModule,

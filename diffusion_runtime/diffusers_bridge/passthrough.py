@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,27 +13,26 @@ from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.self_check import SelfChecker
 from diffusion_runtime.attention_report import AttentionReport, LibraryAttention
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
-from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
-from diffusion_runtime.diffusers_bridge.frames import frames_of
+from diffusion_runtime.diffusers_bridge.frames import frames_of, sound_of
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
-from diffusion_runtime.diffusers_bridge.sound import sound_of
+from diffusion_runtime.diffusers_bridge.size_rules import traits_of
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.memory.release import release_device_memory
-from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
+from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.progress import Cancellations, OnProgress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.step_info import StepInfo
-from diffusion_runtime.text_encoders.quiet import quiet_transformers
+from diffusion_runtime.text_encoders.loading import quiet_transformers
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
@@ -206,7 +204,7 @@ def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def load_passthrough(
-    folder: Path, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype, recipe: Mapping[str, Any]
+    folder: ModelFolder, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype, recipe: Mapping[str, Any]
 ) -> DiffusersPipeline:
     """Load diffusers' own pipeline: safetensors alone, no code from the folder.
 
@@ -218,7 +216,7 @@ def load_passthrough(
     with explain_memory_shortage("loading", advice), quiet_transformers(), _without_progress_bars():
         try:
             pipeline = plan.pipeline_class.from_pretrained(
-                folder,
+                folder.path,
                 dtype=dtype,
                 variant=variant,
                 use_safetensors=True,
@@ -253,7 +251,7 @@ def _decode_in_tiles(pipeline: Any) -> None:
             _logger.info("%s: %s decodes in tiles alone; tiling is on", component, type(part).__name__)
 
 
-def _check_complete(folder: Path, pipeline: Any) -> None:
+def _check_complete(folder: ModelFolder, pipeline: Any) -> None:
     """Raises ModelLoadError for weights that are in no file: diffusers only warns, and leaves them uninitialised."""
     for component, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module):
@@ -266,7 +264,7 @@ def _check_complete(folder: Path, pipeline: Any) -> None:
                 )
 
 
-def _check_numbers(folder: Path, pipeline: Any) -> None:
+def _check_numbers(folder: ModelFolder, pipeline: Any) -> None:
     """Raises ModelLoadError for weights that hold NaN or infinity."""
     for component, part in pipeline.components.items():
         found = first_unusable(part.named_parameters()) if isinstance(part, torch.nn.Module) else None

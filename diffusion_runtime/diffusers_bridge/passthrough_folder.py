@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterf
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import ConfigError, ModelLoadError
-from diffusion_runtime.model_folder import INDEX_FILE, read_json
+from diffusion_runtime.model_folder import INDEX_FILE, ModelFolder, read_index
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.weight_files import find_weight_files, refuse_without_scales, stored_dtypes
-from diffusion_runtime.text_encoders.quiet import quiet_transformers
+from diffusion_runtime.text_encoders.loading import quiet_transformers
 
 _LIBRARIES = ("diffusers", "transformers")
 _DENOISERS = ("transformer", "unet")
@@ -89,7 +88,7 @@ class PassthroughPlan:
 
 def plan_passthrough(
     config: RuntimeConfig,
-    folder: Path,
+    folder: ModelFolder,
     device: torch.device,
     dtype: torch.dtype,
     environment: Mapping[str, str],
@@ -106,7 +105,7 @@ def plan_passthrough(
         )
     if config.lora:
         raise ConfigError("lora: a pipeline of diffusers' own takes none here; leave it out, or use a native model")
-    index = read_json(folder / INDEX_FILE)
+    index = read_index(folder)
     with quiet_transformers():
         pipeline_class = _pipeline_class(folder, index)
         interface = PipelineInterface.of(pipeline_class)
@@ -140,7 +139,7 @@ def plan_passthrough(
     )
 
 
-def check_weights(folder: Path) -> str | None:
+def check_weights(folder: ModelFolder) -> str | None:
     """Whether every component has its weights, as complete safetensors. Returns the variant to load, such as `fp16`,
     where a component has no files without one.
 
@@ -148,7 +147,7 @@ def check_weights(folder: Path) -> str | None:
     quantised without a declared method.
     """
     variant: str | None = None
-    for component, entry in _components(read_json(folder / INDEX_FILE)):
+    for component, entry in _components(read_index(folder)):
         if not (folder / component).is_dir():
             raise ModelLoadError(f"{folder / component} is missing; copy or download the whole model folder")
         stem = _STEMS.get(entry[0])
@@ -156,7 +155,7 @@ def check_weights(folder: Path) -> str | None:
         if stem is None or not (folder / component / "config.json").is_file():
             continue
         files = find_weight_files(folder / component, stem)
-        says_how = "quantization_config" in read_json(folder / component / "config.json")
+        says_how = "quantization_config" in folder.read_json(component, "config.json")
         for path in files:
             dtypes = stored_dtypes(path)
             if not says_how:
@@ -189,7 +188,7 @@ def _is_choice(choice: Any) -> bool:
     return any(spec.candidates or spec.options for spec in specs)
 
 
-def _pipeline_class(folder: Path, index: Mapping[str, Any]) -> Any:
+def _pipeline_class(folder: ModelFolder, index: Mapping[str, Any]) -> Any:
     """The class of diffusers that model_index.json names. Raises ModelLoadError."""
     import diffusers
 
@@ -223,7 +222,7 @@ def _pipeline_class(folder: Path, index: Mapping[str, Any]) -> Any:
     return found
 
 
-def _check_can_run(folder: Path, interface: PipelineInterface) -> None:
+def _check_can_run(folder: ModelFolder, interface: PipelineInterface) -> None:
     """Raises ModelLoadError for a pipeline that no request can run, or whose result is neither picture nor video."""
     reasons = interface.refusals()
     if reasons:

@@ -11,9 +11,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_runtime.diffusers_bridge.autoencoders import traits_of
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PARAMETER_NAMES, PipelineInterface
 from diffusion_runtime.errors import RequestError
+
+
+@dataclass(frozen=True)
+class AutoencoderTraits:
+    """tiled_only: it raises NotImplementedError when it decodes without tiling, and tiling is off by default. causal:
+    the first latent frame is one frame of the video; else every latent frame stands for as many frames as the temporal
+    factor."""
+
+    tiled_only: bool = False
+    causal: bool = True
+
+
+_KNOWN: Mapping[str, AutoencoderTraits] = {
+    "AutoencoderKLAllegro": AutoencoderTraits(tiled_only=True, causal=False),
+}
+
+
+def traits_of(autoencoder: object) -> AutoencoderTraits:
+    """Traits of an autoencoder; the defaults for a class that is not listed."""
+    return _KNOWN.get(type(autoencoder).__name__, AutoencoderTraits())
+
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 

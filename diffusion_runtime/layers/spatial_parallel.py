@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import gather_bands, with_neighbour_rows
-from diffusion_runtime.parallel.rank_group import RankGroup
 
 
 class SpatialParallel(TorchFunctionMode):

@@ -6,13 +6,12 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import INDEX_FILE, component_class, read_config
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
 from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
 
 COMPONENT = "vae"
@@ -31,7 +30,7 @@ class DiffusersComponent:
     class_name: str
     idle_settings: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: AnyFolder) -> None:
         """Whether the folder's component is of that class, and can be built; reads json alone, and imports diffusers.
 
         Raises ModelLoadError that names the file and the key.
@@ -44,7 +43,7 @@ class DiffusersComponent:
             )
         self.build(folder)
 
-    def build(self, folder: Path, *, left_out: tuple[str, ...] = ()) -> Any:
+    def build(self, folder: AnyFolder, *, left_out: tuple[str, ...] = ()) -> Any:
         """The component without weights, on the meta device, from its config.json. left_out: as in `load`.
 
         Raises ModelLoadError for settings that the installed class does not know or refuses.
@@ -74,7 +73,7 @@ class DiffusersComponent:
 
     def load(
         self,
-        folder: Path,
+        folder: AnyFolder,
         device: torch.device,
         dtype: torch.dtype,
         *,

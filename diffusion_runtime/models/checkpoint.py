@@ -21,7 +21,7 @@ from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError, first_line, nearest
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.model_folder import INDEX_FILE, check_model_files
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, check_model_files
 from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.weight_files import (
     DAMAGED,
@@ -256,6 +256,15 @@ def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     return _download(model_path, weights)
+
+
+def fetch_weights(model_path: str, folder: AnyFolder) -> None:
+    """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
+    folder has them. Raises what resolve_model_folder raises."""
+    is_local = model_path == EMBEDDED or check_path(expand_home(model_path), "model_path").is_dir()
+    found = folder if is_local else resolve_model_folder(model_path)
+    if str(found) != str(folder):
+        raise ModelLoadError(f"{model_path} has changed on the hub since it was opened ({folder}, {found}): try again")
 
 
 def _siblings(path: Path) -> str:

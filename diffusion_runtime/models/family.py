@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,7 +12,11 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import refuse_other_pipelines, refuse_unknown_index_keys
+from diffusion_runtime.model_folder import (
+    AnyFolder,
+    refuse_other_pipelines,
+    refuse_unknown_index_keys,
+)
 from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.checkpoint import Checkpoint, Piece, WeightChange, load_weights
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
@@ -45,7 +48,7 @@ class Model(Generic[C, G]):
     """
 
     family: ModelFamily[C, G]
-    folder: Path
+    folder: AnyFolder
     config: C
     geometry: G
     generation: GenerationSettings
@@ -92,7 +95,7 @@ def _unchanged(model: Model[C, G]) -> Model[C, G]:
     return model
 
 
-def _nothing(_: Path) -> None:
+def _nothing(_: AnyFolder) -> None:
     return None
 
 
@@ -123,30 +126,30 @@ class ModelFamily(Generic[C, G]):
     diffusers_components: tuple[DiffusersComponent, ...]
     roles: tuple[tuple[str, str], ...]
     defaults: Mapping[str, Any]
-    read_config: Callable[[Path], C]
-    read_geometry: Callable[[Path], G]
+    read_config: Callable[[AnyFolder], C]
+    read_geometry: Callable[[AnyFolder], G]
     transformer: Callable[[C, G, AttentionPolicy], DiffusionTransformer]
     pieces: Callable[[C], Mapping[str, tuple[Piece, ...]]]
-    load_text_encoder: Callable[[Path, torch.device, torch.dtype], TextEncoder]
-    load_decoder: Callable[[Path, torch.device, torch.dtype], LatentDecoder]
+    load_text_encoder: Callable[[AnyFolder, torch.device, torch.dtype], TextEncoder]
+    load_decoder: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
     shared_heads: Callable[[C], int | None]
     stays_float32: Callable[[str], bool] = lambda _: False
-    load_image_conditioner: Callable[[Path, torch.device, torch.dtype], ImageConditioner] | None = None
+    load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
     index_keys: tuple[str, ...] = ()
     decoder_splits_rows: bool = False
     guidance_offset: float = 0.0
     request_fields: tuple[str, ...] = ()
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     read_schedule: Callable[[SchedulerConfig], FlowSchedule] | None = None
-    check_parts: Callable[[Path], object] = _nothing
+    check_parts: Callable[[AnyFolder], object] = _nothing
     adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
 
-    def open(self, folder: Path) -> Model[C, G]:
+    def open(self, folder: AnyFolder) -> Model[C, G]:
         """The model in this folder, from its json alone, after `check`. Imports diffusers."""
         self.check(folder)
         return self.describe(folder)
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: AnyFolder) -> None:
         """Whether everything that the folder's json asks for beside the transformer can be honoured."""
         refuse_other_pipelines(folder, self.pipeline_classes)
         refuse_unknown_index_keys(folder, self.index_keys)
@@ -154,7 +157,7 @@ class ModelFamily(Generic[C, G]):
             component.check(folder)
         self.check_parts(folder)
 
-    def describe(self, folder: Path) -> Model[C, G]:
+    def describe(self, folder: AnyFolder) -> Model[C, G]:
         """`open` without `check`."""
         scheduler, generation = read_scheduler_config(folder), generation_settings(folder)
         config, geometry = self.read_config(folder), self.read_geometry(folder)

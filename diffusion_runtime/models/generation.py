@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
-from diffusion_runtime.model_folder import ConfigFile, read_json
+from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_json_in
 from diffusion_runtime.request import GenerationRequest, request_field_types
 
 FILE_NAME = "generation.json"
@@ -26,7 +25,7 @@ class GenerationSettings:
     max_text_tokens: int | None = None
 
 
-def generation_settings(folder: Path) -> GenerationSettings:
+def generation_settings(folder: AnyFolder) -> GenerationSettings:
     """What generation.json says: {"defaults": {...}, "presets": {"draft": {...}}, "max_text_tokens": 64}; nothing when
     there is no such file.
 
@@ -35,7 +34,7 @@ def generation_settings(folder: Path) -> GenerationSettings:
     path = folder / FILE_NAME
     if not path.exists():
         return GenerationSettings()
-    values = read_json(path)
+    values = read_json_in(folder, FILE_NAME)
     for key in values:
         if key not in _KEYS:
             raise ModelLoadError(f"{path}: unknown key {shown(key)}.{nearest(key, _KEYS)}")

@@ -1,4 +1,4 @@
-"""How pixels become latents and latents become tokens."""
+"""Latent geometry: how pixels become latents and latents become tokens, of videos and of single images."""
 
 from __future__ import annotations
 
@@ -103,3 +103,14 @@ def _misfit(name: str, value: int, step: int, remainder: int) -> str:
     fitting = [str(size) for size in (below, below + step) if size >= 1]
     rule = f"a multiple of {step}" if remainder == 0 else f"a multiple of {step} plus {remainder}"
     return f"{name}: expected {rule}, got {value}; use {' or '.join(fitting)}"
+
+
+@dataclass(frozen=True)
+class ImageGeometry(LatentGeometry):
+    """A LatentGeometry of one frame."""
+
+    def check(self, height: int, width: int, num_frames: int) -> None:
+        """See LatentGeometry.check. Raises RequestError for more than one frame, too."""
+        super().check(height, width, num_frames)
+        if num_frames != 1:
+            raise RequestError(f"num_frames: this model makes images, expected 1, got {num_frames}; leave it out")

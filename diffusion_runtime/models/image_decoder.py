@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from diffusion_runtime.model_folder import read_config
+from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.interface import LatentDecoder
 
@@ -43,7 +42,7 @@ def decode_image(autoencoder: Any, raw: torch.Tensor) -> torch.Tensor:
         return image.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 1)[:, None].contiguous()
 
 
-def load_image_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> ImageDecoder:
+def load_image_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ImageDecoder:
     """The decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
@@ -53,7 +52,7 @@ def load_image_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -
     return ImageDecoder(autoencoder, scale, shift)
 
 
-def read_normalisation(folder: Path) -> tuple[float, float]:
+def read_normalisation(folder: AnyFolder) -> tuple[float, float]:
     """(scale, shift) of ImageDecoder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, COMPONENT)
     return file.number("scaling_factor"), file.number("shift_factor")

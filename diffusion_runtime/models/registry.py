@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import ModelLoadError, nearest
-from diffusion_runtime.model_folder import INDEX_FILE, component_class, read_json
+from diffusion_runtime.model_folder import AnyFolder, component_class, read_index
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.family import ModelFamily
@@ -64,13 +63,13 @@ def register_declared_roles() -> None:
         _register_roles(load())
 
 
-def family_for_folder(folder: Path) -> ModelFamily[Any, Any]:
+def family_for_folder(folder: AnyFolder) -> ModelFamily[Any, Any]:
     """The family that loads a diffusers folder; its attention roles are known from then on.
 
     Raises ModelLoadError when the folder is not a model's, or its transformer is of a class that no family loads.
     """
     # Models from before transformers have a UNet in its place.
-    has_unet = read_json(folder / INDEX_FILE).keys() & {"transformer", "unet"} == {"unet"}
+    has_unet = read_index(folder).keys() & {"transformer", "unet"} == {"unet"}
     library, name = component_class(folder, "unet" if has_unet else "transformer")
     if name not in _families:
         kind = "UNet" if has_unet else "transformer"

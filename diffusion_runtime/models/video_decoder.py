@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.model_folder import read_config
+from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT
 from diffusion_runtime.models.interface import LatentDecoder
 
@@ -49,14 +48,14 @@ def by_statistics(mean: torch.Tensor, std: torch.Tensor, scaling_factor: float =
     return lambda latents: latents * std / scaling_factor + mean
 
 
-def read_statistics(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def read_statistics(folder: AnyFolder) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of the latents, of every channel. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, COMPONENT)
     num_channels = file.whole_number("z_dim", 16)
     return file.numbers("latents_mean", num_channels), file.numbers("latents_std", num_channels)
 
 
-def restore_by_config(folder: Path, device: torch.device) -> Restore:
+def restore_by_config(folder: AnyFolder, device: torch.device) -> Restore:
     """`by_statistics` of vae/config.json. Raises ModelLoadError that names the file and the key."""
     mean, std = (torch.tensor(statistic, device=device) for statistic in read_statistics(folder))
     return by_statistics(mean, std)

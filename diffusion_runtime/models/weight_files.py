@@ -1,16 +1,21 @@
-"""Which safetensors files hold a component's weights, and whether they are whole and of a kind that can be read."""
+"""Weight files (safetensors) of a model folder: which hold a component, and whether they are whole and readable.
+
+`check_components` reads json and the heads of files alone: what cannot be read ends a load there, before the first and
+largest component has been read for nothing.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
-from diffusion_runtime.model_folder import read_json
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, read_index, read_json, read_json_in
+from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.document import DocumentError
-from diffusion_runtime.untrusted.files import open_file
+from diffusion_runtime.untrusted.files import check_path, open_file
 from diffusion_runtime.untrusted.json_text import parse_json
 
 # Names listed in a message before it says how many more there are.
@@ -202,3 +207,62 @@ def listed(names: Iterable[Any]) -> str:
     shown = [str(name) for name in names]
     rest = len(shown) - _NUM_LISTED
     return ", ".join(shown[:_NUM_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# How the files of a component's weights are called, by the library that its class is of.
+_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+
+
+def check_components(folder: AnyFolder) -> None:
+    """Raises ModelLoadError for a component that could not be a folder's inside the model folder, or has sizes that a
+    library would build without end. Reads json alone."""
+    path = folder / INDEX_FILE
+    for component, _ in _components(folder):
+        check_path(component, f"{path}: component", ModelLoadError)
+        if Path(component).name != component:
+            raise ModelLoadError(
+                f"{path}: component {shown(component)}: expected the name of a folder beside this file"
+            )
+    for component, _ in _with_weights(folder):
+        check_sizes(read_json_in(folder, component, "config.json"), folder / component / "config.json")
+
+
+def refuse_quantised_components(folder: AnyFolder) -> None:
+    """Raises ModelLoadError for a component whose config.json says that its weights are quantised. Reads json alone."""
+    for component, _ in _with_weights(folder):
+        path = folder / component / "config.json"
+        settings = read_json_in(folder, component, "config.json").get("quantization_config")
+        if settings is not None:
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings
+            raise ModelLoadError(
+                f"{path}: key 'quantization_config': the weights are quantised ({method}), and this runtime does not "
+                f"read them; {UNQUANTISED}"
+            )
+
+
+def check_component_files(folder: AnyFolder) -> None:
+    """Raises ModelLoadError for a component that is missing, or whose weight files are missing, pickled, quantised,
+    damaged or cut off."""
+    for component, _ in _components(folder):
+        if not (folder / component).is_dir():
+            raise ModelLoadError(
+                f"{folder / component}/ is missing, and {INDEX_FILE} names it; copy or download the whole model folder"
+            )
+    for component, stem in _with_weights(folder):
+        for path in find_weight_files(folder / component, stem):
+            refuse_quantised(path, stored_dtypes(path))
+
+
+def _with_weights(folder: AnyFolder) -> Iterator[tuple[str, str]]:
+    """(name, stem of its weight files) of every component that has weights: schedulers and tokenizers have no
+    config.json."""
+    for component, library in _components(folder):
+        if library in _STEMS and (folder / component / "config.json").is_file():
+            yield component, _STEMS[library]
+
+
+def _components(folder: AnyFolder) -> Iterator[tuple[str, str]]:
+    """(name, library) of every component; optional ones that a model lacks are null in model_index.json."""
+    for component, entry in read_index(folder).items():
+        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str):
+            yield component, entry[0]

@@ -8,9 +8,8 @@ from typing import Literal
 
 import torch
 
-from diffusion_runtime.parallel.collectives import all_gather
+from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.parallel.rank_group import RankGroup
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.parallel.rank_group import RankGroup
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.sharding import SequenceSharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 AXES = ("branch", "ring", "ulysses")
 
@@ -123,3 +124,18 @@ class ProcessMesh:
         if ranks.shape[1] == 1:
             groups["sequence"] = groups["ulysses"]
         return cls(**groups)
+
+
+def planned_mesh(ulysses_degree: int, ring_degree: int, branch_degree: int) -> ProcessMesh:
+    """The mesh as rank 0 would see it, without torch's process groups: nothing can be exchanged on it."""
+    return ProcessMesh(
+        ulysses=_planned(ulysses_degree),
+        ring=_planned(ring_degree),
+        sequence=_planned(ulysses_degree * ring_degree),
+        branch=_planned(branch_degree),
+    )
+
+
+def _planned(size: int) -> RankGroup:
+    members = tuple(range(size))
+    return RankGroup(members, 0, None, members)

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from diffusion_runtime.parallel.collectives import all_gather
-from diffusion_runtime.parallel.rank_group import RankGroup
+from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
 
 def band_of(num_rows: int, group: RankGroup) -> slice:

@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from diffusion_runtime.parallel.failure import RankFailure
 from diffusion_runtime.parallel.process_info import LAUNCHED_VARIABLE
-from diffusion_runtime.parallel.process_state import children_of, is_alive
+from diffusion_runtime.parallel.signs_of_life import children_of, is_alive
 
 # torch's own messages about ranks that fail; this program has better ones.
 _ELASTIC_LOGGER = "torch.distributed.elastic"

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from diffusion_runtime.parallel.collectives import all_gather
-from diffusion_runtime.parallel.rank_group import RankGroup
+from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
 
 @dataclass(frozen=True)

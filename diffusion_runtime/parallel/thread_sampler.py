@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from diffusion_runtime.parallel.process_state import read_state
+from diffusion_runtime.parallel.signs_of_life import read_state
 
 # Code that waits for other processes or for the device, and is not at fault for taking long. On an accelerator work is
 # queued, so a process that waits for another one often does so where it waits for its own device.

@@ -21,11 +21,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from diffusion_runtime.parallel.failure import RankFailure
-from diffusion_runtime.parallel.orphans import GRACE_SECONDS, end_this_process
-from diffusion_runtime.parallel.process_info import ProcessInfo
-from diffusion_runtime.parallel.process_state import children_of, is_alive, variable_of
+from diffusion_runtime.parallel.process_info import GRACE_SECONDS, ProcessInfo, end_this_process
 from diffusion_runtime.parallel.run_store import RunStore
-from diffusion_runtime.parallel.signs_of_life import SignsOfLife
+from diffusion_runtime.parallel.signs_of_life import SignsOfLife, children_of, is_alive, variable_of
 from diffusion_runtime.parallel.thread_sampler import ThreadSampler
 
 BEAT_SECONDS = 0.5

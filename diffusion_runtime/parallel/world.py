@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.failure import FirstProcessError, RankFailure, RunEnded
-from diffusion_runtime.parallel.orphans import end_with_launcher
-from diffusion_runtime.parallel.process_info import ProcessInfo
-from diffusion_runtime.parallel.rank_group import RankGroup
+from diffusion_runtime.parallel.process_info import ProcessInfo, end_with_launcher
 from diffusion_runtime.parallel.run_store import RunStore, connect
 from diffusion_runtime.parallel.signs_of_life import SILENT_SECONDS
 from diffusion_runtime.parallel.watchdog import BEAT_SECONDS, Watchdog

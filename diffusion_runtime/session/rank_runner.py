@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from diffusion_runtime.parallel.failure import RankFailure, RunEnded
-from diffusion_runtime.parallel.orphans import end_with_launcher
-from diffusion_runtime.parallel.process_info import ProcessInfo
+from diffusion_runtime.parallel.process_info import ProcessInfo, end_with_launcher
 from diffusion_runtime.session.coordinator import MultiProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED, Failure, Interrupted
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files

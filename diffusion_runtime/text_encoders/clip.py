@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.interface import EncoderCut
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
 from diffusion_runtime.text_encoders.tokenized import tokenize
@@ -40,7 +40,7 @@ class CLIPPooledEncoder:
 
 
 def load_clip(
-    folder: Path,
+    folder: AnyFolder,
     device: torch.device,
     dtype: torch.dtype,
     *,

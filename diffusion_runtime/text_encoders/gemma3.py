@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
 from diffusion_runtime.text_encoders.tokenized import TokenizedPrompt, tokenize
 
@@ -41,7 +41,7 @@ class Gemma3Encoder:
         return torch.stack(output.hidden_states, dim=-1)[0], row
 
 
-def load_gemma3(folder: Path, device: torch.device, dtype: torch.dtype, *, max_tokens: int) -> Gemma3Encoder:
+def load_gemma3(folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int) -> Gemma3Encoder:
     """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.

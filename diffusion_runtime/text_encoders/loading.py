@@ -1,9 +1,11 @@
-"""Loads encoders and tokenizers of transformers from a folder: safetensors and json alone, without a network."""
+"""Loads encoders and tokenizers of transformers from a folder: safetensors and json alone, without a network or a
+progress bar."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +13,29 @@ import torch
 
 from diffusion_runtime.errors import ModelLoadError, first_line, shown
 from diffusion_runtime.layers.weight_range import first_unusable
-from diffusion_runtime.text_encoders.quiet import quiet_transformers
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside the block transformers logs errors alone; afterwards the previous verbosity is restored."""
+    from transformers.utils import logging as typed_logging
+
+    logging: Any = typed_logging  # Some of its functions have no annotations.
+    verbosity, had_progress_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_progress_bars:
+            logging.enable_progress_bar()
+
 
 _VARIANT_FILE = re.compile(r"model\.([^.-]+)\.safetensors|model\.safetensors\.index\.([^.]+)\.json")
 

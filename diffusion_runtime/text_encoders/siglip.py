@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diffusion_runtime.errors import ModelLoadError, shown
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.loading import check_model_type, load_encoder
 from diffusion_runtime.untrusted.json_text import read_json_file
 
@@ -64,7 +65,7 @@ class SiglipImageEncoder:
         return tokens
 
 
-def load_siglip(folder: Path, device: torch.device, dtype: torch.dtype) -> SiglipImageEncoder:
+def load_siglip(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> SiglipImageEncoder:
     """The image encoder of a model folder, from safetensors and json and without a network.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.

@@ -1,19 +1,32 @@
-"""T5 text encoder (Raffel et al., arXiv:1910.10683): model and tokenizer are transformers'."""
+"""T5 (Raffel et al., arXiv:1910.10683), UMT5 (Chung et al. 2023, arXiv:2304.09151) and ByT5 (Xue et al.,
+arXiv:2105.13626) text encoders: models and tokenizers are transformers'."""
 
 from __future__ import annotations
 
+import html
+import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
-from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
+from diffusion_runtime.errors import ModelLoadError, first_line
+from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
+from diffusion_runtime.text_encoders.loading import (
+    check_model_type,
+    check_vocabulary,
+    load_encoder,
+    load_tokenizer,
+    quiet_transformers,
+)
 from diffusion_runtime.text_encoders.tokenized import tokenize
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, T5EncoderModel
+    from transformers import ByT5Tokenizer, PreTrainedTokenizerFast, T5EncoderModel, UMT5EncoderModel
+
 
 _REMEDY = (
     "Where there is a spiece.model alone, transformers converts it: "
@@ -49,7 +62,7 @@ class T5TextEncoder(TextEncoder):
 
 
 def load_t5(
-    folder: Path, device: torch.device, dtype: torch.dtype, *, max_tokens: int, encoder: str, tokenizer: str
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int, encoder: str, tokenizer: str
 ) -> T5TextEncoder:
     """T5 from two components of a model folder, from safetensors and without a network.
 
@@ -63,3 +76,156 @@ def load_t5(
     model = load_encoder(folder / encoder, T5EncoderModel, device, dtype)
     check_vocabulary(folder / tokenizer, len(words), model.config.vocab_size)
     return T5TextEncoder(model, words, max_tokens)
+
+
+# The separators U+001C to U+001F are whitespace in Python, but not in Unicode, which diffusers follows here.
+_WHITESPACE = re.compile(r"[^\S\x1c-\x1f]+")
+
+
+def clean_prompt(prompt: str) -> str:
+    """The prompt without html entities and with single spaces; mojibake is repaired where ftfy is installed."""
+    if importlib.util.find_spec("ftfy") is not None:
+        import ftfy
+
+        prompt = ftfy.fix_text(prompt)
+    prompt = html.unescape(html.unescape(prompt)).strip()
+    return _WHITESPACE.sub(" ", prompt).strip()
+
+
+# The length the published Wan transformers were trained with, whatever the tokenizer's own config.
+MAX_TOKENS = 512
+
+
+class UMT5TextEncoder(TextEncoder):
+    """`text_encoder/` and `tokenizer/` of a diffusers folder. max_tokens: prompts are padded to it with zeros, which
+    the transformer attends to."""
+
+    library = "transformers"
+
+    def __init__(self, model: UMT5EncoderModel, tokenizer: PreTrainedTokenizerFast, max_tokens: int) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.implementation = str(model.config._attn_implementation)
+
+    @torch.inference_mode()
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        rows = [tokenize(self.tokenizer, clean_prompt(prompt), self.max_tokens) for prompt in prompts]
+        lengths = tuple(len(row.ids) for row in rows)
+        # The encoder runs on the longest prompt's length, not on max_tokens: its positions are relative and padding is
+        # masked, so the result is the same, for a fraction of the work.
+        ids = torch.full((len(rows), max(1, *lengths)), self.tokenizer.pad_token_id or 0)
+        for row, tokens in zip(ids, rows, strict=True):
+            row[: len(tokens.ids)] = torch.tensor(tokens.ids, dtype=torch.long)
+        device = self.model.device
+        mask = torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None]
+        hidden = self.model(ids.to(device), mask.long().to(device)).last_hidden_state
+        embeddings = hidden.new_zeros(len(rows), self.max_tokens, hidden.shape[-1])
+        for index, length in enumerate(lengths):
+            embeddings[index, :length] = hidden[index, :length]
+        return Conditions(
+            embeddings=embeddings,
+            lengths=lengths,
+            unknown_words=tuple(row.unknown_words for row in rows),
+            num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
+        )
+
+
+def load_umt5(
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
+) -> UMT5TextEncoder:
+    """The text encoder of a model folder, from safetensors and without a network.
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    check_model_type(folder / "text_encoder", ("umt5",))
+    # Imported late: transformers takes seconds.
+    from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
+
+    tokenizer = load_tokenizer(folder / "tokenizer", remedy=_REMEDY)
+    model = load_encoder(folder / "text_encoder", UMT5EncoderModel, device, dtype)
+    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
+    return UMT5TextEncoder(model, tokenizer, max_tokens)
+
+
+class ByT5Encoder:
+    """max_tokens: capacity for one text, its end token included; one token is a byte."""
+
+    library = "transformers"
+
+    def __init__(self, model: T5EncoderModel, tokenizer: ByT5Tokenizer, max_tokens: int) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.implementation = str(model.config._attn_implementation)
+
+    @torch.inference_mode()
+    def encode(self, texts: Sequence[str]) -> tuple[TextStream, EncoderCut]:
+        """The tokens of each text, padded to the longest, none of an empty one; and what was truncated.
+
+        Positions are relative and padding is masked, so padding to the longest text is enough.
+        """
+        rows = [self._tokens(text, self.max_tokens) if text else [] for text in texts]
+        lengths = tuple(len(row) for row in rows)
+        # At least one token: an empty tensor would need special cases everywhere.
+        ids = torch.full((len(rows), max(1, *lengths)), self.tokenizer.pad_token_id or 0)
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):
+            ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
+            mask[index, : len(row)] = 1
+        some = [index for index, length in enumerate(lengths) if length]
+        embeddings = torch.zeros(
+            *ids.shape, self.model.config.d_model, dtype=self.model.dtype, device=self.model.device
+        )
+        if some:
+            hidden = self.model(ids[some].to(self.model.device), mask[some].to(self.model.device)).last_hidden_state
+            for index, tokens in zip(some, hidden, strict=True):
+                embeddings[index, : lengths[index]] = tokens[: lengths[index]]
+        whole = (len(self._tokens(text, None)) if text else 0 for text in texts)
+        num_cut = tuple(total - length for total, length in zip(whole, lengths, strict=True))
+        return TextStream(embeddings, lengths), EncoderCut("ByT5", num_cut, self.max_tokens)
+
+    def _tokens(self, text: str, max_tokens: int | None) -> list[int]:
+        """max_tokens: None for all of them."""
+        # verbose=False: the tokenizer would print its own warning for a long text; the caller gives a better one.
+        tokens: list[int] = self.tokenizer(
+            text, truncation=max_tokens is not None, max_length=max_tokens, verbose=False
+        ).input_ids
+        return tokens
+
+
+def load_byt5(
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    encoder: str = "text_encoder_2",
+    tokenizer: str = "tokenizer_2",
+) -> ByT5Encoder:
+    """ByT5 from two components of a model folder, from safetensors and json and without a network.
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    check_model_type(folder / encoder, ("t5",))
+    # Imported late: transformers takes seconds.
+    from transformers.models.t5.modeling_t5 import T5EncoderModel
+
+    letters = _load_tokenizer(folder / tokenizer)
+    model = load_encoder(folder / encoder, T5EncoderModel, device, dtype)
+    check_vocabulary(folder / tokenizer, len(letters), model.config.vocab_size)
+    return ByT5Encoder(model, letters, max_tokens)
+
+
+def _load_tokenizer(folder: Path) -> ByT5Tokenizer:
+    from transformers.models.byt5.tokenization_byt5 import ByT5Tokenizer
+
+    # Its vocabulary is the bytes: it has no vocabulary file, only settings.
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ModelLoadError(f"{folder / 'tokenizer_config.json'} is missing; copy or download the whole folder")
+    try:
+        with quiet_transformers():
+            tokenizer: ByT5Tokenizer = ByT5Tokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # any exception: damaged json makes it raise several kinds
+        raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
+    return tokenizer

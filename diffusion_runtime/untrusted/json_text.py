@@ -62,6 +62,19 @@ def read_json_file(
     Raises what read_file raises, and `error` for a text that parse_json refuses.
     """
     content = read_file(path, key, max_bytes=MAX_JSON_BYTES, error=error, missing=missing, advice=advice)
+    return parse_json_file(content, path, key, error=error, allow_constants=allow_constants, max_values=max_values)
+
+
+def parse_json_file(
+    content: bytes,
+    path: str | Path,
+    key: str = "",
+    *,
+    error: type[DiffusionRuntimeError] = ConfigError,
+    allow_constants: bool = False,
+    max_values: int = MAX_VALUES,
+) -> Any:
+    """The value of a JSON file that has been read. path, key: for the message of `error`."""
     try:
         return parse_json(content, allow_constants=allow_constants, max_values=max_values)
     except DocumentError as reason:

@@ -38,7 +38,7 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
-from diffusion_runtime.parallel.rank_group import RankGroup
+from diffusion_runtime.parallel.collectives import RankGroup
 
 LAYERS = [LocalAttention, UlyssesAttention, USPAttention]
 

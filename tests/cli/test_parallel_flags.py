@@ -46,7 +46,7 @@ def test_processes_without_gpus_need_a_word(command: Command, tiny_flags: tuple[
 
 def test_a_family_that_cannot_be_cut(tiny_wan_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = dataclasses.replace(FAMILY, shared_heads=lambda config: None)
-    monkeypatch.setattr("diffusion_runtime.loading.family_for_folder", lambda folder: whole)
+    monkeypatch.setattr("diffusion_runtime.loading.native_preparation.family_for_folder", lambda folder: whole)
     config = RuntimeConfig(str(tiny_wan_folder), device="cpu", parallel=ParallelConfig(num_gpus=2))
     with pytest.raises(ConfigError, match="wan models run on one process in this version"):
         inspect_pipeline(config)

@@ -85,7 +85,7 @@ OWN_TEXTS = {
     "models/shared_decoder.py",
     "parallel/failure.py",
     "parallel/launch.py",
-    "parallel/process_state.py",
+    "parallel/signs_of_life.py",
     "parallel/watchdog.py",
     "parallel/world.py",
     "session/following.py",

@@ -70,7 +70,7 @@ def test_another_class_has_no_default_and_its_error_names_both(tmp_path: Path) -
     ("values", "told"),
     [
         ("{", "JSON"),
-        ("[1]", "mapping"),
+        ("[1]", "json object"),
         ({"shift": 1.0}, "_class_name"),
         (UNIPC | {"prediction_type": "epsilon"}, "prediction_type"),
         ({"_class_name": "UniPCMultistepScheduler"}, "prediction_type"),
@@ -88,5 +88,5 @@ def test_what_cannot_be_used_is_a_load_error_that_names_it(tmp_path: Path, value
 
 
 def test_a_missing_file_is_a_load_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="incomplete"):
+    with pytest.raises(ModelLoadError, match="is missing; a diffusers model folder has it"):
         read_scheduler_config(tmp_path)

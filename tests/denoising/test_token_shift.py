@@ -8,9 +8,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from tables import table
 
+from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.denoising.token_shift import token_shift
 from diffusion_runtime.errors import ModelLoadError
 
 CLASS_NAME = "FlowMatchEulerDiscreteScheduler"

@@ -28,8 +28,14 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.backends.registry import unregister_backend
 from diffusion_runtime.diffusers_bridge.attach import attach
-from diffusion_runtime.diffusers_bridge.masks import KeyPadding, MaskReader, OtherMask, QueryGroups, read_mask
-from diffusion_runtime.diffusers_bridge.padded_attention import attend_padded
+from diffusion_runtime.diffusers_bridge.masks import (
+    KeyPadding,
+    MaskReader,
+    OtherMask,
+    QueryGroups,
+    attend_padded,
+    read_mask,
+)
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
 

@@ -12,7 +12,7 @@ import torch
 from tiny_ltx2 import TINY_SIZES, write_tiny_ltx2
 
 from diffusion_runtime import GenerationRequest, load_pipeline
-from diffusion_runtime.diffusers_bridge.sound import sound_of
+from diffusion_runtime.diffusers_bridge.frames import sound_of
 
 
 def test_the_sound_of_a_pipeline_is_written_with_its_pictures(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.models.wan.codec import load_decoder
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import band_of, gather_bands
-from diffusion_runtime.parallel.rank_group import RankGroup
 
 # Rows that no number of processes divides.
 NUM_ROWS = 7

@@ -7,7 +7,7 @@ from diffusers.models.embeddings import CombinedTimestepGuidanceTextProjEmbeddin
 from diffusers.models.normalization import AdaLayerNormSingle
 from tables import table
 
-from diffusion_runtime.layers.conditioning import ConditionEmbedding, TimestepModulation
+from diffusion_runtime.layers.embeddings import ConditionEmbedding, TimestepModulation
 
 NAMES = {"timestep": "timestep_embedder", "guidance": "guidance_embedder", "pooled": "text_embedder"}
 

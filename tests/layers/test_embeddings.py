@@ -8,7 +8,7 @@ from tables import table
 from torch import nn
 
 from diffusion_runtime.layers.embeddings import PatchEmbedding, patchify, timestep_waves, unpatchify
-from diffusion_runtime.layers.feed_forward import FeedForward
+from diffusion_runtime.layers.linear import FeedForward
 
 PATCHES = [(1, 2, 2), (1, 1, 1), (2, 1, 3)]
 

@@ -23,8 +23,7 @@ from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
-from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.geometry import ClipSize, ImageGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from parallel.exchange_cases import HEAD_DIM, SMALL, WORLDS
 
-from diffusion_runtime.parallel.volume import ForwardShape, communication_volume
+from benchmarks.communication_volume import ForwardShape, communication_volume
 
 ROOT = Path(__file__).parents[2]
 NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]

@@ -10,6 +10,7 @@ from attention_calls import attention_call, with_fields
 from parallel.exchange_cases import write_strategy
 from tables import table
 
+from benchmarks.communication_volume import ForwardShape, communication_volume
 from diffusion_runtime.attention import (
     AttentionCall,
     AttentionConfig,
@@ -34,12 +35,11 @@ from diffusion_runtime.attention.options import build_options
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.parallel.head_shares import share_heads
-from diffusion_runtime.parallel.merging import PartialAttention
-from diffusion_runtime.parallel.rank_group import RankGroup
+from diffusion_runtime.parallel.ring import PartialAttention
 from diffusion_runtime.parallel.sharding import SequenceSharding
-from diffusion_runtime.parallel.volume import ForwardShape, communication_volume
+from diffusion_runtime.parallel.ulysses import share_heads
 
 
 def group(size: int, index: int = 0) -> RankGroup:

@@ -19,9 +19,17 @@ import torch.distributed as dist
 
 from diffusion_runtime.parallel.failure import RankFailure
 from diffusion_runtime.parallel.process_info import ProcessInfo
-from diffusion_runtime.parallel.process_state import children_of, is_alive, read_state, variable_of
 from diffusion_runtime.parallel.run_store import RunStore
-from diffusion_runtime.parallel.signs_of_life import MEETING_SECONDS, SILENT_SECONDS, STOPPED_SECONDS, SignsOfLife
+from diffusion_runtime.parallel.signs_of_life import (
+    MEETING_SECONDS,
+    SILENT_SECONDS,
+    STOPPED_SECONDS,
+    SignsOfLife,
+    children_of,
+    is_alive,
+    read_state,
+    variable_of,
+)
 from diffusion_runtime.parallel.watchdog import Watchdog
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks for processes in /proc")

@@ -7,7 +7,7 @@ import sys
 import pytest
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-from diffusion_runtime.text_encoders.prompt_cleaning import clean_prompt
+from diffusion_runtime.text_encoders.t5 import clean_prompt
 
 PROMPTS = [
     "a red circle moving left",

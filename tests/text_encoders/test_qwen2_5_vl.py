@@ -13,7 +13,7 @@ from tiny_encoders import HIDDEN, tiny_qwen2_5_vl
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
-from diffusion_runtime.text_encoders.qwen2_5_vl import load_qwen2_5_vl
+from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
 
 PROMPTS = ["a red circle moving left", "", "two objects: a blue star, and a green ring"]
 TEMPLATE = PromptTemplate("<|im_start|>still<|im_end|>", "<|im_end|>", 3)

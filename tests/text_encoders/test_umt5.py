@@ -14,7 +14,7 @@ from tiny_models import MAX_TEXT_TOKENS
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.text_encoders.umt5 import UMT5TextEncoder, load_umt5
+from diffusion_runtime.text_encoders.t5 import UMT5TextEncoder, load_umt5
 
 PROMPTS = ["a red circle moving left", "", "Two objects: a blue STAR, and a green ring on a striped background"]
 

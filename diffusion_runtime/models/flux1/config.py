@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import read_config
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.models.geometry import ImageGeometry
 
 # Four latents a token. The checkpoint's own patch_size is 1: its pipeline folds them before.
 PATCH = (1, 2, 2)
@@ -68,7 +67,7 @@ class Flux1TransformerConfig:
         return self.num_double_layers + self.num_single_layers
 
 
-def read_transformer_config(folder: Path) -> Flux1TransformerConfig:
+def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KEYS)
@@ -100,7 +99,7 @@ def read_transformer_config(folder: Path) -> Flux1TransformerConfig:
     )
 
 
-def read_geometry(folder: Path) -> ImageGeometry:
+def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("latent_channels")

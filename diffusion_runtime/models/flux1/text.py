@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
@@ -33,7 +33,7 @@ class Flux1TextEncoder(TextEncoder):
 
 
 def load_text_encoder(
-    folder: Path, device: torch.device, dtype: torch.dtype, max_tokens: int = MAX_TOKENS
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, max_tokens: int = MAX_TOKENS
 ) -> Flux1TextEncoder:
     """Both encoders of a diffusers folder. Raises ModelLoadError."""
     clip = load_clip(folder, device, dtype, encoder="text_encoder", tokenizer="tokenizer")

@@ -14,9 +14,8 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.layers.feed_forward import GatedFeedForward
-from diffusion_runtime.layers.joint_attention import JointAttention
-from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.double_stream import JointAttention
+from diffusion_runtime.layers.linear import GatedFeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import rotate

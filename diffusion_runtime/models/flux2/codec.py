@@ -3,13 +3,12 @@ kept in training."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from diffusion_runtime.model_folder import read_config
+from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.flux2.config import FOLD
 from diffusion_runtime.models.image_decoder import decode_image
@@ -41,7 +40,7 @@ class Flux2Decoder(LatentDecoder):
         return decode_image(self._autoencoder, F.pixel_shuffle(folded, FOLD).to(weight.dtype))
 
 
-def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Flux2Decoder:
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> Flux2Decoder:
     """The decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.

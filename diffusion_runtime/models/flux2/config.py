@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import INDEX_FILE, ConfigFile, read_config, read_json
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.model_folder import (
+    INDEX_FILE,
+    AnyFolder,
+    ConfigFile,
+    read_config,
+    read_index,
+)
+from diffusion_runtime.models.geometry import ImageGeometry
 
 # [dev], which takes the guidance scale as an input, and [klein], which does not.
 DEV, KLEIN = "Flux2Pipeline", "Flux2KleinPipeline"
@@ -73,15 +78,15 @@ class Flux2TransformerConfig:
         return self.num_double_layers + self.num_single_layers
 
 
-def read_pipeline_config(folder: Path) -> Flux2PipelineConfig:
+def read_pipeline_config(folder: AnyFolder) -> Flux2PipelineConfig:
     """model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     path = folder / INDEX_FILE
-    index = ConfigFile(path, read_json(path))
+    index = ConfigFile(path, read_index(folder))
     is_klein = index.values.get("_class_name") == KLEIN
     return Flux2PipelineConfig(is_klein, is_klein and index.flag("is_distilled", False))
 
 
-def read_transformer_config(folder: Path) -> Flux2TransformerConfig:
+def read_transformer_config(folder: AnyFolder) -> Flux2TransformerConfig:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KEYS)
@@ -119,7 +124,7 @@ def read_transformer_config(folder: Path) -> Flux2TransformerConfig:
     )
 
 
-def _embeds_guidance(folder: Path, file: ConfigFile) -> bool:
+def _embeds_guidance(folder: AnyFolder, file: ConfigFile) -> bool:
     """Whether the guidance scale is an input, which must be what the pipeline of the folder makes of it."""
     embeds_guidance = file.flag("guidance_embeds", True)
     if embeds_guidance == read_pipeline_config(folder).is_klein:
@@ -128,7 +133,7 @@ def _embeds_guidance(folder: Path, file: ConfigFile) -> bool:
     return embeds_guidance
 
 
-def read_geometry(folder: Path) -> ImageGeometry:
+def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     fold = file.values.get("patch_size", [FOLD, FOLD])

@@ -4,7 +4,11 @@ branches of guidance, or none where it is distilled to four steps. Neither edits
 from __future__ import annotations
 
 import dataclasses
+import math
+from dataclasses import dataclass
 
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.flux2 import codec
 from diffusion_runtime.models.flux2.config import (
@@ -15,12 +19,44 @@ from diffusion_runtime.models.flux2.config import (
     read_pipeline_config,
     read_transformer_config,
 )
-from diffusion_runtime.models.flux2.schedule import read_schedule
 from diffusion_runtime.models.flux2.text import load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux2.weights import transformer_pieces
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.published import published_defaults
+
+# Slope and intercept of the shift's logarithm over the number of tokens, for 10 steps and for 200.
+_AT_10_STEPS = 8.73809524e-05, 1.89833333
+_AT_200_STEPS = 0.00016927, 0.45666666
+# Of more tokens than this the steps play no part.
+_MAX_TOKENS_BY_STEPS = 4300
+
+
+@dataclass(frozen=True)
+class EmpiricalShift(LinearSigmas):
+    """A shift whose logarithm is linear in the number of tokens, and between 10 and 200 steps on the line through
+    both.
+
+    is_exponential: False takes the line itself for the shift and not its logarithm.
+    """
+
+    is_exponential: bool = True
+
+    def flow_shift(self, num_tokens: int, num_steps: int) -> float:
+        at_200 = _AT_200_STEPS[0] * num_tokens + _AT_200_STEPS[1]
+        at_10 = _AT_10_STEPS[0] * num_tokens + _AT_10_STEPS[1]
+        value = at_200
+        if num_tokens <= _MAX_TOKENS_BY_STEPS:
+            value += (at_200 - at_10) / 190 * (num_steps - 200)
+        return math.exp(value) if self.is_exponential else value
+
+
+def read_schedule(scheduler: SchedulerConfig) -> FlowSchedule:
+    """The schedule of a folder, whose file has a line of its own in the shift's place; a fixed shift where the file
+    asks for none that follows the size. Raises ModelLoadError."""
+    line = token_shift(scheduler)
+    return EmpiricalShift(line.is_exponential) if isinstance(line, ShiftByTokens) else line
+
 
 # Of a model that was distilled to run without guidance.
 _FEW_STEPS = published_defaults("flux.2-klein-4b", "num_inference_steps", "guidance_scale")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.flux2.config import read_pipeline_config, read_transformer_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
-from diffusion_runtime.text_encoders.mistral3 import load_mistral3, mistral3_template
-from diffusion_runtime.text_encoders.qwen3 import load_stacked_qwen3
+from diffusion_runtime.text_encoders.language_model_loading import load_mistral3, load_stacked_qwen3, mistral3_template
 
 MAX_TOKENS = 512
 # The line break is in it, as in training.
@@ -27,7 +25,7 @@ KLEIN_TEMPLATE = PromptTemplate(
 KLEIN_LAYERS = (9, 18, 27)
 
 
-def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     """Mistral Small 3 of [dev], Qwen3 of [klein].
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights, and when the encoder is

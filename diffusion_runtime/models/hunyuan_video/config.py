@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.model_folder import read_config
+from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm"
@@ -62,7 +61,7 @@ class HunyuanVideoConfig:
         return self.num_heads * self.head_dim
 
 
-def read_transformer_config(folder: Path) -> HunyuanVideoConfig:
+def read_transformer_config(folder: AnyFolder) -> HunyuanVideoConfig:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KNOWN_KEYS)
@@ -101,7 +100,7 @@ def read_transformer_config(folder: Path) -> HunyuanVideoConfig:
     )
 
 
-def read_geometry(folder: Path) -> LatentGeometry:
+def read_geometry(folder: AnyFolder) -> LatentGeometry:
     """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("latent_channels", 16)

@@ -1,18 +1,44 @@
-"""The HunyuanVideo family: text to video."""
+"""The HunyuanVideo family: text to video. Its decoder and its declaration."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
+from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.models.hunyuan_video import codec
 from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.hunyuan_video.text import load_text_encoder
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor
+
+AUTOENCODER = DiffusersComponent(
+    COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video", "AutoencoderKLHunyuanVideo"
+)
+
+
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
+    """The decoder of a diffusers folder's `vae`.
+
+    As its authors run it, it decodes 17 frames of at most 256 x 256 pixels at a time and blends what overlaps.
+
+    Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
+    """
+    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder", "quant_conv"))
+    autoencoder.enable_tiling()
+    return VideoDecoder(autoencoder, by_factor(read_scaling_factor(folder)))
+
+
+def read_scaling_factor(folder: AnyFolder) -> float:
+    """What latents are multiplied with. Raises ModelLoadError that names the file and the key."""
+    return read_config(folder, COMPONENT).number("scaling_factor", 0.476986)
+
 
 _Model = Model[HunyuanVideoConfig, LatentGeometry]
 
@@ -25,7 +51,7 @@ FAMILY = ModelFamily(
     name="hunyuan_video",
     transformer_classes=("HunyuanVideoTransformer3DModel",),
     pipeline_classes=("HunyuanVideoPipeline",),
-    diffusers_components=(codec.AUTOENCODER,),
+    diffusers_components=(AUTOENCODER,),
     # The text refiner has no grid and counts as `cross`: sparse choices pass over it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
     defaults=published_defaults("hunyuan-video"),
@@ -37,7 +63,7 @@ FAMILY = ModelFamily(
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
-    load_decoder=codec.load_decoder,
-    check_parts=codec.read_scaling_factor,
+    load_decoder=load_decoder,
+    check_parts=read_scaling_factor,
     adapt=_adapt,
 )

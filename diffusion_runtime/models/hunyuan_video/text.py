@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
-from diffusion_runtime.text_encoders.llama import load_llama
+from diffusion_runtime.text_encoders.language_model_loading import load_llama
 
 # What the transformer was trained with, word for word. No space stands between the sentences.
 _INSTRUCTION = (
@@ -53,7 +53,7 @@ class HunyuanVideoTextEncoder(TextEncoder):
         return dataclasses.replace(conditions, pooled=pooled, encoder="the language model", further_cuts=(cut,))
 
 
-def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> HunyuanVideoTextEncoder:
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> HunyuanVideoTextEncoder:
     """Both text encoders of a diffusers folder. Raises ModelLoadError."""
     return HunyuanVideoTextEncoder(
         load_llama(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=_NUM_LAYERS_LEFT_OUT),

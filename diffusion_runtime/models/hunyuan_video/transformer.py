@@ -20,9 +20,8 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.layers.conditioning import ConditionEmbedding
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
-from diffusion_runtime.layers.embeddings import PatchEmbedding, unpatchify
+from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt

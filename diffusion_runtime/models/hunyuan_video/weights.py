@@ -13,9 +13,9 @@ from diffusion_runtime.models.pieces import (
     double_stream_pieces,
     linear_pieces,
     single_stream_pieces,
+    token_refiner_pieces,
     two_layer_pieces,
 )
-from diffusion_runtime.models.refiner_pieces import token_refiner_pieces
 
 # Channels of the sinusoidal timestep and guidance.
 NUM_WAVES = 256

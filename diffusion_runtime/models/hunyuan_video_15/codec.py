@@ -1,17 +1,19 @@
-"""The HunyuanVideo-1.5 autoencoder as diffusers computes it: its decoder behind LatentDecoder, its encoder for a first
-image."""
+"""The HunyuanVideo-1.5 autoencoder as diffusers computes it: its decoder behind LatentDecoder; its encoder, with SigLIP
+beside it, for image to video."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.model_folder import read_config
+from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor
+from diffusion_runtime.text_encoders import siglip
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15", "AutoencoderKLHunyuanVideo15"
@@ -34,7 +36,7 @@ class FirstFrameEncoder:
         return mode.float() * self._scaling_factor
 
 
-def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
     """The decoder of a diffusers folder's `vae`.
 
     As its authors run it, it decodes at most 256 x 256 pixels at a time and blends what overlaps.
@@ -46,13 +48,38 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Vide
     return VideoDecoder(autoencoder, by_factor(read_scaling_factor(folder)))
 
 
-def load_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> FirstFrameEncoder:
+def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameEncoder:
     """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
     return FirstFrameEncoder(
         AUTOENCODER.load(folder, device, dtype, left_out=("decoder",)), read_scaling_factor(folder)
     )
 
 
-def read_scaling_factor(folder: Path) -> float:
+def read_scaling_factor(folder: AnyFolder) -> float:
     """What latents are multiplied with. Raises ModelLoadError that names the file and the key."""
     return read_config(folder, COMPONENT).number("scaling_factor", 1.03682)
+
+
+class HunyuanVideo15ImageConditioner(ImageConditioner):
+    """The autoencoder's encoder and SigLIP."""
+
+    def __init__(self, first_frame: FirstFrameEncoder, encoder: siglip.SiglipImageEncoder) -> None:
+        self._first_frame = first_frame
+        self._siglip = encoder
+
+    def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
+        """See ImageConditioner.encode."""
+        return ImageCondition(self._first_frame.encode(image), self._siglip.encode(image))
+
+
+def load_image_conditioner(
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype
+) -> HunyuanVideo15ImageConditioner:
+    """`vae/`, `image_encoder/` and `feature_extractor/` of a diffusers folder. Raises ModelLoadError."""
+    encoder = siglip.load_siglip(folder, device, dtype)
+    return HunyuanVideo15ImageConditioner(load_encoder(folder, device, dtype), encoder)
+
+
+def read_preparation(folder: AnyFolder) -> siglip.PicturePreparation:
+    """How SigLIP's picture is prepared. Raises ModelLoadError that names the file and the key."""
+    return siglip.read_preparation(folder / "feature_extractor" / "preprocessor_config.json")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import (
     INDEX_FILE,
+    AnyFolder,
     ConfigFile,
     component_class,
     read_config,
-    read_json,
+    read_index,
+    read_json_in,
 )
 from diffusion_runtime.models.geometry import LatentGeometry
 
@@ -78,7 +79,7 @@ class HunyuanVideo15Config:
         return 2 * self.num_channels + 1
 
 
-def read_transformer_config(folder: Path) -> HunyuanVideo15Config:
+def read_transformer_config(folder: AnyFolder) -> HunyuanVideo15Config:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KNOWN_KEYS)
@@ -114,10 +115,10 @@ def read_transformer_config(folder: Path) -> HunyuanVideo15Config:
     )
 
 
-def _starts_from_image(folder: Path, task: str) -> bool:
+def _starts_from_image(folder: AnyFolder, task: str) -> bool:
     """As the folder's pipeline does. task: the transformer's task_type, for a folder that names no pipeline. diffusers
     does not read that key, and what converts published models writes `i2v` for text to video at 480p, too."""
-    name = read_json(folder / INDEX_FILE).get("_class_name")
+    name = read_index(folder).get("_class_name")
     return task == "i2v" if name is None else name == IMAGE_TO_VIDEO
 
 
@@ -128,7 +129,7 @@ def _axis_channels(file: ConfigFile, head_dim: int) -> tuple[int, int, int]:
     return channels[0], channels[1], channels[2]
 
 
-def read_geometry(folder: Path) -> LatentGeometry:
+def read_geometry(folder: AnyFolder) -> LatentGeometry:
     """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("latent_channels", 32)
@@ -142,12 +143,12 @@ def read_geometry(folder: Path) -> LatentGeometry:
     )
 
 
-def read_guidance_scale(folder: Path) -> float | None:
+def read_guidance_scale(folder: AnyFolder) -> float | None:
     """The scale of classifier-free guidance that the folder's guider asks for; None when the folder has no guider.
 
     Raises ModelLoadError for a guider that does something else.
     """
-    if read_json(folder / INDEX_FILE).get("guider") in (None, [None, None]):
+    if read_index(folder).get("guider") in (None, [None, None]):
         return None
     _, name = component_class(folder, "guider")
     if name != "ClassifierFreeGuidance":
@@ -155,7 +156,7 @@ def read_guidance_scale(folder: Path) -> float | None:
             f"{folder / INDEX_FILE}: key 'guider': expected ClassifierFreeGuidance, got {name}; this is not supported"
         )
     path = folder / "guider" / "guider_config.json"
-    file = ConfigFile(path, read_json(path))
+    file = ConfigFile(path, read_json_in(folder, "guider", "guider_config.json"))
     file.refuse_unknown((*_PLAIN_GUIDER, "enabled", "guidance_scale"))
     settings: dict[str, Any] = file.settings()
     for key, plain in _PLAIN_GUIDER.items():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.models.hunyuan_video_15 import codec, image
+from diffusion_runtime.models.hunyuan_video_15 import codec
 from diffusion_runtime.models.hunyuan_video_15.config import (
     IMAGE_TO_VIDEO,
     TEXT_TO_VIDEO,
@@ -27,10 +27,10 @@ from diffusion_runtime.models.published import published_defaults
 _Model = Model[HunyuanVideo15Config, LatentGeometry]
 
 
-def _check_parts(folder: Path) -> None:
+def _check_parts(folder: AnyFolder) -> None:
     codec.read_scaling_factor(folder)
     if read_transformer_config(folder).starts_from_image:
-        image.read_preparation(folder)
+        codec.read_preparation(folder)
 
 
 def _adapt(model: _Model) -> _Model:
@@ -65,7 +65,7 @@ FAMILY = ModelFamily(
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
     load_decoder=codec.load_decoder,
-    load_image_conditioner=image.load_image_conditioner,
+    load_image_conditioner=codec.load_image_conditioner,
     check_parts=_check_parts,
     adapt=_adapt,
 )

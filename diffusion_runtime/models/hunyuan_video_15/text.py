@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from diffusion_runtime.text_encoders.byt5 import ByT5Encoder, load_byt5
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
-from diffusion_runtime.text_encoders.qwen2_5_vl import load_qwen2_5_vl
+from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
+from diffusion_runtime.text_encoders.t5 import ByT5Encoder, load_byt5
 
 # What the transformer was trained with, word for word and blank for blank.
 _ASPECTS = (
@@ -63,7 +63,7 @@ class HunyuanVideo15TextEncoder(TextEncoder):
         return dataclasses.replace(conditions, further=(written,), encoder="the language model", further_cuts=(cut,))
 
 
-def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15TextEncoder:
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15TextEncoder:
     """Both text encoders of a diffusers folder. Raises ModelLoadError."""
     return HunyuanVideo15TextEncoder(
         load_qwen2_5_vl(

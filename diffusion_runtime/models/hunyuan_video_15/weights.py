@@ -11,10 +11,11 @@ from diffusion_runtime.models.pieces import (
     NamedPieces,
     StreamNames,
     double_stream_pieces,
+    layer_norm_pieces,
     linear_pieces,
+    token_refiner_pieces,
     two_layer_pieces,
 )
-from diffusion_runtime.models.refiner_pieces import layer_norm_pieces, token_refiner_pieces
 
 # Channels of the sinusoidal timestep.
 NUM_WAVES = 256

@@ -14,8 +14,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.layers.feed_forward import FeedForward
-from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_rms_norm
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import rotate_by_head

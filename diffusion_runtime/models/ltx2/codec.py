@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
 from diffusion_runtime.media.audio import Audio
-from diffusion_runtime.model_folder import read_config
+from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.ltx2.config import AUDIO_VAE
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_statistics
@@ -55,7 +54,7 @@ class LTX2Decoder(VideoDecoder):
         return Audio(numpy.ascontiguousarray(samples), self._sample_rate)
 
 
-def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> LTX2Decoder:
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2Decoder:
     """The decoders of a diffusers folder's `vae` and `audio_vae`, and its `vocoder`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know, or that need more than latents, and
@@ -75,7 +74,7 @@ def _is_statistic(name: str) -> bool:
     return name in ("latents_mean", "latents_std")
 
 
-def check_decoding(folder: Path) -> None:
+def check_decoding(folder: AnyFolder) -> None:
     """Raises ModelLoadError for a decoder that adds noise to latents, or between its layers, and for numbers that are
     none."""
     file = read_config(folder, COMPONENT)

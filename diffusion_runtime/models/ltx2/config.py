@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.model_folder import ConfigFile, read_config
+from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import PositionRules
 
@@ -107,7 +106,7 @@ class LTX2Config:
     positions: PositionRules
 
 
-def read_transformer_config(folder: Path) -> LTX2Config:
+def read_transformer_config(folder: AnyFolder) -> LTX2Config:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
@@ -174,7 +173,7 @@ def _read_positions(file: ConfigFile) -> PositionRules:
     )
 
 
-def read_geometry(folder: Path) -> LTX2Geometry:
+def read_geometry(folder: AnyFolder) -> LTX2Geometry:
     """From the configs of the transformer and both autoencoders. Raises ModelLoadError that names file and key."""
     transformer, video, audio = (
         read_transformer_config(folder),

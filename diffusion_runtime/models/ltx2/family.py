@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from diffusion_runtime.denoising.token_shift import token_shift
+from diffusion_runtime.denoising.flow_schedule import token_shift
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.interface import DiffusionTransformer
@@ -36,7 +36,7 @@ from diffusion_runtime.models.published import published_defaults
 _Model = Model[LTX2Config, LTX2Geometry]
 
 
-def _check_parts(folder: Path) -> None:
+def _check_parts(folder: AnyFolder) -> None:
     codec.check_decoding(folder)
     text.check_connectors(folder)
 

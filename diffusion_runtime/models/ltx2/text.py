@@ -8,13 +8,12 @@ attends to all of them and knows no padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import read_config
+from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.ltx2.config import read_transformer_config
 from diffusion_runtime.text_encoders.gemma3 import Gemma3Encoder, load_gemma3
@@ -63,7 +62,7 @@ class LTX2TextEncoder(TextEncoder):
         return video, audio
 
 
-def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> LTX2TextEncoder:
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2TextEncoder:
     """Gemma 3 and the connectors of a diffusers folder. Raises ModelLoadError."""
     check_connectors(folder)
     gemma = load_gemma3(folder, device, dtype, max_tokens=MAX_TOKENS)
@@ -78,7 +77,7 @@ def load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) ->
     return LTX2TextEncoder(gemma, CONNECTORS.load(folder, device, dtype))
 
 
-def check_connectors(folder: Path) -> None:
+def check_connectors(folder: AnyFolder) -> None:
     """Raises ModelLoadError for connectors that do not fit the transformer or the length of a text."""
     file, transformer = read_config(folder, COMPONENT), read_transformer_config(folder)
     for stream in ("video", "audio"):

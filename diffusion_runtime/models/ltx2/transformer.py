@@ -19,8 +19,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.layers.conditioning import TimestepModulation
-from diffusion_runtime.layers.embeddings import TextEmbedding, patchify, unpatchify
+from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import read_config
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.models.geometry import ImageGeometry
 
 # The pipeline folds 2 x 2 latents into a token, whatever the checkpoint's patch_size.
 _SIDE = 2
@@ -62,7 +61,7 @@ class QwenImageTransformerConfig:
         return self.num_channels * _SIDE * _SIDE
 
 
-def read_transformer_config(folder: Path) -> QwenImageTransformerConfig:
+def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KEYS)
@@ -92,7 +91,7 @@ def read_transformer_config(folder: Path) -> QwenImageTransformerConfig:
     )
 
 
-def read_geometry(folder: Path) -> ImageGeometry:
+def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("z_dim", 16)

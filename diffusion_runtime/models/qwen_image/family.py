@@ -1,22 +1,62 @@
-"""The Qwen-Image family: text to image."""
+"""The Qwen-Image family: text to image. Its prompt template, its decoder and its declaration."""
 
 from __future__ import annotations
 
-from diffusion_runtime.denoising.token_shift import token_shift
+import torch
+
+from diffusion_runtime.denoising.flow_schedule import token_shift
+from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.published import published_defaults
-from diffusion_runtime.models.qwen_image import codec
 from diffusion_runtime.models.qwen_image.config import read_geometry, read_transformer_config
-from diffusion_runtime.models.qwen_image.text import load_text_encoder
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import transformer_pieces
-from diffusion_runtime.models.video_decoder import read_statistics
+from diffusion_runtime.models.video_decoder import VideoDecoder, read_statistics, restore_by_config
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.language_model import PromptTemplate
+from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
+
+AUTOENCODER = DiffusersComponent(
+    COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_qwenimage", "AutoencoderKLQwenImage"
+)
+
+
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
+    """The decoder of a diffusers folder's `vae`.
+
+    Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
+    """
+    restore = restore_by_config(folder, device)
+    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder", "quant_conv"))
+    # Its class counts the encoder's convolutions at every decode.
+    autoencoder.encoder = torch.nn.Identity()
+    return VideoDecoder(autoencoder, restore)
+
+
+# What the model was trained with (arXiv:2508.02324, figure 7); the 34 tokens before the prompt are not handed on.
+TEMPLATE = PromptTemplate(
+    before=(
+        "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+        "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+    ),
+    after="<|im_end|>\n<|im_start|>assistant\n",
+    num_cropped=34,
+)
+# Of the prompt and the five tokens behind it.
+MAX_TOKENS = 512
+
+
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+    """The last hidden states of the folder's Qwen2.5-VL. Raises ModelLoadError."""
+    return load_qwen2_5_vl(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=0)
+
 
 FAMILY = ModelFamily(
     name="qwen_image",
     transformer_classes=("QwenImageTransformer2DModel",),
     pipeline_classes=("QwenImagePipeline",),
-    diffusers_components=(codec.AUTOENCODER,),
+    diffusers_components=(AUTOENCODER,),
     roles=(("self", "self"),),
     defaults=published_defaults("qwen-image"),
     read_config=read_transformer_config,
@@ -26,6 +66,6 @@ FAMILY = ModelFamily(
     pieces=transformer_pieces,
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
-    load_decoder=codec.load_decoder,
+    load_decoder=load_decoder,
     check_parts=read_statistics,
 )

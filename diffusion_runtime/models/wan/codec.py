@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
@@ -49,7 +49,7 @@ class WanImageConditioner(ImageConditioner):
         return ImageCondition((mode.float() - self._mean) / self._std)
 
 
-def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> WanDecoder:
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> WanDecoder:
     """The decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
@@ -58,7 +58,7 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> WanD
     return WanDecoder(AUTOENCODER.load(folder, device, dtype, left_out=_ENCODER_PARTS), restore)
 
 
-def load_image_conditioner(folder: Path, device: torch.device, dtype: torch.dtype) -> WanImageConditioner:
+def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> WanImageConditioner:
     """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
     mean, std = read_statistics(folder)
     return WanImageConditioner(AUTOENCODER.load(folder, device, dtype, left_out=_DECODER_PARTS), mean, std)

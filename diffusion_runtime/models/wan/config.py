@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.model_folder import INDEX_FILE, ConfigFile, read_config, read_json
+from diffusion_runtime.model_folder import (
+    INDEX_FILE,
+    AnyFolder,
+    ConfigFile,
+    read_config,
+    read_index,
+)
 from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm_across_heads"
@@ -75,10 +80,10 @@ class WanPipelineConfig:
     takes_image: bool
 
 
-def read_pipeline_config(folder: Path) -> WanPipelineConfig:
+def read_pipeline_config(folder: AnyFolder) -> WanPipelineConfig:
     """model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     path = folder / INDEX_FILE
-    file = ConfigFile(path, read_json(path))
+    file = ConfigFile(path, read_index(folder))
     has_second = file.values.get("transformer_2") not in (None, [None, None])
     ratio = file.values.get("boundary_ratio")
     if has_second != (ratio is not None):
@@ -97,7 +102,7 @@ def read_pipeline_config(folder: Path) -> WanPipelineConfig:
     return WanPipelineConfig(1000 * boundary, takes_image)
 
 
-def read_transformer_config(folder: Path, component: str = "transformer") -> WanTransformerConfig:
+def read_transformer_config(folder: AnyFolder, component: str = "transformer") -> WanTransformerConfig:
     """config.json of a transformer in a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, component)
     _refuse_image_conditioned(file)
@@ -131,7 +136,7 @@ def read_transformer_config(folder: Path, component: str = "transformer") -> Wan
     )
 
 
-def read_geometry(folder: Path) -> LatentGeometry:
+def read_geometry(folder: AnyFolder) -> LatentGeometry:
     """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("z_dim", 16)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.generation import generation_settings
@@ -29,7 +30,7 @@ from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.text_encoders.umt5 import MAX_TOKENS, load_umt5
+from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5
 
 # Where Wan 2.2's own examples differ. Two experts make 480p as well, which stays the default.
 _EXPERT_DEFAULTS = published_defaults("wan2.2-t2v-a14b", "num_inference_steps", "guidance_scale", "guidance_scale_2")
@@ -38,7 +39,7 @@ _IMAGE_DEFAULTS = published_defaults("wan2.2-ti2v-5b", "height", "width", "num_f
 _Model = Model[WanTransformerConfig, LatentGeometry]
 
 
-def _load_text_encoder(folder: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     max_tokens = generation_settings(folder).max_text_tokens
     return load_umt5(folder, device, dtype, max_tokens=MAX_TOKENS if max_tokens is None else max_tokens)
 
@@ -70,7 +71,7 @@ def _adapt(model: _Model) -> _Model:
 
 
 def _weight_reader(
-    folder: Path, components: Sequence[str]
+    folder: AnyFolder, components: Sequence[str]
 ) -> Callable[[DiffusionTransformer, torch.device, torch.dtype, Sequence[WeightChange]], None]:
     """See Model.read_weights. components: one for each expert."""
 

@@ -24,8 +24,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
-from diffusion_runtime.layers.feed_forward import FeedForward
-from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt

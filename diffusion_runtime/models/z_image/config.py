@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from diffusion_runtime.model_folder import read_config
-from diffusion_runtime.models.image_geometry import ImageGeometry
+from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.models.geometry import ImageGeometry
 
 # Both sequences, of the picture and of the text, are filled up to a multiple of this with trained tokens.
 TOKEN_MULTIPLE = 32
@@ -76,7 +75,7 @@ class ZImageTransformerConfig:
         return self.num_channels * self.patch[1] * self.patch[2]
 
 
-def read_transformer_config(folder: Path) -> ZImageTransformerConfig:
+def read_transformer_config(folder: AnyFolder) -> ZImageTransformerConfig:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown(_KEYS)
@@ -107,7 +106,7 @@ def read_transformer_config(folder: Path) -> ZImageTransformerConfig:
     )
 
 
-def read_geometry(folder: Path) -> ImageGeometry:
+def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """From transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("latent_channels", transformer.num_channels)

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 
-from diffusion_runtime.denoising.token_shift import token_shift
+import torch
+
+from diffusion_runtime.denoising.flow_schedule import token_shift
+from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
-from diffusion_runtime.models.image_geometry import ImageGeometry
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig, read_geometry, read_transformer_config
-from diffusion_runtime.models.z_image.text import load_text_encoder
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
 from diffusion_runtime.models.z_image.weights import transformer_pieces
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.language_model import PromptTemplate
+from diffusion_runtime.text_encoders.language_model_loading import load_qwen3
+
+MAX_TOKENS = 512
+# Qwen3's chat format; nothing of it is cut off.
+TEMPLATE = PromptTemplate("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", num_cropped=0)
+
+
+def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+    """Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights."""
+    return load_qwen3(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=1)
+
 
 # Of Z-Image. Z-Image-Turbo has 3.
 _BASE_FLOW_SHIFT = 6.0

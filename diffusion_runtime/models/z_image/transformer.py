@@ -22,8 +22,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
-from diffusion_runtime.layers.feed_forward import GatedFeedForward
-from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.linear import GatedFeedForward, Linear
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.layers.rope import position_rotations, rotate

@@ -14,7 +14,7 @@ from family_parity import CPU, assert_equal_runs, load_theirs, record_latents, r
 from tiny_hunyuan_video import TINY_SIZES, write_tiny_hunyuan_video
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.models.hunyuan_video.codec import load_decoder
+from diffusion_runtime.models.hunyuan_video.family import load_decoder
 
 PROMPTS = ("a red circle moving left", "two objects: a blue star, and a green ring on a striped background.")
 NEGATIVE_PROMPTS = ("a yellow square", "")

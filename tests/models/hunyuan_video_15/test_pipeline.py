@@ -17,8 +17,7 @@ from tiny_hunyuan_video_15 import TINY_SIZES
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.hunyuan_video_15.codec import load_decoder
-from diffusion_runtime.models.hunyuan_video_15.image import load_image_conditioner
+from diffusion_runtime.models.hunyuan_video_15.codec import load_decoder, load_image_conditioner
 from diffusion_runtime.models.hunyuan_video_15.text import glyph_text
 
 # The second one has text to write in both kinds of quotation marks.

@@ -14,7 +14,7 @@ from tiny_qwen_image import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.models.qwen_image import text
+from diffusion_runtime.models.qwen_image import family
 
 PROMPTS = ("a red circle moving left", "two objects: a blue star, and a green ring on a striped background {now}.")
 NEGATIVE_PROMPTS = ("a yellow square", " ")
@@ -68,7 +68,7 @@ def check(
     pair: tuple[Pipeline, QwenImagePipeline],
     requests: list[GenerationRequest],
     kept: list[torch.Tensor],
-    max_tokens: int = text.MAX_TOKENS,
+    max_tokens: int = family.MAX_TOKENS,
 ) -> None:
     ours, theirs = pair
     assert_equal_runs(ours, requests, kept, lambda given, noise: run_theirs(theirs, given, noise, max_tokens))
@@ -77,8 +77,8 @@ def check(
 def test_the_template_is_as_long_as_what_is_cut_off(pair: tuple[Pipeline, QwenImagePipeline]) -> None:
     """The tests' tokenizer cuts it as the published one does, so that a prompt's first token is its own."""
     ours, theirs = pair
-    assert len(theirs.tokenizer(text.TEMPLATE.before).input_ids) == text.TEMPLATE.num_cropped
-    assert text.TEMPLATE.before + "{}" + text.TEMPLATE.after == theirs.prompt_template_encode
+    assert len(theirs.tokenizer(family.TEMPLATE.before).input_ids) == family.TEMPLATE.num_cropped
+    assert family.TEMPLATE.before + "{}" + family.TEMPLATE.after == theirs.prompt_template_encode
     # Five words, and five tokens behind them.
     assert ours.text_encoder.encode(["a red circle moving left", ""]).lengths == (10, 5)
 

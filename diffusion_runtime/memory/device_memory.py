@@ -1,8 +1,10 @@
-"""Out of memory (OOM): errors of the CPU or an accelerator as DeviceMemoryError, with advice on what needs less."""
+"""Device memory: released when a model is no longer used; out of memory (OOM) as DeviceMemoryError, with advice on what
+needs less."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -32,3 +34,11 @@ def explain_memory_shortage(doing: str, advice: str) -> Iterator[None]:
 def _shortage(error: BaseException, doing: str, advice: str) -> DeviceMemoryError:
     detail = (str(error).strip().splitlines() or ["no further detail"])[0]
     return DeviceMemoryError(f"not enough memory while {doing}: {detail}. {advice}")
+
+
+def release_device_memory(device: torch.device) -> None:
+    """Empty torch's cache of blocks that nothing uses any more."""
+    # Modules hold each other in circles.
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.parallel.head_shares import check_head_count, share_heads
+from diffusion_runtime.parallel.ulysses import check_head_count, share_heads
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,150 @@
+"""Native loading: a prepared model of our own, on the meta device until `load` reads its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
+from diffusion_runtime.config import Degrees, RuntimeConfig
+from diffusion_runtime.description import PipelineDescription, planned_attention
+from diffusion_runtime.device_guard import device_guard
+from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
+from diffusion_runtime.loading.interface import OnStage
+from diffusion_runtime.memory.allocator import bound_primitive_cache
+from diffusion_runtime.memory.device_memory import explain_memory_shortage
+from diffusion_runtime.models.checkpoint import fetch_weights
+from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
+from diffusion_runtime.models.lora import Lora
+from diffusion_runtime.models.shared_decoder import SharedDecoder
+from diffusion_runtime.models.weight_files import check_component_files
+from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.parallel.world import World
+from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.shared import SharedTextEncoder
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
+    the model together, None for one alone."""
+
+    description: PipelineDescription
+    model: Model[Any, Any]
+    transformer: DiffusionTransformer
+    policy: AttentionPolicy
+    device: torch.device
+    dtype: torch.dtype
+    loras: tuple[Lora, ...]
+    mesh: ProcessMesh
+    world: World | None
+
+    @property
+    def rules(self) -> RequestRules:
+        assert isinstance(self.description.rules, RequestRules)
+        return self.description.rules
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        return self.rules.attention_layers
+
+    def load(self, on_stage: OnStage | None = None) -> Pipeline:
+        """As `Prepared.load`. Raises besides ConfigError where several processes are asked for and none were joined."""
+        say: OnStage = on_stage if on_stage is not None else lambda _: None
+        world, config = self.world, self.description.config
+        if world is None and self.mesh.size > 1:
+            raise ConfigError(
+                f"parallel: {self.mesh.size} processes are asked for, and this one has joined no others; start it with "
+                "torchrun and give load_pipeline the world of `with join_processes() as world`"
+            )
+        bound_primitive_cache()
+        say("choosing attention")
+        checked = self._check_attention()
+        description, opened = checked.description, self.model
+        fetch_weights(config.model_path, opened.folder)
+        check_component_files(opened.folder)
+        advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
+        with device_guard(self.device), explain_memory_shortage("loading", advice):
+            say("loading the text encoder")
+            text_encoder = self._load_text_encoder()
+            say("loading the transformer")
+            transformer = opened.load_transformer(checked.transformer, self.device, self.dtype, self.loras)
+            say("loading the decoder")
+            decoder = self._load_decoder()
+        if world is not None:
+            world.wait_for_all()
+            world.enable_hang_detection(config.parallel.timeout)
+        return Pipeline(
+            text_encoder=text_encoder,
+            transformer=transformer,
+            decoder=decoder,
+            rules=checked.rules,
+            load_image_conditioner=lambda: opened.load_image_conditioner(self.device, self.dtype),
+            device=self.device,
+            dtype=self.dtype,
+            recipe=description.to_dict(),
+            mesh=self.mesh,
+            remarks=remarks_on(description.self_checks),
+        )
+
+    def _check_attention(self) -> PreparedModel:
+        """The same with every due self-check made; a failed one makes layers decide again."""
+        from_first = None if self.world is None else self.world.from_first
+        checker = self_checker_of(self.description.config, self.rules, self.description.degrees)
+        checker = dataclasses.replace(checker, may_run=True, from_first=from_first)
+        # Loading fills the transformer, so a second `load` needs another one.
+        is_empty = all(parameter.is_meta for parameter in self.transformer.parameters())
+        transformer, self_checks = checker.settle(
+            lambda: build_transformer(self.model, self.policy),
+            lambda built: built.attention_layers(),
+            self.transformer if is_empty else None,
+        )
+        layers = tuple(transformer.attention_layers())
+        description = dataclasses.replace(
+            self.description,
+            rules=dataclasses.replace(self.rules, attention_layers=layers),
+            attention=planned_attention(layers),
+            self_checks=self_checks,
+        )
+        return dataclasses.replace(self, description=description, transformer=transformer)
+
+    def _load_text_encoder(self) -> TextEncoder:
+        def load() -> TextEncoder:
+            return self.model.load_text_encoder(self.device, self.dtype)
+
+        return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
+
+    def _load_decoder(self) -> LatentDecoder:
+        def load() -> LatentDecoder:
+            return self.model.load_decoder(self.device, self.dtype)
+
+        if self.world is None:
+            return load()
+        is_needed = self.world.is_first or self.model.family.decoder_splits_rows
+        return SharedDecoder(load() if is_needed else None, self.world)
+
+
+def self_checker_of(config: RuntimeConfig, rules: RequestRules, degrees: Degrees) -> SelfChecker:
+    """One that makes no check: what was kept of earlier ones is all it knows."""
+    tokens = rules.num_default_tokens
+    # Of one call of self-attention: a ring's part of the grid.
+    num_keys = () if tokens is None else (-(-tokens // degrees.ring),)
+    return SelfChecker(enabled=config.self_check, may_run=False, num_keys=num_keys)
+
+
+def build_transformer(model: Model[Any, Any], policy: AttentionPolicy) -> DiffusionTransformer:
+    try:
+        return model.build_transformer(policy)
+    except (RuntimeError, OverflowError) as error:
+        # Sizes that are valid one by one and not together: their products exceed torch's integers.
+        raise ModelLoadError(
+            f"{model.folder / 'transformer' / 'config.json'}: no transformer can have these sizes: {first_line(error)}"
+        ) from error

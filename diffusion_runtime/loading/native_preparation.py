@@ -1,0 +1,157 @@
+"""Native preparation: folder, request rules, degrees, device and the attention of every layer, from json alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention_report import LibraryAttention
+from diffusion_runtime.config import Degrees, RuntimeConfig
+from diffusion_runtime.description import PipelineDescription, planned_attention
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
+from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
+from diffusion_runtime.model_folder import ModelFolder
+from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.lora import read_lora
+from diffusion_runtime.models.published import PublishedModel, model_of_name
+from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
+from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
+from diffusion_runtime.parallel.world import World
+from diffusion_runtime.request import layered
+from diffusion_runtime.request_rules import RequestRules
+
+# Ulysses sends one group of heads while it computes another. On two H200s that hides 15 of 17.5 ms of a forward pass
+# (benchmarks/results/parallel_gpu.json); over gloo, on CPUs, it costs more than it hides.
+_HEAD_GROUPS = 2
+
+
+def prepare_native(
+    config: RuntimeConfig, folder: ModelFolder, world: World | None, is_guided: Callable[[RequestRules], bool] | None
+) -> PreparedModel:
+    """`prepare` for a folder of a family here."""
+    family = family_for_folder(folder)
+    check_components(folder)
+    refuse_quantised_components(folder)
+    model = family.open(folder)
+    rules = _request_rules_of(model, model_of_name(config.model_path))
+    rules.try_scheduler()
+    degrees = _choose_degrees(config, model, rules)
+    is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
+    if is_open and is_guided is not None and not is_guided(rules):
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cfg_parallel=False))
+        degrees = _choose_degrees(config, model, rules)
+    device = resolve_device(_device_name(config, world))
+    dtype = resolve_dtype(config.dtype, device)
+    mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
+    override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
+    for level in (override, stated):
+        level.check_roles([role for role, _ in family.roles], family.name)
+    policy = AttentionPolicy(
+        cli=override,
+        config=stated,
+        device=str(device),
+        dtype=dtype,
+        mesh=mesh,
+        num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
+        self_check=config.self_check,
+    )
+    # Every attention layer decides when it is made, so a choice that cannot run ends here.
+    transformer, self_checks = self_checker_of(config, rules, degrees).settle(
+        lambda: build_transformer(model, policy), lambda built: built.attention_layers()
+    )
+    layers = tuple(transformer.attention_layers())
+    policy.check_rules(layer.layer for layer in layers)
+    description = PipelineDescription(
+        config=config,
+        model_folder=folder,
+        family=family.name,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        rules=dataclasses.replace(rules, attention_layers=layers),
+        attention=planned_attention(layers),
+        libraries=(
+            LibraryAttention("text_encoder", "transformers", "its own choice"),
+            LibraryAttention("vae", "diffusers", "its own choice"),
+        ),
+        degrees=degrees,
+        self_checks=self_checks,
+    )
+    loras = tuple(read_lora(lora) for lora in config.lora)
+    for lora in loras:
+        lora.check_components(model.transformer_components)
+    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world)
+
+
+def _request_rules_of(model: Model[Any, Any], named: PublishedModel | None) -> RequestRules:
+    """What is documented of a model chosen by name over generation.json over the scheduler's own settings over the
+    model's defaults."""
+    documented = [] if named is None else [named.request]
+    defaults, scheduler = dict(model.defaults), model.scheduler
+    if scheduler.sampler is None:
+        # Another scheduler would give other images: only a request or generation.json may replace it.
+        del defaults["sampler"]
+    return RequestRules(
+        defaults=layered(defaults, scheduler.defaults, model.generation.defaults, *documented),
+        presets=model.generation.presets if named is None else {**model.generation.presets, **named.presets},
+        geometry=model.geometry,
+        scheduler=scheduler,
+        schedule=model.schedule,
+        embeds_guidance=model.embeds_guidance,
+        takes_guidance=model.takes_guidance,
+        guidance_offset=model.family.guidance_offset,
+        model_fields=_model_fields(model),
+        needs_image=model.needs_image,
+        attention_layers=(),
+    )
+
+
+def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
+    """The request fields that not every model uses and this one does."""
+    facts = {
+        "image_path": model.takes_image,
+        "true_cfg_scale": model.embeds_guidance,
+        "guidance_scale_2": len(model.transformer_components) > 1,
+    }
+    return frozenset(model.family.request_fields) | {name for name, holds in facts.items() if holds}
+
+
+def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:
+    """How the processes share the work, chosen where it is left open. Raises ConfigError."""
+    if config.parallel.num_processes == 1:
+        return Degrees()
+    if model.num_shared_heads is None:
+        raise ConfigError(
+            f"parallel: {model.family.name} models run on one process in this version: nothing says how their tokens "
+            "are cut; leave out --num-gpus"
+        )
+    return config.parallel.choose_degrees(model.num_shared_heads, is_guided=rules.is_guided_by_default)
+
+
+def _device_name(config: RuntimeConfig, world: World | None) -> str:
+    if world is not None:
+        return device_of_process(config.device, world.place.local_rank, world.place.local_world_size)
+    if config.parallel.num_processes > 1:
+        # The hardware of rank 0: all processes of this machine are alike.
+        return device_of_process(config.device, 0, config.parallel.num_processes)
+    return config.device
+
+
+def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, timeout: float) -> ProcessMesh:
+    """The process groups; without a world, a mesh for a dry run."""
+    if world is None:
+        return planned_mesh(degrees.ulysses, degrees.ring, degrees.branches)
+    world.open_groups(device, timeout)
+    return ProcessMesh.create(
+        ulysses_degree=degrees.ulysses,
+        ring_degree=degrees.ring,
+        branch_degree=degrees.branches,
+        ring_inside=degrees.ring_inside,
+        timeout=world.collective_timeout,
+    )

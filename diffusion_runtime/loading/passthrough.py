@@ -1,0 +1,110 @@
+"""Passthrough loading: a pipeline of diffusers' own, prepared from json alone and then loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.self_check import SelfChecker
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.description import PipelineDescription, planned_attention
+from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
+from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
+from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
+from diffusion_runtime.hardware import resolve_device, resolve_dtype
+from diffusion_runtime.loading.interface import OnStage
+from diffusion_runtime.memory.allocator import bound_primitive_cache
+from diffusion_runtime.model_folder import ModelFolder, read_index
+from diffusion_runtime.models.checkpoint import fetch_weights
+from diffusion_runtime.models.registry import is_supported
+from diffusion_runtime.models.weight_files import check_components
+
+_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
+
+
+def is_passthrough(backend: str, folder: ModelFolder) -> bool:
+    """Whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; with `auto` the choice is logged.
+
+    Raises ModelLoadError when there is no model_index.json, or one that cannot be read.
+    """
+    if backend != "auto":
+        return backend == "diffusers"
+    index = read_index(folder)
+    # A folder without either is broken, which our own loading reports better.
+    entry = index.get("transformer") or index.get("unet")
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers" or is_supported(str(entry[1])):
+        return False
+    _logger.info("%s: no native model for %s; diffusers' own %s runs it", folder, entry[1], index.get("_class_name"))
+    return True
+
+
+@dataclass(frozen=True)
+class PreparedPassthrough:
+    """A pipeline of diffusers' own, still on disk."""
+
+    description: PipelineDescription
+    plan: PassthroughPlan
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def rules(self) -> PassthroughRules:
+        return self.plan.rules
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        return self.plan.layers
+
+    def load(self, on_stage: OnStage | None = None) -> DiffusersPipeline:
+        """As `Prepared.load`."""
+        say: OnStage = on_stage if on_stage is not None else lambda _: None
+        config = self.description.config
+        bound_primitive_cache()
+        say("choosing attention")
+        plan, self_checks = SelfChecker(enabled=config.self_check).settle(
+            lambda: _plan_passthrough(config, self.description.model_folder, self.device, self.dtype),
+            lambda built: built.layers,
+            self.plan,
+        )
+        plan = dataclasses.replace(plan, self_checks=self_checks)
+        say("loading diffusers' pipeline")
+        recipe = _describe_passthrough(config, self.description.model_folder, plan, self.device, self.dtype).to_dict()
+        fetch_weights(config.model_path, self.description.model_folder)
+        return load_passthrough(self.description.model_folder, plan, self.device, self.dtype, recipe)
+
+
+def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:
+    """`prepare` for a folder that diffusers' own pipeline runs."""
+    check_components(folder)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    plan = _plan_passthrough(config, folder, device, dtype)
+    return PreparedPassthrough(_describe_passthrough(config, folder, plan, device, dtype), plan, device, dtype)
+
+
+def _plan_passthrough(
+    config: RuntimeConfig, folder: ModelFolder, device: torch.device, dtype: torch.dtype
+) -> PassthroughPlan:
+    checker = SelfChecker(enabled=config.self_check, may_run=False)
+    return plan_passthrough(config, folder, device, dtype, os.environ, checker)
+
+
+def _describe_passthrough(
+    config: RuntimeConfig, folder: ModelFolder, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype
+) -> PipelineDescription:
+    return PipelineDescription(
+        config=config,
+        model_folder=folder,
+        family=plan.rules.pipeline_class,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        rules=plan.rules,
+        attention=planned_attention(plan.layers),
+        libraries=plan.libraries,
+        self_checks=plan.self_checks,
+    )

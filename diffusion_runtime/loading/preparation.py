@@ -1,0 +1,101 @@
+"""prepare, load_pipeline and inspect_pipeline: the only place where parts are chosen and put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.description import PipelineDescription
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.loading.interface import OnStage, Prepared
+from diffusion_runtime.loading.native_preparation import prepare_native
+from diffusion_runtime.loading.passthrough import is_passthrough, prepare_passthrough
+from diffusion_runtime.model_folder import ModelFolder
+from diffusion_runtime.models.checkpoint import resolve_model_folder
+from diffusion_runtime.models.diffusers_import import check_diffusers_import
+from diffusion_runtime.parallel.world import World
+from diffusion_runtime.request_rules import RequestRules
+
+
+def load_pipeline(
+    model: str | RuntimeConfig = "shapes",
+    *,
+    attention: Any = None,
+    attention_override: Any = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    backend: str = "auto",
+    lora: Sequence[Any] = (),
+    self_check: bool = True,
+    on_stage: OnStage | None = None,
+    world: World | None = None,
+) -> GenerationPipeline:
+    """Load a model: `shapes` (embedded), a diffusers folder or a hub id; or all that a RuntimeConfig says.
+
+    backend: `native` is our own transformer, `diffusers` diffusers' own pipeline behind the same call; `auto` takes the
+    native one where there is one.
+
+    attention: the config level, in any form AttentionConfig.parse takes; attention_override: the same one level higher,
+    as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. self_check:
+    whether third-party attention kernels are compared with the definition on this machine's accelerator before the
+    weights are read, once per version. on_stage: called with a phrase before each part is loaded. world: the processes
+    that run the model together, each of which must load it alike.
+
+    Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
+    ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers from being
+    imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it does not fit.
+    """
+    keywords = {
+        "attention": attention,
+        "attention_override": attention_override,
+        "device": device,
+        "dtype": dtype,
+        "backend": backend,
+        "lora": lora,
+        "self_check": self_check,
+    }
+    return prepare(_runtime_config(model, keywords), world).load(on_stage)
+
+
+def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
+    """Dry run of `load_pipeline`, from the folder's json alone: no weight is read or downloaded, and no self-check is
+    run.
+
+    Raises what `load_pipeline` raises before it reads weights.
+    """
+    return prepare(config).description
+
+
+def prepare(
+    config: RuntimeConfig, world: World | None = None, *, is_guided: Callable[[RequestRules], bool] | None = None
+) -> Prepared:
+    """Open a model and decide its attention, from the folder's json alone: no weight is read or downloaded, and no
+    self-check is made. `load` of the result reads the weights.
+
+    world: the processes that run the model together, each of which must prepare and load it alike. is_guided: whether
+    every request that will come runs two branches of guidance, asked where processes could share them; None: the
+    model's own defaults decide.
+
+    Raises what `load_pipeline` raises before it reads weights, self-checks aside.
+    """
+    check_diffusers_import()
+    if world is not None:
+        config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
+    folder = ModelFolder(resolve_model_folder(config.model_path, weights=False))
+    if is_passthrough(config.backend, folder):
+        return prepare_passthrough(config, folder)
+    return prepare_native(config, folder, world, is_guided)
+
+
+def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> RuntimeConfig:
+    if not isinstance(model, RuntimeConfig):
+        return RuntimeConfig(model_path=model, **keywords)
+    given = [name for name, value in keywords.items() if value not in (None, "auto", (), True)]
+    if given:
+        raise ConfigError(
+            f"load_pipeline: {', '.join(given)}: put it into the RuntimeConfig, or give a model path instead"
+        )
+    return model

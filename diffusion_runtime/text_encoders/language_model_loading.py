@@ -1,0 +1,168 @@
+"""Loads language models as text encoders: LLaMA (Touvron et al. 2023, arXiv:2302.13971; version 3: arXiv:2407.21783),
+Mistral 3, Qwen2.5-VL and Qwen3."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
+from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
+from diffusion_runtime.text_encoders.stacked_states import StackedStatesEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def load_llama(
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    template: PromptTemplate,
+    *,
+    max_tokens: int,
+    num_layers_left_out: int,
+) -> LanguageModelEncoder:
+    """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    check_model_type(folder / "text_encoder", ("llama",))
+    # Imported late: transformers takes seconds.
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    model = load_encoder(folder / "text_encoder", LlamaModel, device, dtype)
+    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
+    return LanguageModelEncoder(
+        model, tokenizer, template, max_tokens=max_tokens, num_layers_left_out=num_layers_left_out
+    )
+
+
+# The placeholder token of a picture; text prompts have none.
+_IMAGE_TOKEN = "[IMG]"
+
+
+def mistral3_template(system_message: str) -> PromptTemplate:
+    """Mistral's chat format (V7-Tekken), written here: a folder's own template is a program (Jinja)."""
+    return PromptTemplate(f"<s>[SYSTEM_PROMPT]{system_message}[/SYSTEM_PROMPT][INST]", "[/INST]", num_cropped=0)
+
+
+def load_mistral3(
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    template: PromptTemplate,
+    *,
+    max_tokens: int,
+    layers: tuple[int, ...],
+) -> StackedStatesEncoder:
+    """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network; the output layer and
+    the layers after the last of `layers` are not read, and the vision half stays on the CPU and is dropped.
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    check_model_type(folder / "text_encoder", ("mistral3",))
+    # Imported late: transformers takes seconds.
+    from transformers.models.mistral3.modeling_mistral3 import Mistral3Model
+
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    if "padding_side" not in tokenizer.init_kwargs:
+        # The class that published folders name pads there by default, so their files do not set it.
+        tokenizer.padding_side = "left"
+    whole = load_encoder(folder / "text_encoder", Mistral3Model, torch.device("cpu"), dtype, num_layers=max(layers))
+    model = whole.language_model
+    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
+    return StackedStatesEncoder(
+        model.to(device), tokenizer, template, layers=layers, max_tokens=max_tokens, removed=(_IMAGE_TOKEN,)
+    )
+
+
+# The whole model with its vision half, and the language model alone.
+_WHOLE, _TEXT_ALONE = "qwen2_5_vl", "qwen2_5_vl_text"
+
+
+def load_qwen2_5_vl(
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    template: PromptTemplate,
+    *,
+    max_tokens: int,
+    num_layers_left_out: int,
+) -> LanguageModelEncoder:
+    """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
+
+    Text has the same position on all three axes of the model, so that the language model alone computes what the whole
+    one does. Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    kind = check_model_type(folder / "text_encoder", (_WHOLE, _TEXT_ALONE))
+    # Imported late: transformers takes seconds.
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
+
+    tokenizer = load_tokenizer(folder / "tokenizer", Qwen2Tokenizer)
+    if kind == _WHOLE:
+        # Vision and output layers stay behind on the CPU.
+        whole = load_encoder(
+            folder / "text_encoder", modeling.Qwen2_5_VLForConditionalGeneration, torch.device("cpu"), dtype
+        )
+        model = whole.model.language_model.to(device)
+    else:
+        model = load_encoder(folder / "text_encoder", modeling.Qwen2_5_VLTextModel, device, dtype)
+    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
+    return LanguageModelEncoder(
+        model, tokenizer, template, max_tokens=max_tokens, num_layers_left_out=num_layers_left_out
+    )
+
+
+def load_qwen3(
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    template: PromptTemplate,
+    *,
+    max_tokens: int,
+    num_layers_left_out: int,
+) -> LanguageModelEncoder:
+    """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    model, tokenizer = _load(folder, device, dtype)
+    return LanguageModelEncoder(
+        model, tokenizer, template, max_tokens=max_tokens, num_layers_left_out=num_layers_left_out
+    )
+
+
+def load_stacked_qwen3(
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    template: PromptTemplate,
+    *,
+    max_tokens: int,
+    layers: tuple[int, ...],
+) -> StackedStatesEncoder:
+    """As load_qwen3, for transformers that read several layers; those after the last of them are not read.
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    model, tokenizer = _load(folder, device, dtype, num_layers=max(layers))
+    return StackedStatesEncoder(model, tokenizer, template, layers=layers, max_tokens=max_tokens)
+
+
+def _load(
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, num_layers: int | None = None
+) -> tuple[Any, PreTrainedTokenizerFast]:
+    check_model_type(folder / "text_encoder", ("qwen3",))
+    # Imported late: transformers takes seconds.
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+
+    tokenizer = load_tokenizer(folder / "tokenizer", Qwen2Tokenizer)
+    model = load_encoder(folder / "text_encoder", Qwen3Model, device, dtype, num_layers=num_layers)
+    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
+    return model, tokenizer
