@@ -26,8 +26,8 @@ from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.generation_pipeline import GenerationPipeline, GenerationRules
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
-from diffusion_runtime.memory.primitive_cache import bound_primitive_cache
-from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
+from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import resolve_model_folder
 from diffusion_runtime.models.component_files import (
     check_component_files,

@@ -21,8 +21,7 @@ from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, GeneratedMedia
 from diffusion_runtime.media.images import read_image
-from diffusion_runtime.memory.release import release_device_memory
-from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.models.interface import (
     DenoiserInputs,
     DiffusionTransformer,

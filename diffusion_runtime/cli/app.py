@@ -16,12 +16,11 @@ from diffusion_runtime.cli.backends import backends
 from diffusion_runtime.cli.bench import bench
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
-from diffusion_runtime.cli.dotted_flags import rewrite_dotted_flags
+from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_flags
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
 from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
-from diffusion_runtime.cli.repeated_flags import CheckedCommand
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.session.failures import INTERRUPTED, Failure

@@ -123,7 +123,7 @@ def _generate(
     coordinator: Coordinator,
     started: float,
 ) -> int:
-    from diffusion_runtime.memory.allocator import tune_cpu_allocator
+    from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 
     tune_cpu_allocator()
     load_started = time.perf_counter()

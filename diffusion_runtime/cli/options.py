@@ -97,7 +97,7 @@ SelfCheck: TypeAlias = Annotated[
         "--self-check/--no-self-check",
     ),
 ]
-# What dotted attention flags are rewritten to (dotted_flags.py).
+# What dotted attention flags are rewritten to (flag_syntax.py).
 AttentionEntries: TypeAlias = Annotated[list[str] | None, typer.Option("--dotted-attention", hidden=True)]
 
 Device: TypeAlias = Annotated[str | None, _flag(WHERE, "auto, cpu, cuda, cuda:1, mps, ...", "--device", metavar="NAME")]

@@ -16,9 +16,15 @@ from diffusion_runtime.attention.catalogue import BackendInfo, list_backends, mi
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_test import SelfTestResult, device_answers, planned_tests, run_self_test
-from diffusion_runtime.diagnosis.disk import DiskCheck, check_disk, disk_problems
 from diffusion_runtime.diagnosis.embedded_model import ModelCheck, check_model, model_problems
-from diffusion_runtime.diagnosis.machine import Machine, inspect_machine, machine_problems
+from diffusion_runtime.diagnosis.machine import (
+    DiskCheck,
+    Machine,
+    check_disk,
+    disk_problems,
+    inspect_machine,
+    machine_problems,
+)
 from diffusion_runtime.diagnosis.packages import PackageCheck, check_packages, package_problems
 from diffusion_runtime.diagnosis.problems import Problem
 from diffusion_runtime.errors import ConfigError

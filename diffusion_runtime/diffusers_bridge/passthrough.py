@@ -27,8 +27,7 @@ from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.memory.release import release_device_memory
-from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.progress import Cancellations, OnProgress

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_runtime.errors import DeviceMemoryError
-from diffusion_runtime.memory.shortage import explain_memory_shortage
+from diffusion_runtime.memory.device_memory import explain_memory_shortage
 
 # Beyond what a 64-bit process can address, so that no machine has it, however it overcommits.
 FAR_TOO_MUCH = 2**49

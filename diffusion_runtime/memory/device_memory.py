@@ -1,8 +1,9 @@
-"""Out of memory (OOM): errors of the CPU or an accelerator as DeviceMemoryError, with advice on what needs less."""
+"""Device memory: out-of-memory (OOM) errors as DeviceMemoryError with advice, and memory released after use."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -32,3 +33,11 @@ def explain_memory_shortage(doing: str, advice: str) -> Iterator[None]:
 def _shortage(error: BaseException, doing: str, advice: str) -> DeviceMemoryError:
     detail = (str(error).strip().splitlines() or ["no further detail"])[0]
     return DeviceMemoryError(f"not enough memory while {doing}: {detail}. {advice}")
+
+
+def release_device_memory(device: torch.device) -> None:
+    """Empty torch's allocator cache: blocks that nothing uses any more go back to the device."""
+    # Modules hold each other in reference cycles.
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
