@@ -65,6 +65,8 @@ def split_entries(entries: Sequence[str]) -> dict[str, Any]:
         key, equals, text = entry.partition("=")
         if not equals or not key:
             raise ConfigError(f"attention: expected PATH=VALUE, got {shown(entry)}")
+        # Behind those before it, whichever way they spell the same value: the last wins.
+        dotted.pop(key, None)
         dotted[key] = text if key.rpartition(".")[2] in ("backend", "name") else parse_scalar(text)
     return dotted
 
@@ -73,5 +75,4 @@ def overlay_attention(stated: Any, dotted: Mapping[str, Any]) -> AttentionConfig
     """`stated`, in any form that AttentionConfig.parse takes, with values at dotted paths set on top."""
     from diffusion_runtime.attention.config import AttentionConfig
 
-    config = AttentionConfig.parse(stated)
-    return AttentionConfig.parse({**config.to_dict(), **dotted}) if dotted else config
+    return AttentionConfig.parse(stated).with_values(dotted)

@@ -64,6 +64,9 @@ def show_plan(
     terminal.show(plain_table(("file", "seed", "prompt"), rows[:_MAX_ROWS], "What would be written"))
     if len(rows) > _MAX_ROWS:
         terminal.say(f"and {len(rows) - _MAX_ROWS} more; --json lists all")
+    for path, request in list(zip(paths, makeable, strict=True))[:_MAX_ROWS]:
+        if (remark := outputs.explain_number(request, path)) is not None:
+            terminal.say(remark)
     for failure in failures:
         terminal.error(failure.message, failure.trace)
     return exit_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS
 from diffusion_runtime.model_folder import INDEX_FILE, read_json
 from diffusion_runtime.models.registry import is_supported
 
@@ -23,5 +24,6 @@ def is_passthrough(backend: str, folder: Path) -> bool:
     entry = index.get("transformer") or index.get("unet")
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers" or is_supported(str(entry[1])):
         return False
-    _logger.info("%s: no native model for %s; diffusers' own %s runs it", folder, entry[1], index.get("_class_name"))
+    model, pipeline = (str(name)[:MAX_SHOWN_CHARACTERS] for name in (entry[1], index.get("_class_name")))
+    _logger.info("%s: no native model for %s; diffusers' own %s runs it", folder, model, pipeline)
     return True

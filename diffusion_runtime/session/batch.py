@@ -182,8 +182,8 @@ def _run_item(
     assert path is not None
     if not coordinator.is_first:
         finish(path)
-    if path != target and outputs.file is not None:
-        reporter.say(f"{target} exists already (or its sidecar does); this one is {path.name}")
+    if (remark := outputs.explain_number(request, path)) is not None:
+        reporter.say(remark)
     reporter.say(f"wrote {path}" + (f" ({seconds_text(outcomes[-1].timings)})" if num_items > 1 else ""))
 
 

@@ -112,6 +112,28 @@ class Outputs:
             names.append(path)
         return names
 
+    def explain_number(self, request: GenerationRequest, path: Path) -> str | None:
+        """Which file of another run made `path` the name of a resolved request's file; None where none did."""
+        target = self.target(request)
+        if path == target:
+            return None
+        if target.exists():
+            # Names of prompt and seed are numbered without a word.
+            return None if self.file is None else f"{target} exists already; this one is {path.name}"
+        for beside, what in ((target.with_suffix(".json"), "sidecar"), (target.with_suffix(".wav"), "sound")):
+            if beside.exists():
+                owners = [owner.name for owner in _files_of_name(target) if owner != beside]
+                whose = f", the {what} of {', '.join(owners)}," if owners else ""
+                return f"{beside}{whose} exists already, and {target.name} would share it; this one is {path.name}"
+        return None
+
+
+def _files_of_name(target: Path) -> list[Path]:
+    """Results of the same name in other formats."""
+    from diffusion_runtime.media import FORMATS, SOUND_FORMATS
+
+    return [path for name in (*FORMATS, *SOUND_FORMATS) if (path := target.with_suffix(f".{name}")).exists()]
+
 
 def remove_empty(folders: list[Path] | tuple[Path, ...]) -> None:
     """Remove those of `folders`, innermost first, that hold nothing."""
