@@ -1,4 +1,4 @@
-"""The command's entry: verbs, errors, exit codes. Until a verb runs, nothing heavier than the parser is imported."""
+"""Entry point of the command: verbs, errors, exit codes. Until a verb runs, only the parser is imported."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser_message(error: Any) -> str:
     """The parser's message, with the command that explains the flags."""
-    place = error.ctx.command_path if error.ctx is not None else "diffusion-runtime"
+    command = error.ctx.command_path if error.ctx is not None else "diffusion-runtime"
     # What the parser quotes is a whole argument.
-    said = error.format_message()
-    if len(said) > _MAX_PARSER_CHARACTERS:
-        said = f"{said[:_MAX_PARSER_CHARACTERS]}..."
-    return f"{said}\n  see: {place} --help"
+    message = error.format_message()
+    if len(message) > _MAX_PARSER_CHARACTERS:
+        message = f"{message[:_MAX_PARSER_CHARACTERS]}..."
+    return f"{message}\n  see: {command} --help"
 
 
 def _print_version(wanted: bool) -> None:
@@ -96,7 +96,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def verbs(
     version: Annotated[
-        bool, typer.Option("--version", help="Say the version.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Video and image generation in which attention is chosen, never guessed."""
@@ -118,7 +118,7 @@ def info(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A file that generate wrote.", show_default=False)],
     as_json: options.Json = False,
 ) -> None:
-    """Say what a generated file is and how it was made: size, recipe, attention."""
+    """Show what a generated file is and how it was made: size, recipe, attention."""
     from diffusion_runtime.cli.info import run_info
 
     raise typer.Exit(run_info(file, as_json=as_json))

@@ -1,4 +1,4 @@
-"""Tables for people: what attention ran, what would run, how long it took."""
+"""Tables for the terminal: attention report, plan of a dry run, facts; no cell is cut at any width."""
 
 from __future__ import annotations
 
@@ -124,15 +124,15 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What several reports say besides their rows, each once: the libraries' own attention, and notes."""
+    """Remarks of several reports besides their rows, each once: the libraries' own attention, and notes."""
     libraries = [
         f"{item.get('component')}: attention of {item.get('library')} ({item.get('implementation')}), not chosen here"
         for report in reports
         for item in _mappings(report.get("libraries"))
     ]
     notes = [report.get("notes") for report in reports]
-    said = [f"note: {note}" for several in notes if isinstance(several, list) for note in several]
-    return list(dict.fromkeys([*libraries, *said]))
+    remarks = [f"note: {note}" for several in notes if isinstance(several, list) for note in several]
+    return list(dict.fromkeys([*libraries, *remarks]))
 
 
 def _mappings(value: object) -> list[Mapping[str, Any]]:

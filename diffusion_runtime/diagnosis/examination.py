@@ -117,8 +117,8 @@ def _find_device(device: str) -> tuple[Hardware | None, str | None, list[Problem
 def _list_backends(hardware: Hardware, packages: Sequence[PackageCheck]) -> list[BackendInfo]:
     """list_backends for this machine; a package whose import kills a process is not imported in this one."""
     crashed = {check.name: check for check in packages if check.crashed}
-    listed = list_backends(hardware, importing=not crashed)
-    return [_refuse_crashed(info, crashed) for info in listed] if crashed else listed
+    infos = list_backends(hardware, importing=not crashed)
+    return [_refuse_crashed(info, crashed) for info in infos] if crashed else infos
 
 
 def _refuse_crashed(info: BackendInfo, crashed: Mapping[str, PackageCheck]) -> BackendInfo:
@@ -165,8 +165,8 @@ def _test_all(
     problems: list[Problem] = []
     for name in names:
         tests = planned_tests(name, hardware)
-        for place, test in enumerate(tests, 1):
-            on_progress(f"testing {name}", f"{place}/{len(tests)} {test.title}")
+        for number, test in enumerate(tests, 1):
+            on_progress(f"testing {name}", f"{number}/{len(tests)} {test.title}")
             results.append(run_self_test(test, device))
             if not results[-1].passed and not device_answers(device):
                 what = f"backend {name} made the device unusable ({test.title}); the tests after it were not run"

@@ -239,7 +239,7 @@ class DiskCheck:
 def check_disk(folder: Path) -> DiskCheck:
     """Check `folder`, or the nearest existing folder above it; nothing is written."""
     folder = folder.absolute()
-    existing = next(place for place in [folder, *folder.parents] if place.exists())
+    existing = next(parent for parent in [folder, *folder.parents] if parent.exists())
     error = ""
     if not existing.is_dir():
         error = f"{existing} is a file"

@@ -65,26 +65,26 @@ class Outputs:
         """Make the folder and write a byte into it, so that a folder that cannot be written is known now.
 
         What processes that are gone left half written in it is removed.
-        Returns the folders that were made, innermost first. Raises OutputError; what was made is gone then.
+        Returns the folders that were created, innermost first. Raises OutputError; what was created is gone then.
         """
         from diffusion_runtime.media.publish import remove_abandoned_files, temporary_file
 
-        made: list[Path] = []
+        created: list[Path] = []
         try:
             for folder in reversed([self.folder, *self.folder.parents]):
                 if not folder.is_dir():
                     folder.mkdir()
-                    made.insert(0, folder)
+                    created.insert(0, folder)
             remove_abandoned_files(self.folder)
             with temporary_file(self.folder) as probe:
                 probe.write_bytes(b"0")
         except OSError as error:
-            remove_empty(made)
+            remove_empty(created)
             raise OutputError(
                 f"cannot write into the output folder {self.folder}: {error.strerror or error}; "
                 f"choose another with --output-path"
             ) from error
-        return tuple(made)
+        return tuple(created)
 
     def check_without_writing(self) -> None:
         """What `prepare` finds out, as far as it can be known without touching the disk. Raises OutputError."""

@@ -105,7 +105,7 @@ def test_an_unexpected_error_says_what_to_do(command: Command, monkeypatch: pyte
     def fail(*_: object) -> None:
         raise RuntimeError("a fault\nof our own")
 
-    monkeypatch.setattr("diffusion_runtime.cli.generation.settle", fail)
+    monkeypatch.setattr("diffusion_runtime.cli.generation.resolve_settings", fail)
     result = command("generate", "a")
     assert result.code == 1
     assert result.err == "error: unexpected RuntimeError: a fault; run again with --verbose to see where\n"
