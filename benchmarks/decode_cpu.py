@@ -24,7 +24,7 @@ import diffusers
 import torch
 from diffusers import AutoencoderKLWan
 
-from diffusion_runtime.memory.allocator import tune_cpu_allocator
+from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 from diffusion_runtime.models.wan.codec import WanDecoder, load_decoder
 
 LATENT_FRAMES, CHANNELS = 8, 16

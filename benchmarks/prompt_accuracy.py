@@ -1,6 +1,6 @@
 """How often the embedded model shows what the prompt says, through the product's own pipeline.
 
-    python benchmarks/prompt_accuracy.py --device cuda --output benchmarks/results/prompt_accuracy.json
+    python -m benchmarks.prompt_accuracy --device cuda --output benchmarks/results/prompt_accuracy.json
 
 Correctness first: the checker must score 1.00 on clips drawn by the data generator itself. Then 512 seeded prompts of
 each kind at the model's default size and steps, and fewer at the presets' sizes and for single images.
@@ -24,10 +24,10 @@ from rich.progress import track
 import diffusion_runtime
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionReport
-from diffusion_runtime.memory.allocator import tune_cpu_allocator
-from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
-from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, EvaluationPrompt, evaluation_prompts
-from diffusion_runtime.quality.shapes.scoring import summarise
+from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
+from scripts.shapes.checker import Verdict, check_clip
+from scripts.shapes.prompts import PROMPT_KINDS, EvaluationPrompt, evaluation_prompts
+from scripts.shapes.scoring import summarise
 
 ATTRIBUTES = ("joint", "count", "colour", "shape", "motion", "background")
 

@@ -1,6 +1,6 @@
 """What each sparse method costs in quality at each density, on the embedded model, against the dense run.
 
-    python benchmarks/sparse_quality.py --device cuda --output benchmarks/results/sparse_quality.json
+    python -m benchmarks.sparse_quality --device cuda --output benchmarks/results/sparse_quality.json
 
 Every setting generates the same seeded prompts as the dense run. Recorded: the share of (query, key) pairs that
 self-attention kept over all steps and layers, prompt accuracy with its 95 % interval, the relative L2 distance of the
@@ -27,10 +27,10 @@ import diffusion_runtime
 from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.attention import SparsePlan
 from diffusion_runtime.attention.sparse import interface
-from diffusion_runtime.memory.allocator import tune_cpu_allocator
-from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
-from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
-from diffusion_runtime.quality.shapes.scoring import summarise
+from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
+from scripts.shapes.checker import Verdict, check_clip
+from scripts.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
+from scripts.shapes.scoring import summarise
 
 SVG2 = {"svg2_num_q_centroids": 32, "svg2_num_k_centroids": 64, "svg2_min_kc_ratio": 0.0, "svg2_first_times_fp": 0.0}
 VMOBA = {

@@ -28,7 +28,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
-from diffusion_runtime.memory.allocator import tune_cpu_allocator
+from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.registry import family_for_folder

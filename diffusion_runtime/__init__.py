@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.diffusers_bridge.attach import attach
     from diffusion_runtime.errors import (
         BackendUnavailableError,
+        Cancelled,
         DiffusionRuntimeError,
         ModelLoadError,
         OutputError,
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.pipeline import Pipeline
     from diffusion_runtime.request import GenerationRequest
+    from diffusion_runtime.session.following import follow, lead
+    from diffusion_runtime.session.processes import join_processes
 
 __version__ = "0.1.0"
 
@@ -31,6 +34,7 @@ _HOMES = {
     "AttentionConfig": "attention.config",
     "AttentionSpec": "attention.config",
     "BackendUnavailableError": "errors",
+    "Cancelled": "errors",
     "DiffusionRuntimeError": "errors",
     "GeneratedMedia": "media",
     "GenerationRequest": "request",
@@ -40,7 +44,10 @@ _HOMES = {
     "RuntimeConfig": "config",
     "UsageError": "errors",
     "attach": "diffusers_bridge.attach",
+    "follow": "session.following",
     "force_attention_backend": "attention.force",
+    "join_processes": "session.processes",
+    "lead": "session.following",
     "load_pipeline": "loading",
 }
 
@@ -48,6 +55,7 @@ __all__ = [
     "AttentionConfig",
     "AttentionSpec",
     "BackendUnavailableError",
+    "Cancelled",
     "DiffusionRuntimeError",
     "GeneratedMedia",
     "GenerationRequest",
@@ -58,7 +66,10 @@ __all__ = [
     "UsageError",
     "__version__",
     "attach",
+    "follow",
     "force_attention_backend",
+    "join_processes",
+    "lead",
     "load_pipeline",
 ]
 

@@ -1,4 +1,4 @@
-"""What ran: role x backend x implementation, counted call by call."""
+"""Attention report: what ran, role x backend x implementation, counted call by call."""
 
 from __future__ import annotations
 

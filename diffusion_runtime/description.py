@@ -102,9 +102,9 @@ def planned_attention(layers: Iterable[AttentionLayer]) -> tuple[PlannedAttentio
     rows: list[PlannedAttention] = []
     for layer in layers:
         for when, decision in layer.decisions:
-            for place, row in enumerate(rows):
+            for index, row in enumerate(rows):
                 if (row.role, row.when, row.decision) == (layer.layer.role, when, decision):
-                    rows[place] = dataclasses.replace(
+                    rows[index] = dataclasses.replace(
                         row, layers=tuple(dict.fromkeys((*row.layers, layer.layer.index)))
                     )
                     break

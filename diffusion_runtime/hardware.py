@@ -127,8 +127,8 @@ def resolve_device(device: str = "auto") -> torch.device:
         return requested
     present = torch.accelerator.current_accelerator(check_available=True)
     if present is None or present.type != requested.type:
-        there = "only the CPU" if present is None else f"{present.type} and the CPU"
-        raise ConfigError(f"device: {shown(device)} was asked for, this machine has {there}; use --device auto")
+        found = "only the CPU" if present is None else f"{present.type} and the CPU"
+        raise ConfigError(f"device: {shown(device)} was asked for, this machine has {found}; use --device auto")
     if requested.index is not None and requested.index >= torch.accelerator.device_count():
         count = torch.accelerator.device_count()
         raise ConfigError(f"device: {shown(device)} was asked for, this machine has {count} of them, counted from 0")
@@ -146,9 +146,9 @@ def device_of_process(device: str, local_rank: int, num_local: int) -> str:
     if resolved.type == "cpu" and device != "auto":
         return "cpu"
     if resolved.type != "cuda":
-        there = "none" if resolved.type == "cpu" else f"{resolved.type}, which only one process can use"
+        found = "none" if resolved.type == "cpu" else f"{resolved.type}, which only one process can use"
         raise ConfigError(
-            f"device: {num_local} processes need {num_local} GPUs, this machine has {there}; --device cpu runs them on "
+            f"device: {num_local} processes need {num_local} GPUs, this machine has {found}; --device cpu runs them on "
             "the CPU"
         )
     if ":" in device:

@@ -1,4 +1,4 @@
-"""What one generation is asked for (call time). Never merged with RuntimeConfig (load time)."""
+"""GenerationRequest: the values of one generation (call time). Never merged with RuntimeConfig (load time)."""
 
 from __future__ import annotations
 
@@ -222,6 +222,6 @@ REQUEST_FIELDS: Mapping[str, RequestField] = MappingProxyType(
 
 
 def request_field_types() -> dict[str, type]:
-    """Name and plain type (str, int, float) of every field, for whoever parses text into one."""
+    """Name and plain type (str, int, float) of every field, for code that parses text into one."""
     hints = get_type_hints(GenerationRequest)
     return {name: (get_args(hint) or (hint,))[0] for name, hint in hints.items()}

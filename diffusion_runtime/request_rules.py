@@ -70,7 +70,7 @@ class RequestRules:
         options = self.scheduler.options_for(settings.sampler)
         build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
         if request.image_path is None and self.needs_image:
-            raise RequestError("image_path: this model makes videos from an image; say which: --image-path FILE")
+            raise RequestError("image_path: this model makes videos from an image; give one: --image-path FILE")
         if request.image_path is not None:
             check_image(request.image_path, settings.size.height, settings.size.width)
         for layer in self.attention_layers:
@@ -232,7 +232,7 @@ class BatchSettings:
         for name, declared in REQUEST_FIELDS.items():
             values = list(dict.fromkeys(getattr(request, name) for request in batch))
             if None in values and not declared.may_stay_none:
-                raise RequestError(f"{name}: the model has no default for it; say a value")
+                raise RequestError(f"{name}: the model has no default for it; give a value")
             if len(values) > 1 and not declared.differs_in_batch:
                 raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
         return cls(len(batch), rules, batch[0])

@@ -1,4 +1,4 @@
-"""Which layer and which step a call belongs to."""
+"""StepInfo, LayerInfo: the denoising step and the layer that an attention call belongs to."""
 
 from __future__ import annotations
 

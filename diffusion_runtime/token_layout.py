@@ -1,4 +1,4 @@
-"""Where tokens sit: text before, a frames x height x width grid, text after."""
+"""TokenLayout: the sequence as text, a frames x height x width grid, text; with valid lengths (padding)."""
 
 from __future__ import annotations
 

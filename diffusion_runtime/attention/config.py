@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -227,7 +227,8 @@ class AttentionConfig:
         None (no choice); a config; a spec; a mapping with default, per_role and schedule, nested or with dotted keys
         (`per_role.cross.backend`), or with `backend` and `extra`; names (`fa,torch_sdpa`); a JSON text; the path of a
         JSON or YAML file; `key=value,...` with dotted keys, or with option keys alone, which then configure whatever
-        backend a lower level chooses. Raises ConfigError.
+        backend a lower level chooses. Raises ConfigError, also for a value that one mapping gives twice, nested and
+        with a dotted key.
         """
         if value is None:
             return cls()
@@ -245,6 +246,19 @@ class AttentionConfig:
             check_depth(value)
         except DocumentError as error:
             raise ConfigError(f"attention config: {error}") from error
+        _refuse_duplicates(value)
+        # Shorter paths first: a spec that is a name, then the options beside it.
+        return cls._of_mapping(dict(sorted(value.items(), key=lambda item: len(_split_path(item[0])))))
+
+    def with_values(self, dotted: Mapping[str, Any]) -> Self:
+        """This config with values at dotted paths (`per_role.cross.backend`) on top, each over those before it.
+
+        Raises ConfigError.
+        """
+        return self._of_mapping({**self.to_dict(), **dotted}) if dotted else self
+
+    @classmethod
+    def _of_mapping(cls, value: Mapping[str, Any]) -> Self:
         nested = _expand_dotted(value)
         if nested and not set(nested) & set(_CONFIG_KEYS):
             if set(nested) & set(_SPEC_KEYS):
@@ -294,12 +308,34 @@ def _read_mapping(path: str, where: str) -> Mapping[str, Any]:
     return content
 
 
-def _expand_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`per_role.ROLE.extra.KEY` and the like as nested mappings; a role may itself contain dots."""
-    nested: dict[str, Any] = {}
+def _refuse_duplicates(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value that a mapping gives twice: `default.backend` beside `default: {backend: ...}`."""
+    given: set[tuple[str, ...]] = set()
     for key, value in values.items():
         if not isinstance(key, str):
             raise ConfigError(f"attention config: expected text keys, got {shown(key)}")
+        for path in _leaf_paths(tuple(_split_path(key)), value):
+            if path in given:
+                raise ConfigError(
+                    f"attention config: {'.'.join(path)[:80]} is given twice in one mapping; give it once"
+                )
+            given.add(path)
+
+
+def _leaf_paths(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
+    """The path of every value below `path`; a spec that is a name stands for its `backend`."""
+    is_spec = path == ("default",) or (len(path) == 2 and path[0] == "per_role")
+    if isinstance(value, Mapping) and path[0] in ("default", "per_role"):
+        for key, inner in value.items():
+            yield from _leaf_paths((*path, str(key)), inner)
+    else:
+        yield (*path, "backend") if is_spec and isinstance(value, str) else path
+
+
+def _expand_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`per_role.ROLE.extra.KEY` and the like as nested mappings; a role may itself contain dots. Later values win."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
         path = _split_path(key)
         place = nested
         for part in path[:-1]:
@@ -312,10 +348,21 @@ def _expand_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
                 inner = place[part] = dict(inner)
             place = inner
         if isinstance(value, Mapping) and isinstance(place.get(path[-1]), dict):
-            place[path[-1]].update(value)
+            _merge(place[path[-1]], value)
         else:
             place[path[-1]] = dict(value) if isinstance(value, Mapping) else value
     return nested
+
+
+def _merge(place: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """`values` over those of `place`, mappings within them alike."""
+    for key, value in values.items():
+        inner = place.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            place[key] = dict(inner)
+            _merge(place[key], value)
+        else:
+            place[key] = value
 
 
 def _split_path(key: str) -> list[str]:

@@ -89,8 +89,8 @@ def benchmark_attention(
     hardware = detect_hardware(str(device))
     measurements: list[Measurement] = []
     with torch.inference_mode(), quiet_log():
-        for place, shape in enumerate(shapes, 1):
-            on_progress(f"{place}/{len(shapes)} {shape.name}")
+        for number, shape in enumerate(shapes, 1):
+            on_progress(f"{number}/{len(shapes)} {shape.name}")
             if time.monotonic() >= effort.deadline:
                 measurements += [Measurement(shape, name, "skipped", "the time limit was reached") for name in names]
                 continue

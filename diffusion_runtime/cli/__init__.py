@@ -1,1 +1,1 @@
-"""The command line: one file a verb; flags and files in, API calls out."""
+"""The command line: one file per verb; flags and files in, API calls out."""

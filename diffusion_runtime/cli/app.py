@@ -1,4 +1,4 @@
-"""The command's entry: verbs, errors, exit codes. Until a verb runs, nothing heavier than the parser is imported."""
+"""Entry point of the command: verbs, errors, exit codes. Until a verb runs, only the parser is imported."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from diffusion_runtime.cli.backends import backends
 from diffusion_runtime.cli.bench import bench
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
-from diffusion_runtime.cli.dotted_flags import rewrite_dotted_flags
+from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_flags
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
 from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
-from diffusion_runtime.cli.repeated_flags import CheckedCommand
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
@@ -79,12 +78,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser_message(error: Any) -> str:
     """The parser's message, with the command that explains the flags."""
-    place = error.ctx.command_path if error.ctx is not None else "diffusion-runtime"
+    command = error.ctx.command_path if error.ctx is not None else "diffusion-runtime"
     # What the parser quotes is a whole argument.
-    said = error.format_message()
-    if len(said) > _MAX_PARSER_CHARACTERS:
-        said = f"{said[:_MAX_PARSER_CHARACTERS]}..."
-    return f"{said}\n  see: {place} --help"
+    message = error.format_message()
+    if len(message) > _MAX_PARSER_CHARACTERS:
+        message = f"{message[:_MAX_PARSER_CHARACTERS]}..."
+    return f"{message}\n  see: {command} --help"
 
 
 def _print_version(wanted: bool) -> None:
@@ -97,7 +96,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def verbs(
     version: Annotated[
-        bool, typer.Option("--version", help="Say the version.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Video and image generation in which attention is chosen, never guessed."""
@@ -119,7 +118,7 @@ def info(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A file that generate wrote.", show_default=False)],
     as_json: options.Json = False,
 ) -> None:
-    """Say what a generated file is and how it was made: size, recipe, attention."""
+    """Show what a generated file is and how it was made: size, recipe, attention."""
     from diffusion_runtime.cli.info import run_info
 
     raise typer.Exit(run_info(file, as_json=as_json))

@@ -1,4 +1,4 @@
-"""The attention flags of a command line, collected into one AttentionConfig, whose parser decides what they mean."""
+"""Attention flags of the command line, collected into one AttentionConfig; its parser decides what they mean."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class AttentionFlags:
             return self.backend
         from diffusion_runtime.attention.config import AttentionConfig, parse_text
 
-        stated = AttentionConfig.parse(self.config)
+        config = AttentionConfig.parse(self.config)
         dotted = split_entries(self.entries)
         if self.backend is not None:
-            self._refuse_second_default(stated, dotted)
+            self._refuse_second_default(config, dotted)
             dotted["default.backend"] = self.backend
         if self.backend_config is not None:
             options = parse_text(self.backend_config, "--attention-backend-config")
@@ -46,14 +46,14 @@ class AttentionFlags:
                     f"got {shown(self.backend_config)}"
                 )
             dotted["default.extra"] = options
-        return overlay_attention(stated, dotted)
+        return overlay_attention(config, dotted)
 
-    def _refuse_second_default(self, stated: AttentionConfig, dotted: Mapping[str, Any]) -> None:
+    def _refuse_second_default(self, config: AttentionConfig, dotted: Mapping[str, Any]) -> None:
         in_entries = any(key in dotted for key in ("default", "default.backend", "default.name"))
-        in_config = stated.default is not None and bool(stated.default.candidates)
+        in_config = config.default is not None and bool(config.default.candidates)
         if in_entries or in_config:
-            place = "--attention-config.default.backend" if in_entries else "the default of --attention-config"
-            raise ConfigError(f"--attention-backend and {place} both set the default backend; give one of them")
+            other = "--attention-config.default.backend" if in_entries else "the default of --attention-config"
+            raise ConfigError(f"--attention-backend and {other} both set the default backend; give one of them")
 
 
 def split_entries(entries: Sequence[str]) -> dict[str, Any]:
@@ -65,13 +65,14 @@ def split_entries(entries: Sequence[str]) -> dict[str, Any]:
         key, equals, text = entry.partition("=")
         if not equals or not key:
             raise ConfigError(f"attention: expected PATH=VALUE, got {shown(entry)}")
+        # Behind those before it, whichever way they spell the same value: the last wins.
+        dotted.pop(key, None)
         dotted[key] = text if key.rpartition(".")[2] in ("backend", "name") else parse_scalar(text)
     return dotted
 
 
-def overlay_attention(stated: Any, dotted: Mapping[str, Any]) -> AttentionConfig:
-    """`stated`, in any form that AttentionConfig.parse takes, with values at dotted paths set on top."""
+def overlay_attention(config: Any, dotted: Mapping[str, Any]) -> AttentionConfig:
+    """`config`, in any form that AttentionConfig.parse takes, with values at dotted paths set on top."""
     from diffusion_runtime.attention.config import AttentionConfig
 
-    config = AttentionConfig.parse(stated)
-    return AttentionConfig.parse({**config.to_dict(), **dotted}) if dotted else config
+    return AttentionConfig.parse(config).with_values(dotted)

@@ -1,4 +1,4 @@
-"""`backends`: what each attention backend can do here, or why it cannot run, and which one is the default."""
+"""`backends`: the capabilities of each attention backend on this machine, or why it cannot run; the default."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def backends(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Say what each attention backend can do here, or why not and what to type.
+    """List what each attention backend can do here, or why not and what to type.
 
-    Usable means: installed, and made for this chip. doctor runs them.
+    Usable: installed, and made for this chip. `doctor` runs each of them.
     """
     terminal = Terminal()
     with terminal.log():
@@ -157,7 +157,7 @@ def _version_cell(info: BackendInfo) -> str:
 def _can_cells(can: Capability) -> tuple[str, str, str]:
     """Its dtypes, head sizes and features."""
     dtypes = [short for name, short in SHORT_DTYPES.items() if name in can.dtypes]
-    pairs = [" ".join(dtypes[place : place + 2]) for place in range(0, len(dtypes), 2)]
+    pairs = [" ".join(dtypes[start : start + 2]) for start in range(0, len(dtypes), 2)]
     return "\n".join(pairs), _head_sizes(can), _features(can)
 
 
@@ -201,8 +201,8 @@ def _details(info: BackendInfo) -> str:
 def _default_lines(listing: Listing) -> list[str]:
     if listing.default is None:
         return [f"No backend can be the default here: {listing.no_default}"]
-    lines = [f"* {listing.default.backend} is the {listing.default.reason}: what runs when nobody chooses."]
+    lines = [f"* {listing.default.backend} is the {listing.default.reason}: what runs without a choice."]
     lines += [f"  not {name}: {reason}" for name, reason in listing.default.rejected]
     if listing.environment:
-        lines.append(f"DIFFUSION_ATTENTION_BACKEND says {listing.environment!r}, which comes before the default.")
+        lines.append(f"DIFFUSION_ATTENTION_BACKEND is {listing.environment!r}, which comes before the default.")
     return lines

@@ -51,7 +51,7 @@ def attention(
         str | None,
         typer.Option(
             "--backends",
-            help="Which, sparse ones too: fa,torch_sdpa. Default: all usable dense backends that are timed by default.",
+            help="Backends, sparse ones too: fa,torch_sdpa. Default: usable dense ones; those left out are listed.",
             metavar="NAMES",
             show_default=False,
             rich_help_panel=_WHAT,
@@ -61,7 +61,7 @@ def attention(
         str | None,
         typer.Option(
             "--shapes",
-            help="Names, small or all. Without it: all, on a CPU the small ones.",
+            help="Names of shapes, small or all. Default: all, on a CPU small.",
             metavar="NAMES",
             show_default=False,
             rich_help_panel=_WHAT,
@@ -71,7 +71,7 @@ def attention(
         int | None,
         typer.Option(
             "--repeats",
-            help="Samples a backend and shape. Default: 11, on a CPU 5.",
+            help="Samples per backend and shape. Default: 11, on a CPU 5.",
             metavar="N",
             min=1,
             show_default=False,
@@ -95,7 +95,7 @@ def attention(
         typer.Option(
             "--output-path",
             "-o",
-            help="Write the JSON object there.",
+            help="Write the results as JSON.",
             metavar="FILE.json",
             show_default=False,
             rich_help_panel=options.OUTPUT,
@@ -105,7 +105,7 @@ def attention(
         Path | None,
         typer.Option(
             "--plot",
-            help="Draw it there. Needs: pip install 'diffusion-runtime\\[plot]'",
+            help="Plot the results. Needs: pip install 'diffusion-runtime\\[plot]'",
             metavar="FILE.png",
             show_default=False,
             rich_help_panel=options.OUTPUT,
@@ -219,7 +219,7 @@ def _write(result: AttentionBenchmark, output_path: Path | None, plot: Path | No
 
 @contextmanager
 def _progress(terminal: Terminal) -> Iterator[Callable[[str], None]]:
-    """One line that is redrawn on a terminal, a line each anywhere else."""
+    """One line that is redrawn on a terminal, separate lines anywhere else."""
     from rich.text import Text
 
     if not terminal.is_live:
@@ -244,7 +244,7 @@ def show(result: AttentionBenchmark) -> None:
         for rate in rates:
             console.print(Text(f"a matrix product of {result.matmul_size}^3 beside it: {rate:.4g} TF/s"))
     if result.left_out:
-        console.print(Text(f"\nNot timed: {', '.join(name for name, _ in result.left_out)}; --json says why."))
+        console.print(Text(f"\nNot timed: {', '.join(name for name, _ in result.left_out)}; --json has the reasons."))
 
 
 def _cells(row: Measurement) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has, whether it works, and what to type where it does not."""
+"""`doctor`: diagnosis of this machine (torch, driver, packages, disk, model, backends), with a fix per problem."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.diagnosis.examination import Diagnosis
     from diffusion_runtime.diagnosis.packages import PackageCheck
 
-# Without a terminal: how long nothing is said.
+# Without a terminal: seconds between two lines of one stage.
 _QUIET_SECONDS = 10
 SCHEMA = "diffusion_runtime.doctor/1"
 EPILOG = """[bold]Examples[/]
@@ -77,28 +77,28 @@ def doctor(
 
 @contextmanager
 def _progress(terminal: Terminal) -> Iterator[Callable[[str, str], None]]:
-    """One line that is redrawn on a terminal; anywhere else a line a stage, and more while one takes long."""
+    """One line that is redrawn on a terminal; anywhere else a line per stage, and more while one takes long."""
     from rich.text import Text
 
     if terminal.is_live:
         with terminal.console.status("") as status:
             yield lambda stage, detail: status.update(Text(f"{stage} {detail}"))
         return
-    said: set[str] = set()
+    reported: set[str] = set()
     last = 0.0
 
-    def say(stage: str, detail: str) -> None:
+    def report(stage: str, detail: str) -> None:
         nonlocal last
-        if stage not in said:
+        if stage not in reported:
             terminal.say(stage)
         elif time.monotonic() - last > _QUIET_SECONDS:
             terminal.say(f"  {detail}")
         else:
             return
-        said.add(stage)
+        reported.add(stage)
         last = time.monotonic()
 
-    yield say
+    yield report
 
 
 def _show(diagnosis: Diagnosis, *, verbose: bool) -> None:

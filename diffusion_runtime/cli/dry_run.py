@@ -1,4 +1,4 @@
-"""`generate --dry-run`: what would run, why, and under which names it would be written. Loads and writes nothing."""
+"""Dry run (`generate --dry-run`): what would run, why, and the names of the files. Loads and writes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEMA = "diffusion_runtime.dry_run/1"
 def show_plan(
     description: PipelineDescription, items: Sequence[Item], outputs: Outputs, terminal: Terminal, *, as_json: bool
 ) -> int:
-    """Say what `description` and `items` lead to; the exit code is the one an item that cannot be made has, else 0."""
+    """Show what `description` and `items` lead to; the exit code is the one an item that cannot be made has, else 0."""
     makeable = [item.request for item in items if item.failure is None]
     paths = outputs.predict(makeable)
     failures = [item.failure for item in items if item.failure is not None]
@@ -64,6 +64,9 @@ def show_plan(
     terminal.show(plain_table(("file", "seed", "prompt"), rows[:_MAX_ROWS], "What would be written"))
     if len(rows) > _MAX_ROWS:
         terminal.say(f"and {len(rows) - _MAX_ROWS} more; --json lists all")
+    for path, request in list(zip(paths, makeable, strict=True))[:_MAX_ROWS]:
+        if (numbered := outputs.explain_number(request, path)) is not None:
+            terminal.say(numbered)
     for failure in failures:
         terminal.error(failure.message, failure.trace)
     return exit_code
@@ -98,13 +101,13 @@ def _to_json_object(
     description: PipelineDescription, items: Sequence[Item], paths: Sequence[Path], exit_code: int
 ) -> dict[str, Any]:
     waiting = iter(paths)
-    listed: list[dict[str, Any]] = []
+    rows_of_items: list[dict[str, Any]] = []
     for item in items:
         known: dict[str, Any] = {"prompt": item.request.prompt, "seed": item.request.seed}
         if item.failure is None:
-            listed.append({"path": str(next(waiting)), **known, "request": item.request.to_dict()})
+            rows_of_items.append({"path": str(next(waiting)), **known, "request": item.request.to_dict()})
         else:
-            listed.append({**known, **item.failure.to_dict()})
+            rows_of_items.append({**known, **item.failure.to_dict()})
     return {
         "schema": SCHEMA,
         **{key: value for key, value in description.to_dict().items() if key != "schema"},
@@ -116,6 +119,6 @@ def _to_json_object(
             for library in description.libraries
         ],
         "self_checks": [check.to_dict() for check in description.self_checks],
-        "items": listed,
+        "items": rows_of_items,
         "exit_code": exit_code,
     }

@@ -1,4 +1,4 @@
-"""`generate`: its flags, as the parser sees them, into the values that generation.py takes."""
+"""`generate`: the verb's signature, and its parsed flags as the values that generation.py takes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def generate(context: typer.Context, **given: Any) -> None:
     """Make videos or images from prompts.
 
     Without flags: the embedded model, its own size and steps, into outputs/.
-    Each file carries its recipe, and has a .json beside it that says what ran.
+    Each file carries its recipe; a .json beside it records what ran.
     Flags come before --config, then --from, then --preset, then the model.
     """
     from diffusion_runtime.cli.generation import SCHEMA, OutputFlags, run_generate
@@ -97,22 +97,24 @@ def generate(context: typer.Context, **given: Any) -> None:
     output_flags = OutputFlags(run.output_path, run.file_format, run.as_json, run.dry_run, run.resume)
     num_typed = len(what.prompts or ()) + len(prompt)
     command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))
-    place = read_process_info()
-    if place is not None and run.dry_run:
-        # Nothing is run, so nobody needs the others; one of them says what would be.
-        flags = replace(flags, parallel={**flags.parallel, "num_gpus": run.num_gpus or place.world_size})
-        if not place.is_first:
+    process_info = read_process_info()
+    if process_info is not None and run.dry_run:
+        # Nothing is run, so no other rank is needed: rank 0 shows the plan.
+        flags = replace(flags, parallel={**flags.parallel, "num_gpus": run.num_gpus or process_info.world_size})
+        if not process_info.is_first:
             raise typer.Exit
-    elif place is not None:
+    elif process_info is not None:
         # The failing rank is reported by the rank that detects it; everything else by rank 0.
-        rank_terminal = terminal if place.is_first else Terminal(quiet=True, silent=True)
+        rank_terminal = terminal if process_info.is_first else Terminal(quiet=True, silent=True)
 
         def work(coordinator: Coordinator) -> int:
             with rank_terminal.log():
                 return run_generate(flags, output_flags, rank_terminal, command_line, coordinator)
 
         schema = SCHEMA if run.as_json else None
-        RankRunner(place, lambda failure: report_failure(terminal, failure, schema), verbose=run.verbose).run(work)
+        RankRunner(process_info, lambda failure: report_failure(terminal, failure, schema), verbose=run.verbose).run(
+            work
+        )
     try:
         with terminal.log():
             code = run_generate(flags, output_flags, terminal, command_line)

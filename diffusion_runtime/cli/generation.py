@@ -1,4 +1,4 @@
-"""What `generate` does once its flags are read: settle, load, make every item, say what ran."""
+"""`generate` once its flags are parsed: resolve settings, prepare and load the model, run the batch, report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
-from diffusion_runtime.cli.settings import Flags, Settings, settle
+from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
 from diffusion_runtime.cli.tables import attention_table, remarks_of
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.errors import DiffusionRuntimeError
@@ -37,7 +37,7 @@ SCHEMA = "diffusion_runtime.generate/1"
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """The flags of `generate` that say where results go and what is said."""
+    """The flags of `generate` about where results go and what is reported."""
 
     output_path: str | None = None
     file_format: str | None = None
@@ -60,7 +60,7 @@ def run_generate(
     """
     started = time.perf_counter()
     coordinator = SingleProcessCoordinator() if coordinator is None else coordinator
-    settings = settle(flags)
+    settings = resolve_settings(flags)
     if coordinator.world is not None:
         settings = settings.on_processes(coordinator.world.size)
     outputs = Outputs.parse(output_flags.output_path, output_flags.file_format)
@@ -73,20 +73,20 @@ def run_generate(
         outputs.check_without_writing()
         prepared, items = _prepare(settings, outputs)
         return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
-    made = outputs.prepare() if coordinator.is_first else ()
+    new_folders = outputs.prepare() if coordinator.is_first else ()
     try:
         if coordinator.world is None and settings.runtime.parallel.num_processes > 1:
             return _launch(settings, outputs, output_flags, terminal, command_line)
         return _generate(settings, outputs, output_flags, terminal, coordinator, started)
     finally:
-        remove_empty(made)
+        remove_empty(new_folders)
 
 
 def _launch(
     settings: Settings, outputs: Outputs, output_flags: OutputFlags, terminal: Terminal, command_line: CommandLine
 ) -> int:
     """Check what can be checked once, then run the command in several processes."""
-    # The first process says again what is said on the way.
+    # Rank 0 logs it again.
     with Terminal(quiet=True).log():
         prepared, items = _prepare(settings, outputs)
     description = prepared.description
@@ -109,7 +109,7 @@ def _are_guided(rules: RequestRules, settings: Settings) -> bool:
     """Whether all requests that can be made run two branches of guidance, which processes could share then."""
     resolved = []
     for request in settings.requests:
-        # What is wrong is said with the items.
+        # Errors are reported with the items.
         with contextlib.suppress(DiffusionRuntimeError):
             resolved.append(rules.resolve(request, settings.preset_for(rules.presets)))
     return all(rules.is_guided(request) for request in resolved)
@@ -123,7 +123,7 @@ def _generate(
     coordinator: Coordinator,
     started: float,
 ) -> int:
-    from diffusion_runtime.memory.allocator import tune_cpu_allocator
+    from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 
     tune_cpu_allocator()
     load_started = time.perf_counter()
@@ -168,20 +168,20 @@ def _end(
     terminal: Terminal,
     coordinator: Coordinator,
 ) -> int:
-    _say_end(result, timings, terminal)
+    _report_end(result, timings, terminal)
     if not result.interrupted:
-        # What is said of a run is one JSON object: the results once nobody can fail to bring them, or an error.
+        # A run reports one JSON object: the results, once no rank can fail any more, or an error.
         coordinator.agree(None)
     if output_flags.as_json and coordinator.is_first:
         text = json_text(to_json_object(result, timings))
         if coordinator.world is None:
-            # Interrupted within the object, or by who has read it: there must not be a second one.
+            # An interruption within the object, or by its reader, must not report a second one.
             interruptions.all_is_reported(INTERRUPTED)
             put_on_stdout(text)
         else:
             from diffusion_runtime.media.publish import uninterrupted
 
-            # Too late: all is made, and this says it.
+            # Too late for an interruption: everything is made, and this reports it.
             with contextlib.suppress(KeyboardInterrupt), uninterrupted():
                 put_on_stdout(text)
     if coordinator.world is None:
@@ -192,7 +192,7 @@ def _end(
 def _skip_finished(
     items: list[Item], outputs: Outputs, description: PipelineDescription, coordinator: Coordinator
 ) -> tuple[list[Item], tuple[Done, ...]]:
-    """The items that are still to be made, and those that an earlier run made. The first process looks."""
+    """The items that are still to be made, and those that an earlier run made. Rank 0 looks."""
     requests = [item.request for item in items if item.failure is None]
 
     def look() -> str:
@@ -259,7 +259,7 @@ def to_json_object(result: BatchResult, timings: dict[str, float]) -> dict[str, 
     }
 
 
-def _say_end(result: BatchResult, timings: dict[str, float], terminal: Terminal) -> None:
+def _report_end(result: BatchResult, timings: dict[str, float], terminal: Terminal) -> None:
     reports = [outcome.attention_report for outcome in result.finished]
     if reports:
         terminal.show(attention_table(reports))
@@ -267,7 +267,9 @@ def _say_end(result: BatchResult, timings: dict[str, float], terminal: Terminal)
             terminal.say(remark)
     if result.interrupted:
         with interruptions.reporting():
-            terminal.error(f"interrupted: {len(result.finished)} of {result.num_items} finished{_listed(result)}")
+            terminal.error(
+                f"interrupted: {len(result.finished)} of {result.num_items} finished{_finished_paths(result)}"
+            )
     elif result.failures and result.num_items > 1:
         lines = [
             f"  {outcome.request.prompt!r}, seed {outcome.request.seed}: {outcome.failure.message}"
@@ -280,5 +282,5 @@ def _say_end(result: BatchResult, timings: dict[str, float], terminal: Terminal)
         terminal.say(f"{count}: {seconds_text(timings)}")
 
 
-def _listed(result: BatchResult) -> str:
+def _finished_paths(result: BatchResult) -> str:
     return "".join(f"\n  {outcome.path}" for outcome in result.finished)

@@ -1,4 +1,4 @@
-"""`info FILE`: what a generated file is, and how it was made."""
+"""`info FILE`: metadata of a generated file: size, recipe, attention report, timings."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _show(media: MediaFile) -> None:
         return
     recipe = dict(media.recipe)
     if media.attention_report is not None:
-        # What was planned is said again by what ran.
+        # The report of what ran repeats the plan.
         recipe.pop("attention", None)
     values = list(_flatten(recipe))
     console.print(facts_table(values[:_MAX_VALUES], "\nRecipe"))
@@ -85,7 +85,7 @@ def _show(media: MediaFile) -> None:
 
 
 def _describe_sound(audio: Mapping[str, Any], path: Path) -> str:
-    """audio: maybe a stranger's; what it lacks is not said."""
+    """audio: maybe a stranger's; what it lacks is left out."""
     units = (("seconds", "s"), ("num_channels", "channels"), ("sample_rate", "Hz"))
     parts = [f"{audio[key]:g} {unit}" for key, unit in units if isinstance(audio.get(key), int | float)]
     return ", ".join([*parts, f"in {path.with_suffix('.wav').name}"] if audio.get("is_beside") is True else parts)

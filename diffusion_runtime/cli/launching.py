@@ -1,4 +1,4 @@
-"""`--num-gpus N`: the same command line again in N processes, and one word about how they ended."""
+"""Launcher of `--num-gpus N`: runs the same command line in N processes and reports how they ended, once."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class CommandLine:
             return self.arguments
         prompt_file.write_text("\n".join(self.piped_prompts) + "\n", encoding="utf-8")
         arguments = list(self.arguments)
-        for place, argument in enumerate(arguments):
+        for index, argument in enumerate(arguments):
             if argument == f"{PROMPT_FILE_FLAG}=-":
-                arguments[place] = f"{PROMPT_FILE_FLAG}={prompt_file}"
-            elif argument == "-" and place and arguments[place - 1] == PROMPT_FILE_FLAG:
-                arguments[place] = str(prompt_file)
+                arguments[index] = f"{PROMPT_FILE_FLAG}={prompt_file}"
+            elif argument == "-" and index and arguments[index - 1] == PROMPT_FILE_FLAG:
+                arguments[index] = str(prompt_file)
         return tuple(arguments)
 
 
@@ -70,8 +70,8 @@ def launch_processes(
         except RunInterrupted as interrupted:
             with interruptions.reporting():
                 if not interrupted.is_reported:
-                    said = f"interrupted: files that were finished are in {outputs.folder}"
-                    report_failure(terminal, RankFailure.of_interruption(said), schema)
+                    message = f"interrupted: files that were finished are in {outputs.folder}"
+                    report_failure(terminal, RankFailure.of_interruption(message), schema)
             return INTERRUPTED
     if failure is None:
         return 0
@@ -84,8 +84,8 @@ def report_failure(terminal: Terminal, failure: RankFailure, schema: str | None)
     """One message on standard error and, where results are JSON, one object on standard output."""
     terminal.error(failure.message, failure.trace)
     if schema is not None:
-        said = {"error": failure.message, "kind": failure.kind, "exit_code": failure.exit_code}
-        put_failure_on_stdout(schema, said)
+        values = {"error": failure.message, "kind": failure.kind, "exit_code": failure.exit_code}
+        put_failure_on_stdout(schema, values)
 
 
 @contextlib.contextmanager

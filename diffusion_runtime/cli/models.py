@@ -1,4 +1,4 @@
-"""`models`: what can be loaded natively, how large it is, and where its settings are."""
+"""`models`: the published models with a native implementation: short name, download, memory of the weights."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def models(as_json: options.Json = False) -> None:
         from diffusion_runtime.models.published import published_models
         from diffusion_runtime.models.registry import supported_transformer_classes
 
-        listed, classes = published_models(), supported_transformer_classes()
+        published, classes = published_models(), supported_transformer_classes()
     if as_json:
-        put_on_stdout(json_text(_to_json_object(listed, classes)))
+        put_on_stdout(json_text(_to_json_object(published, classes)))
     else:
-        show(listed)
+        show(published)
 
 
-def _to_json_object(listed: Sequence[PublishedModel], classes: Sequence[str]) -> dict[str, Any]:
+def _to_json_object(published: Sequence[PublishedModel], classes: Sequence[str]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "transformer_classes": list(classes),
@@ -56,12 +56,12 @@ def _to_json_object(listed: Sequence[PublishedModel], classes: Sequence[str]) ->
                 "download_gb": round(model.download_gb, 3),
                 "weights_gb": {dtype: round(model.memory_gb(dtype), 3) for dtype in _SHOWN_DTYPES},
             }
-            for model in listed
+            for model in published
         ],
     }
 
 
-def show(listed: Sequence[PublishedModel]) -> None:
+def show(published: Sequence[PublishedModel]) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -72,7 +72,7 @@ def show(listed: Sequence[PublishedModel]) -> None:
             _gigabytes(model.download_gb) if model.download_gb else "inside",
             *(_gigabytes(model.memory_gb(dtype)) for dtype in _SHOWN_DTYPES),
         )
-        for model in listed
+        for model in published
     ]
     console.print(plain_table(("--model-path", "download", "bf16", "fp32"), rows, "Models"))
     for line in (

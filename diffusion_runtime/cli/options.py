@@ -26,7 +26,7 @@ Prompts: TypeAlias = Annotated[
 ]
 PromptFile: TypeAlias = Annotated[
     str | None,
-    _flag(WHAT, "One prompt a line; # starts a comment; - reads standard input.", "--prompt-file", metavar="FILE"),
+    _flag(WHAT, "One prompt per line; # starts a comment; - reads standard input.", "--prompt-file", metavar="FILE"),
 ]
 ModelPath: TypeAlias = Annotated[
     str | None,
@@ -39,7 +39,7 @@ LoraPath: TypeAlias = Annotated[
     _flag(WHAT, "A LoRA in diffusers' format, merged at load; again for several.", "--lora-path", metavar="FILE"),
 ]
 LoraScale: TypeAlias = Annotated[
-    list[float] | None, _flag(WHAT, "How strongly; once a file, in their order.", "--lora-scale", metavar="X")
+    list[float] | None, _flag(WHAT, "Its strength; one per --lora-path, in their order.", "--lora-scale", metavar="X")
 ]
 FromFile: TypeAlias = Annotated[
     str | None, _flag(WHAT, "Repeat a generated file; other flags override it.", "--from", metavar="FILE")
@@ -92,30 +92,32 @@ AttentionConfigText: TypeAlias = Annotated[
 SelfCheck: TypeAlias = Annotated[
     bool | None,
     _flag(
-        ATTENTION,
+        WHERE,
         "On an accelerator, compare third-party kernels with the definition before loading, once per version.",
         "--self-check/--no-self-check",
     ),
 ]
-# What dotted attention flags are rewritten to (dotted_flags.py).
+# What dotted attention flags are rewritten to (flag_syntax.py).
 AttentionEntries: TypeAlias = Annotated[list[str] | None, typer.Option("--dotted-attention", hidden=True)]
 
 Device: TypeAlias = Annotated[str | None, _flag(WHERE, "auto, cpu, cuda, cuda:1, mps, ...", "--device", metavar="NAME")]
 Dtype: TypeAlias = Annotated[str | None, _flag(WHERE, "auto, float32, bfloat16 or float16.", "--dtype", metavar="NAME")]
 RuntimeBackend: TypeAlias = Annotated[
-    str | None, _flag(WHERE, "Who runs the model: auto, native, diffusers.", "--backend", metavar="NAME")
+    str | None,
+    _flag(WHERE, "Implementation: native, diffusers (its own pipeline) or auto.", "--backend", metavar="NAME"),
 ]
 NumGpus: TypeAlias = Annotated[
-    int | None, _flag(WHERE, "Processes, one a device; degrees are chosen.", "--num-gpus", metavar="N")
+    int | None, _flag(WHERE, "Processes, one per device; degrees are chosen.", "--num-gpus", metavar="N")
 ]
 UlyssesDegree: TypeAlias = Annotated[
-    int | None, _flag(WHERE, "Processes that share the heads.", "--ulysses-degree", metavar="N")
+    int | None, _flag(WHERE, "Sequence parallel: processes that share the heads.", "--ulysses-degree", metavar="N")
 ]
 RingDegree: TypeAlias = Annotated[
-    int | None, _flag(WHERE, "Processes that share the keys.", "--ring-degree", metavar="N")
+    int | None, _flag(WHERE, "Ring attention: processes that share the keys.", "--ring-degree", metavar="N")
 ]
 CfgParallel: TypeAlias = Annotated[
-    bool | None, _flag(WHERE, "Guidance branches on two groups.", "--cfg-parallel/--no-cfg-parallel")
+    bool | None,
+    _flag(WHERE, "The two guidance branches on two groups of processes.", "--cfg-parallel/--no-cfg-parallel"),
 ]
 
 OutputPath: TypeAlias = Annotated[
@@ -129,7 +131,7 @@ Json: TypeAlias = Annotated[bool, _flag(OUTPUT, "One JSON object on standard out
 Resume: TypeAlias = Annotated[
     bool, _flag(OUTPUT, "Continue a run that was interrupted: make what is missing.", "--resume")
 ]
-DryRun: TypeAlias = Annotated[bool, _flag(OUTPUT, "Say what would run; load no weights, write nothing.", "--dry-run")]
+DryRun: TypeAlias = Annotated[bool, _flag(OUTPUT, "Show what would run; load no weights, write nothing.", "--dry-run")]
 Quiet: TypeAlias = Annotated[bool, _flag(OUTPUT, "Errors only, and the paths.", "--quiet", "-q")]
 Verbose: TypeAlias = Annotated[bool, _flag(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")]
 
@@ -157,13 +159,12 @@ class SourceFlags:
 
 @dataclass(frozen=True)
 class RunFlags:
-    """How attention is chosen, where it runs, and what is written and said."""
+    """How attention is chosen, where it runs, and what is written and reported."""
 
     attention_backend: AttentionBackend = None
     attention_backend_config: AttentionBackendConfig = None
     attention_config: AttentionConfigText = None
     attention_entry: AttentionEntries = None
-    self_check: SelfCheck = None
     device: Device = None
     dtype: Dtype = None
     backend: RuntimeBackend = None
@@ -171,6 +172,7 @@ class RunFlags:
     ulysses_degree: UlyssesDegree = None
     ring_degree: RingDegree = None
     cfg_parallel: CfgParallel = None
+    self_check: SelfCheck = None
     output_path: OutputPath = None
     file_format: Format = None
     as_json: Json = False

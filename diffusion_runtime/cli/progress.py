@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.progress import Progress
 
 # Without a terminal: a line for every step of a short run, about this many for a long one.
-PLAIN_LINES_A_STAGE = 8
+PLAIN_LINES_PER_STAGE = 8
 
 
 class View(ABC):
@@ -39,7 +39,7 @@ def show_progress(terminal: Terminal, title: str) -> Iterator[View]:
 
 
 def step_text(progress: Progress) -> str:
-    """`step 3/12, 0.35 s a step, about 3 s left`; nothing for a stage of one step."""
+    """`step 3/12, 0.35 s per step, about 3 s left`; nothing for a stage of one step."""
     if progress.num_steps <= 1:
         return ""
     text = f"step {progress.step}/{progress.num_steps}"
@@ -47,7 +47,7 @@ def step_text(progress: Progress) -> str:
         return text
     each = progress.seconds / progress.step
     left = each * (progress.num_steps - progress.step)
-    return f"{text}, {each:.2f} s a step" + (f", about {_duration(left)} left" if left > 0 else "")
+    return f"{text}, {each:.2f} s per step" + (f", about {_duration(left)} left" if left > 0 else "")
 
 
 def _duration(seconds: float) -> str:
@@ -60,15 +60,15 @@ def _duration(seconds: float) -> str:
 class _PlainView(View):
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self._said: set[tuple[str, int]] = set()
+        self._reported: set[tuple[str, int]] = set()
 
     def update(self, progress: Progress) -> None:
-        every = max(1, -(-progress.num_steps // PLAIN_LINES_A_STAGE))
+        every = max(1, -(-progress.num_steps // PLAIN_LINES_PER_STAGE))
         finished = progress.step >= progress.num_steps
         key = (progress.stage, progress.step)
-        if progress.step < 1 or key in self._said or not (finished or progress.step % every == 0):
+        if progress.step < 1 or key in self._reported or not (finished or progress.step % every == 0):
             return
-        self._said.add(key)
+        self._reported.add(key)
         detail = step_text(progress)
         self._terminal.say(f"  {progress.stage}: " + (detail or f"{progress.seconds:.2f} s"))
 

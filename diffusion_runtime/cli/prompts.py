@@ -1,4 +1,4 @@
-"""Which prompts and which seeds: from flags, files and standard input."""
+"""Prompts and seeds: from flags, files and standard input."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def match_negative_prompts(num_prompts: int, negative_prompts: Sequence[str]) ->
 
 
 def read_prompt_file(file: str) -> list[str]:
-    """One prompt a line; blank lines and lines that start with # are skipped; `-` is standard input."""
+    """One prompt per line; blank lines and lines that start with # are skipped; `-` is standard input."""
     name = "standard input" if file == "-" else file
     try:
         if file == "-":

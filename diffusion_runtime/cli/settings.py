@@ -1,4 +1,4 @@
-"""What a command line asks for, once flags, config, recipe and presets are put in order.
+"""Settings of a command: flags, config file, recipe and presets resolved by precedence.
 
 Highest first: flags, `--set`, `--config` (a preset of its own that `--preset` picks, then its request), the recipe of
 `--from`, a preset of the model's, the model's defaults. The last two are the pipeline's to fill in (`resolve`).
@@ -24,7 +24,7 @@ _REPEATED_RUNTIME = ("model_path", "backend", "dtype", "attention", "attention_o
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of `generate` that say what to make and where, as they were typed; None or empty means not given.
+    """The flags of `generate` about what to make and where, as they were typed; None or empty means not given.
 
     request, runtime: values by field name; prompts, negative_prompts, seeds: every one that was given.
     """
@@ -44,10 +44,10 @@ class Flags:
 
 @dataclass(frozen=True)
 class Settings:
-    """requests: one a prompt and seed, prompts outermost. preset: the name that was given, None for none.
+    """requests: one per prompt and seed, prompts outermost. preset: the name that was given, None for none.
 
     file_presets: names that the config file defines; the values of the chosen one are in `requests` already.
-    repeated_model: what the recipe of --from says about its model. notes: remarks for whoever reads standard error.
+    repeated_model: the model section of the recipe of --from. notes: remarks for standard error.
     """
 
     runtime: RuntimeConfig
@@ -68,12 +68,12 @@ class Settings:
             return self.preset
         if self.preset not in self.file_presets:
             known = [*model_presets, *self.file_presets]
-            there = nearest(self.preset, known) or " Neither the model nor a config has any."
-            raise ConfigError(f"preset: unknown name {shown(self.preset)}.{there}")
+            hint = nearest(self.preset, known) or " Neither the model nor a config has any."
+            raise ConfigError(f"preset: unknown name {shown(self.preset)}.{hint}")
         return None
 
 
-def settle(flags: Flags) -> Settings:
+def resolve_settings(flags: Flags) -> Settings:
     """Raises ConfigError, RequestError, OutputError (a --from file without a recipe)."""
     config = read_config(flags.config, flags.settings)
     recipe = {} if flags.repeat is None else _read_recipe(flags.repeat)
@@ -81,16 +81,16 @@ def settle(flags: Flags) -> Settings:
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
     # Later ones win.
     values = layered(recipe_request, config.request, preset_values, config.settings, _without_none(flags.request))
-    stated = {**config.request, **config.settings}
-    prompts = list(flags.prompts) or stated.get("prompt") or _listed(recipe_request.get("prompt"))
-    seeds = parse_seeds(flags.seeds) or stated.get("seed") or _listed(recipe_request.get("seed")) or [0]
+    configured = {**config.request, **config.settings}
+    prompts = list(flags.prompts) or configured.get("prompt") or _as_list(recipe_request.get("prompt"))
+    seeds = parse_seeds(flags.seeds) or configured.get("seed") or _as_list(recipe_request.get("seed")) or [0]
     if not prompts:
         raise RequestError(
             'prompt: there is none; give it in quotes, as in generate "a red circle moving left", or use --prompt, '
             "--prompt-file or --from"
         )
     negative_prompts = match_negative_prompts(
-        len(prompts), flags.negative_prompts or _listed(values.pop("negative_prompt", None))
+        len(prompts), flags.negative_prompts or _as_list(values.pop("negative_prompt", None))
     )
     if len(prompts) * len(seeds) > MAX_ITEMS:
         raise RequestError(
@@ -130,7 +130,7 @@ def _build_runtime(flags: Flags, config: FileConfig, recipe: Mapping[str, Any]) 
     # The recorded flag may be `auto`; what it led to is what has to be repeated.
     if (dtype := (recipe.get("model") or {}).get("dtype")) is not None:
         values["dtype"] = dtype
-    for planned in _listed(recipe.get("attention")):
+    for planned in _as_list(recipe.get("attention")):
         # An environment variable is not in the recipe; the default that it set is.
         if isinstance(planned, Mapping) and planned.get("source") == "environment":
             values["attention"] = overlay_attention(
@@ -166,5 +166,5 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,12 +1,16 @@
-"""Tables for people: what attention ran, what would run, how long it took."""
+"""Tables for the terminal: attention report, plan of a dry run, facts; no cell is cut at any width."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -15,24 +19,66 @@ from diffusion_runtime.cli.terminal import printable
 # A report from a stranger's file may be of any length.
 _MAX_ROWS = 200
 _MAX_CELL_CHARACTERS = 500
+# A last column that is narrower than this breaks most lines after two or three words.
+_MIN_LAST_COLUMN = 24
 _ROW_FIELDS = ("role", "backend", "implementation", "layers", "steps", "source", "reason")
 
 
-def plain_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str) -> Table:
+@dataclass(frozen=True)
+class _PlainTable:
+    """A table whose cells are never cut: where the last column, which is wrapped, would become too narrow, each of its
+    cells stands below its row."""
+
+    columns: Sequence[Text]
+    rows: Sequence[Sequence[Text]]
+    title: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [
+            max(Measurement.get(console, options, cell).maximum for cell in column)
+            for column in zip(self.columns, *self.rows, strict=True)
+        ]
+        num_gaps = len(widths) + 1
+        if sum(widths[:-1]) + num_gaps + min(widths[-1], _MIN_LAST_COLUMN) <= options.max_width:
+            yield self._side_by_side()
+        else:
+            yield from self._stacked(widths, options.max_width)
+
+    def _side_by_side(self) -> Table:
+        table = _empty_table(self.title)
+        for column in self.columns[:-1]:
+            table.add_column(column, no_wrap=True)
+        table.add_column(self.columns[-1], overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def _stacked(self, widths: Sequence[int], max_width: int) -> Iterator[RenderableType]:
+        """Each row in two: its first cells side by side, and the last one below them."""
+        first, indent = list(widths[:-1]), 4
+        while sum(first) + len(first) + 1 > max_width and max(first) > 1:
+            first[first.index(max(first))] -= 1
+        yield Text(self.title, style="bold")
+        for number, (*cells, last) in enumerate([self.columns, *self.rows]):
+            line = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+            for width in first:
+                line.add_column(width=width, overflow="fold", style="bold" if number == 0 else "")
+            line.add_row(*cells)
+            yield Padding(line, (0, 0, 0, 1))
+            last.overflow = "fold"
+            yield Padding(last, (0, 0, 0, indent), style="bold" if number == 0 else "none")
+        yield Text()
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str) -> RenderableType:
     """A small table; cells are shown as they are, never as markup. Only the last column is wrapped."""
-    table = _empty_table(title)
-    for column in columns[:-1]:
-        table.add_column(column, no_wrap=True, overflow="fold")
-    table.add_column(columns[-1], overflow="fold")
-    for row in rows:
-        table.add_row(*map(_cell, row))
-    return table
+    return _PlainTable([_cell(name) for name in columns], [list(map(_cell, row)) for row in rows], title)
 
 
 def facts_table(facts: Iterable[tuple[str, object]], title: str) -> Table:
     """Names and values under a title."""
     table = _empty_table(title, show_header=False)
-    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     for name, value in facts:
         table.add_row(_cell(name), _cell(value))
@@ -78,15 +124,15 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What several reports say besides their rows, each once: the libraries' own attention, and notes."""
+    """Remarks of several reports besides their rows, each once: the libraries' own attention, and notes."""
     libraries = [
         f"{item.get('component')}: attention of {item.get('library')} ({item.get('implementation')}), not chosen here"
         for report in reports
         for item in _mappings(report.get("libraries"))
     ]
     notes = [report.get("notes") for report in reports]
-    said = [f"note: {note}" for several in notes if isinstance(several, list) for note in several]
-    return list(dict.fromkeys([*libraries, *said]))
+    remarks = [f"note: {note}" for several in notes if isinstance(several, list) for note in several]
+    return list(dict.fromkeys([*libraries, *remarks]))
 
 
 def _mappings(value: object) -> list[Mapping[str, Any]]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.session.reporter import ProgressView
 
 _PACKAGE_LOGGER = "diffusion_runtime"
-# Libraries that talk while they load; what they say is of use to whoever looks for a fault.
+# Libraries that log while they load; shown with --verbose, for debugging.
 _LIBRARY_LOGGERS = ("diffusers", "transformers", "huggingface_hub", "torch", "py.warnings")
 
 
@@ -77,7 +77,7 @@ class Terminal:
         try:
             self.console.print(renderable, soft_wrap=soft_wrap)
         except OSError:
-            # Nobody can be told, on a full disk for example. What the command makes is still wanted.
+            # Standard error cannot be written, on a full disk for example. The command goes on.
             self.console.quiet = True
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class _TerminalHandler(logging.Handler):
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
         self._terminal = terminal
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -113,9 +113,9 @@ class _TerminalHandler(logging.Handler):
                 self._terminal.error(text)
             elif record.levelno >= logging.WARNING:
                 self._terminal.warn(text)
-            elif text not in self._said or record.levelno < logging.INFO:
-                # Once a command: what a look at the model says is said again when the model is loaded.
-                self._said.add(text)
+            elif text not in self._logged or record.levelno < logging.INFO:
+                # Once per command: preparing the model logs what loading it logs again.
+                self._logged.add(text)
                 self._terminal.say(text, "dim")
         except Exception:
             self.handleError(record)
@@ -127,7 +127,7 @@ def printable(text: str) -> str:
 
 
 def prepare_standard_streams() -> None:
-    """For a process of its own, before anything else: nothing that is said can end a run.
+    """For a process of its own, before anything else: no output can end a run.
 
     A standard stream that is closed leads nowhere from here on; else the next file that is opened would get its number,
     and whatever is printed. What standard output cannot show in its encoding (ascii, latin-1, cp1252) is escaped, as
@@ -149,10 +149,10 @@ def prepare_standard_streams() -> None:
 
 
 def put_path_on_stdout(path: Path) -> None:
-    """A result's path, for programs: where the stream's encoding cannot say it, in the bytes of the file's name."""
+    """A result's path, for programs: where the stream's encoding lacks a character, in the bytes of the file's name."""
     text = str(path)
     stream = sys.stdout
-    if isinstance(stream, io.TextIOWrapper) and not _can_say(text, stream.encoding):
+    if isinstance(stream, io.TextIOWrapper) and not _can_encode(text, stream.encoding):
         _put(lambda: stream.buffer.write(os.fsencode(text) + b"\n"))
         return
     put_on_stdout(text)
@@ -177,7 +177,7 @@ def _put(write: Callable[[], object]) -> None:
             raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
 
 
-def _can_say(text: str, encoding: str) -> bool:
+def _can_encode(text: str, encoding: str) -> bool:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -186,7 +186,7 @@ def _can_say(text: str, encoding: str) -> bool:
 
 
 def put_failure_on_stdout(schema: str, failure: Mapping[str, Any]) -> None:
-    """The JSON object of a verb that failed, which standard error has said already."""
+    """The JSON object of a verb that failed; standard error has the message already."""
     with contextlib.suppress(OutputError):
         put_on_stdout(json_text({"schema": schema, "items": [], **failure}))
 

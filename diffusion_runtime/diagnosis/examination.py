@@ -16,9 +16,15 @@ from diffusion_runtime.attention.catalogue import BackendInfo, list_backends, mi
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_test import SelfTestResult, device_answers, planned_tests, run_self_test
-from diffusion_runtime.diagnosis.disk import DiskCheck, check_disk, disk_problems
 from diffusion_runtime.diagnosis.embedded_model import ModelCheck, check_model, model_problems
-from diffusion_runtime.diagnosis.machine import Machine, inspect_machine, machine_problems
+from diffusion_runtime.diagnosis.machine import (
+    DiskCheck,
+    Machine,
+    check_disk,
+    disk_problems,
+    inspect_machine,
+    machine_problems,
+)
 from diffusion_runtime.diagnosis.packages import PackageCheck, check_packages, package_problems
 from diffusion_runtime.diagnosis.problems import Problem
 from diffusion_runtime.errors import ConfigError
@@ -112,8 +118,8 @@ def _find_device(device: str) -> tuple[Hardware | None, str | None, list[Problem
 def _list_backends(hardware: Hardware, packages: Sequence[PackageCheck]) -> list[BackendInfo]:
     """list_backends for this machine; a package whose import kills a process is not imported in this one."""
     crashed = {check.name: check for check in packages if check.crashed}
-    listed = list_backends(hardware, importing=not crashed)
-    return [_refuse_crashed(info, crashed) for info in listed] if crashed else listed
+    infos = list_backends(hardware, importing=not crashed)
+    return [_refuse_crashed(info, crashed) for info in infos] if crashed else infos
 
 
 def _refuse_crashed(info: BackendInfo, crashed: Mapping[str, PackageCheck]) -> BackendInfo:
@@ -160,8 +166,8 @@ def _test_all(
     problems: list[Problem] = []
     for name in names:
         tests = planned_tests(name, hardware)
-        for place, test in enumerate(tests, 1):
-            on_progress(f"testing {name}", f"{place}/{len(tests)} {test.title}")
+        for number, test in enumerate(tests, 1):
+            on_progress(f"testing {name}", f"{number}/{len(tests)} {test.title}")
             results.append(run_self_test(test, device))
             if not results[-1].passed and not device_answers(device):
                 what = f"backend {name} made the device unusable ({test.title}); the tests after it were not run"

@@ -1,4 +1,4 @@
-"""Python, torch and its CUDA build, the NVIDIA driver and the GPUs; and whether they fit each other."""
+"""Machine check: Python, torch and its CUDA build, NVIDIA driver, GPUs, disk; and whether they fit each other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ Version = tuple[int, int]
 # The oldest Linux driver for each CUDA generation: NVIDIA, CUDA Compatibility, "minor version compatibility".
 _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 _TORCH_INDEX = "https://download.pytorch.org/whl"
+# A minute of video is tens of megabytes; below this a batch may end on a full disk.
+ENOUGH_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -218,3 +221,38 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
         return tuple(found), ""
     except Exception as error:  # torch raises RuntimeError, AssertionError and its own
         return (), str(error).strip().partition("\n")[0]
+
+
+@dataclass(frozen=True)
+class DiskCheck:
+    """folder: where results go; free: bytes available to this user; error: why nothing can be written there, else
+    empty."""
+
+    folder: str
+    free: int
+    error: str = ""
+
+    def to_dict(self) -> dict[str, str | int]:
+        return {"folder": self.folder, "free": self.free, "error": self.error}
+
+
+def check_disk(folder: Path) -> DiskCheck:
+    """Check `folder`, or the nearest existing folder above it; nothing is written."""
+    folder = folder.absolute()
+    existing = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    error = ""
+    if not existing.is_dir():
+        error = f"{existing} is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        error = f"no right to write in {existing}"
+    return DiskCheck(str(folder), shutil.disk_usage(existing).free, error)
+
+
+def disk_problems(check: DiskCheck) -> list[Problem]:
+    if check.error:
+        what = f"results cannot be written to {check.folder}: {check.error}"
+        return [Problem(what, "diffusion-runtime generate --output-path FOLDER")]
+    if check.free < ENOUGH_BYTES:
+        what = f"{check.free / 2**20:.0f} MiB are free where results go ({check.folder})"
+        return [Problem(what, "free some space there, or: diffusion-runtime generate --output-path FOLDER")]
+    return []

@@ -4,6 +4,7 @@ attention."""
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,13 +27,16 @@ from diffusion_runtime.diffusers_bridge.meta_device import meta_model, meta_pipe
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
-from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.model_folder import INDEX_FILE, ModelFolder, read_index
 from diffusion_runtime.models.generation import generation_settings
+from diffusion_runtime.models.published import PublishedModel, model_of_name
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.weight_files import find_weight_files, refuse_without_scales, stored_dtypes
 from diffusion_runtime.text_encoders.loading import quiet_transformers
+from diffusion_runtime.untrusted.files import shown_path
 
+_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 _LIBRARIES = ("diffusers", "transformers")
 _DENOISERS = ("transformer", "unet")
 # The names of weight files.
@@ -123,16 +127,24 @@ def plan_passthrough(
         for handle in handles:
             handle.check_request(num_steps)
 
+    rules = PassthroughRules(
+        interface=interface,
+        sizes=sizes,
+        defaults={**signature_defaults(interface), **accepted(settings.defaults, interface)},
+        presets={name: accepted(preset, interface) for name, preset in settings.presets.items()},
+        check_steps=check_steps,
+    )
+    if (named := model_of_name(config.model_path)) is not None and (left_out := _left_out(named, rules)):
+        _logger.warning(
+            "%s: settings documented for this name are not applied to diffusers' own pipeline: %s; give those that you "
+            "want with the request",
+            named.name,
+            left_out,
+        )
     return PassthroughPlan(
         pipeline_class,
         choice,
-        PassthroughRules(
-            interface=interface,
-            sizes=sizes,
-            defaults={**signature_defaults(interface), **accepted(settings.defaults, interface)},
-            presets={name: accepted(preset, interface) for name, preset in settings.presets.items()},
-            check_steps=check_steps,
-        ),
+        rules,
         tuple(layer for handle in handles for module in handle.modules for layer in module.layers),
         tuple(library_attention(index)),
         tuple(dict.fromkeys(check for handle in handles for check in handle.self_checks)),
@@ -149,7 +161,9 @@ def check_weights(folder: ModelFolder) -> str | None:
     variant: str | None = None
     for component, entry in _components(read_index(folder)):
         if not (folder / component).is_dir():
-            raise ModelLoadError(f"{folder / component} is missing; copy or download the whole model folder")
+            raise ModelLoadError(
+                f"{shown_path(folder / component)} is missing; copy or download the whole model folder"
+            )
         stem = _STEMS.get(entry[0])
         # Schedulers and tokenizers have no config.json.
         if stem is None or not (folder / component / "config.json").is_file():
@@ -174,6 +188,17 @@ def library_attention(index: Mapping[str, Any]) -> list[LibraryAttention]:
     ]
 
 
+def _left_out(named: PublishedModel, rules: PassthroughRules) -> str:
+    """The documented request values and presets of a published model that its pipeline does not have by itself."""
+    values = [
+        f"{field} {shown(value)}" + (f" (the pipeline's own: {shown(own)})" if own is not None else "")
+        for field, value in named.request.items()
+        if (own := rules.defaults.get(field)) != value
+    ]
+    presets = [name for name in named.presets if name not in rules.presets]
+    return ", ".join([*values, *([f"presets {', '.join(presets)}"] if presets else [])])
+
+
 def _components(index: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     """(name, [library, class]) of every component that a pipeline has; optional ones that it lacks are left out."""
     pairs = [(name, entry) for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2]
@@ -195,29 +220,32 @@ def _pipeline_class(folder: ModelFolder, index: Mapping[str, Any]) -> Any:
     where = folder / INDEX_FILE
     name = index.get("_class_name")
     if not isinstance(name, str):
-        raise ModelLoadError(f"{where}: key '_class_name': expected the name of a diffusers pipeline, got {name!r}")
+        raise ModelLoadError(
+            f"{where}: key '_class_name': expected the name of a diffusers pipeline, got {shown(name)}"
+        )
     for component, (library, class_name) in _components(index):
         # A pipeline's own module inside diffusers, such as stable_diffusion for its safety checker.
         if library not in _LIBRARIES and not inspect.ismodule(getattr(diffusers.pipelines, library, None)):
             raise ModelLoadError(
-                f"{where}: key {component!r}: {library!r} is code that comes with the folder; only classes of "
-                f"{' and '.join(_LIBRARIES)} are loaded"
+                f"{where}: key {shown(component)}: {shown(library)} is code that comes with the folder; only classes "
+                f"of {' and '.join(_LIBRARIES)} are loaded"
             )
         if library == "diffusers" and getattr(diffusers, class_name, None) is None:
             raise ModelLoadError(
-                f"{where}: key {component!r}: diffusers {diffusers.__version__} has no {class_name}, and there is no "
-                f"native model for it either; native models: {', '.join(supported_transformer_classes())}"
+                f"{where}: key {shown(component)}: diffusers {diffusers.__version__} has no {shown(class_name)}, "
+                "and there is no native model for it either; native models: "
+                f"{', '.join(supported_transformer_classes())}"
             )
     found = getattr(diffusers, name, None)
     if not inspect.isclass(found) or not issubclass(found, diffusers.DiffusionPipeline):
         raise ModelLoadError(
-            f"{where}: diffusers {diffusers.__version__} has no pipeline {name}; a newer one may have it: "
+            f"{where}: diffusers {diffusers.__version__} has no pipeline {shown(name)}; a newer one may have it: "
             "pip install -U diffusers"
         )
     classes = {component: getattr(diffusers, entry[1], object) for component, entry in _components(index)}
     if not any(denoises(component, kind) for component, kind in classes.items()):
         raise ModelLoadError(
-            f"{where}: {name} has no transformer and no UNet among {', '.join(classes)}: there is nothing to run here"
+            f"{where}: {name} has no transformer and no UNet among {shown(list(classes))}: there is nothing to run here"
         )
     return found
 

@@ -16,7 +16,7 @@ from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.loading.interface import OnStage
-from diffusion_runtime.memory.allocator import bound_primitive_cache
+from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import fetch_weights
 from diffusion_runtime.models.family import Model

@@ -16,9 +16,10 @@ from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
+from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS
 from diffusion_runtime.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.loading.interface import OnStage
-from diffusion_runtime.memory.allocator import bound_primitive_cache
+from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.model_folder import ModelFolder, read_index
 from diffusion_runtime.models.checkpoint import fetch_weights
 from diffusion_runtime.models.registry import is_supported
@@ -39,7 +40,8 @@ def is_passthrough(backend: str, folder: ModelFolder) -> bool:
     entry = index.get("transformer") or index.get("unet")
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers" or is_supported(str(entry[1])):
         return False
-    _logger.info("%s: no native model for %s; diffusers' own %s runs it", folder, entry[1], index.get("_class_name"))
+    model, pipeline = (str(name)[:MAX_SHOWN_CHARACTERS] for name in (entry[1], index.get("_class_name")))
+    _logger.info("%s: no native model for %s; diffusers' own %s runs it", folder, model, pipeline)
     return True
 
 

@@ -52,12 +52,11 @@ def read_recipe(path: str | Path, key: str = "") -> dict[str, Any]:
 
     key: the flag that named it, for messages.
 
-    Raises OutputError when the file is missing, broken, or has none, and ConfigError for a path that is no file's or
-    may not be read.
+    Raises OutputError when the file is broken or has none, and ConfigError for one that is missing or may not be read.
     """
     source = check_path(path, key)
     if source.suffix.lower() in (".json", *_SOUND_SUFFIXES):
-        check_file(source, key, missing=OutputError)
+        check_file(source, key)
         # A sound file has no room for a recipe.
         sidecar = read_sidecar(sidecar_path(source))
         recipe = None if sidecar is None else _recipe_of(sidecar)
@@ -74,12 +73,11 @@ def read_recipe(path: str | Path, key: str = "") -> dict[str, Any]:
 def read_media_file(path: str | Path, key: str = "") -> MediaFile:
     """The metadata of a media file and its sidecar. key: the flag that named it, for messages.
 
-    Raises OutputError when the file is missing or broken, and ConfigError for a path that is no file's or may not be
-    read.
+    Raises OutputError when the file is broken, and ConfigError for one that is missing or may not be read.
     """
     source = check_path(path, key)
     file_format = source.suffix.lower().removeprefix(".")
-    check_file(source, key, missing=OutputError, max_bytes=None if file_format == "npy" else MAX_MEDIA_BYTES)
+    check_file(source, key, max_bytes=None if file_format == "npy" else MAX_MEDIA_BYTES)
     if file_format not in _KNOWN_FORMATS:
         raise OutputError(f"{source}: expected a file that ends in {', '.join('.' + name for name in _KNOWN_FORMATS)}")
     try:

@@ -1,5 +1,4 @@
-"""Device memory: released when a model is no longer used; out of memory (OOM) as DeviceMemoryError, with advice on what
-needs less."""
+"""Device memory: out-of-memory (OOM) errors as DeviceMemoryError with advice, and memory released after use."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ def _shortage(error: BaseException, doing: str, advice: str) -> DeviceMemoryErro
 
 
 def release_device_memory(device: torch.device) -> None:
-    """Empty torch's cache of blocks that nothing uses any more."""
-    # Modules hold each other in circles.
+    """Empty torch's allocator cache: blocks that nothing uses any more go back to the device."""
+    # Modules hold each other in reference cycles.
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()

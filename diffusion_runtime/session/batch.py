@@ -122,16 +122,16 @@ def run_batch(
     on_file: Callable[[Path], None] | None,
     coordinator: Coordinator | None = None,
 ) -> BatchResult:
-    """Make every item. on_file: if any, told each file's path once the file is complete. coordinator: of the processes
+    """Make every item. on_file: called with each file's path once the file is complete. coordinator: of the processes
     that make them; None for one alone."""
     coordinator = SingleProcessCoordinator() if coordinator is None else coordinator
     outcomes: list[Outcome] = []
     num_reported = 0
 
-    def tell() -> None:
+    def report_files() -> None:
         nonlocal num_reported
         for outcome in outcomes[num_reported:]:
-            # Before it is told: who reads it may interrupt at once, and must not read it twice.
+            # Before the call: a reader may interrupt at once, and must not get the path twice.
             num_reported += 1
             if outcome.path is not None and on_file is not None:
                 on_file(outcome.path)
@@ -140,11 +140,11 @@ def run_batch(
     try:
         for number, item in enumerate(items, start=1):
             _run_item(item, number, len(items), generate, outputs, reporter, coordinator, outcomes)
-            tell()
+            report_files()
     except KeyboardInterrupt:
         interrupted = True
         # What was published before the interruption is finished.
-        tell()
+        report_files()
     return BatchResult(tuple(outcomes), len(items), interrupted)
 
 
@@ -182,8 +182,8 @@ def _run_item(
     assert path is not None
     if not coordinator.is_first:
         finish(path)
-    if path != target and outputs.file is not None:
-        reporter.say(f"{target} exists already (or its sidecar does); this one is {path.name}")
+    if (remark := outputs.explain_number(request, path)) is not None:
+        reporter.say(remark)
     reporter.say(f"wrote {path}" + (f" ({seconds_text(outcomes[-1].timings)})" if num_items > 1 else ""))
 
 

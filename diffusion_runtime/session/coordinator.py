@@ -36,10 +36,10 @@ class Coordinator(ABC):
     def attempt(self, work: Callable[[], Made]) -> tuple[Made | None, Failure | None]:
         """What `work` makes, or why it could not; on all processes alike."""
         try:
-            made = work()
+            result = work()
         except Exception as error:  # whatever it is, other items are still wanted
             return None, self.agree(error)
-        return made, self.agree(None)
+        return result, self.agree(None)
 
     def path_from_first(self, make: Callable[[], Path]) -> Path:
         return Path(self.from_first(lambda: str(make())))

@@ -1,7 +1,7 @@
-"""A pipeline on several processes that serves requests as they come: rank 0 leads, the other ranks follow.
+"""Follower loop: a pipeline on several processes serves requests as they come; rank 0 leads, the other ranks follow.
 
 Rank 0 gets requests, from a server for example; `generate` of its LeadingPipeline hands them to the ranks that are in
-`follow`, and all of them generate together. What is said of progress, and what is cancelled, is rank 0's to say.
+`follow`, and all of them generate together. Progress is reported on rank 0, and cancelled there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diffusion_runtime.request import GenerationRequest
 
 @contextmanager
 def lead(pipeline: GenerationPipeline, world: World) -> Iterator[LeadingPipeline]:
-    """On rank 0, while the others are in `follow`; at the end of the block they are told to stop.
+    """On rank 0, while the others are in `follow`; at the end of the block they stop.
 
     pipeline: as `load_pipeline(..., world=world)` returned it on every rank.
     """
@@ -36,14 +36,14 @@ def follow(pipeline: GenerationPipeline, world: World) -> None:
     """
     while True:
         with world.idle():
-            told: dict[str, Any] = json.loads(world.from_first(lambda: ""))
-        if told["stop"]:
+            message: dict[str, Any] = json.loads(world.from_first(lambda: ""))
+        if message["stop"]:
             return
-        requests = [GenerationRequest.from_dict(values) for values in told["requests"]]
+        requests = [GenerationRequest.from_dict(values) for values in message["requests"]]
         try:
-            pipeline.generate(requests, on_progress=_watched(world, None) if told["is_watched"] else None)
+            pipeline.generate(requests, on_progress=_watched(world, None) if message["is_watched"] else None)
         except Exception as error:
-            # Rank 0, which met it too, says it to whoever asked.
+            # Rank 0, which met it too, raises it to its caller.
             world.agree(world.failure_of(error))
         else:
             world.agree(None)
@@ -68,20 +68,20 @@ class LeadingPipeline:
 
         Raises what the pipeline raises, and RunEnded when an error meets only some of the ranks.
         """
-        told = {
+        message = {
             "stop": False,
             "is_watched": on_progress is not None,
             "requests": [request.to_dict() for request in requests],
         }
-        self._world.from_first(lambda: json.dumps(told))
+        self._world.from_first(lambda: json.dumps(message))
         watch = None if on_progress is None else _watched(self._world, on_progress)
         try:
-            made = self.pipeline.generate(requests, on_progress=watch)
+            media = self.pipeline.generate(requests, on_progress=watch)
         except Exception as error:
             self._world.agree(self._world.failure_of(error))
             raise
         self._world.agree(None)
-        return made
+        return media
 
     def stop(self) -> None:
         """The other ranks return from `follow`."""
@@ -100,8 +100,8 @@ def _watched(world: World, on_progress: OnProgress | None) -> OnProgress:
                 return json.dumps({"cancelled": cancelled.request_indices})
             return json.dumps({})
 
-        told = json.loads(world.from_first(ask))
-        if "cancelled" in told:
-            raise Cancelled(told["cancelled"])
+        message = json.loads(world.from_first(ask))
+        if "cancelled" in message:
+            raise Cancelled(message["cancelled"])
 
     return watch

@@ -65,26 +65,26 @@ class Outputs:
         """Make the folder and write a byte into it, so that a folder that cannot be written is known now.
 
         What processes that are gone left half written in it is removed.
-        Returns the folders that were made, innermost first. Raises OutputError; what was made is gone then.
+        Returns the folders that were created, innermost first. Raises OutputError; what was created is gone then.
         """
         from diffusion_runtime.media.publish import remove_abandoned_files, temporary_file
 
-        made: list[Path] = []
+        created: list[Path] = []
         try:
             for folder in reversed([self.folder, *self.folder.parents]):
                 if not folder.is_dir():
                     folder.mkdir()
-                    made.insert(0, folder)
+                    created.insert(0, folder)
             remove_abandoned_files(self.folder)
             with temporary_file(self.folder) as probe:
                 probe.write_bytes(b"0")
         except OSError as error:
-            remove_empty(made)
+            remove_empty(created)
             raise OutputError(
                 f"cannot write into the output folder {self.folder}: {error.strerror or error}; "
                 f"choose another with --output-path"
             ) from error
-        return tuple(made)
+        return tuple(created)
 
     def check_without_writing(self) -> None:
         """What `prepare` finds out, as far as it can be known without touching the disk. Raises OutputError."""
@@ -111,6 +111,28 @@ class Outputs:
             taken |= pair
             names.append(path)
         return names
+
+    def explain_number(self, request: GenerationRequest, path: Path) -> str | None:
+        """Which file of another run made `path` the name of a resolved request's file; None where none did."""
+        target = self.target(request)
+        if path == target:
+            return None
+        if target.exists():
+            # Names of prompt and seed are numbered without a word.
+            return None if self.file is None else f"{target} exists already; this one is {path.name}"
+        for beside, what in ((target.with_suffix(".json"), "sidecar"), (target.with_suffix(".wav"), "sound")):
+            if beside.exists():
+                owners = [owner.name for owner in _files_of_name(target) if owner != beside]
+                whose = f", the {what} of {', '.join(owners)}," if owners else ""
+                return f"{beside}{whose} exists already, and {target.name} would share it; this one is {path.name}"
+        return None
+
+
+def _files_of_name(target: Path) -> list[Path]:
+    """Results of the same name in other formats."""
+    from diffusion_runtime.media import FORMATS, SOUND_FORMATS
+
+    return [path for name in (*FORMATS, *SOUND_FORMATS) if (path := target.with_suffix(f".{name}")).exists()]
 
 
 def remove_empty(folders: list[Path] | tuple[Path, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Joining a run of several processes from Python: `with join_processes() as world:`."""
+"""Joins the processes of a run (rendezvous) from Python: `with join_processes() as world:`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def join_processes(
         raise
     except BaseException as error:
         if world.size == 1:
-            # Nobody else has to be told.
+            # There is no other process to inform.
             world.leave()
         elif isinstance(error, KeyboardInterrupt):
             world.leave_failed(RankFailure.of_interruption(f"rank {found.rank}: interrupted"))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.parallel.world import World
 
 # How long an interrupted rank waits for rank 0 to report what was finished: rank 0 may be in the middle of a step.
-_SECONDS_TO_BE_TOLD = 5.0
+_SECONDS_FOR_RANK_0 = 5.0
 # How long a rank that got SIGTERM looks for the reason, which another rank may be reporting.
 _SECONDS_TO_LEARN_WHY = 2.0
 
@@ -31,8 +31,10 @@ class RankRunner:
     """One process of a run. report: tells the user why the run failed, on the process that finds out. verbose: torch's
     C++ code may log."""
 
-    def __init__(self, place: ProcessInfo, report: Callable[[RankFailure], None], *, verbose: bool = False) -> None:
-        self._place = place
+    def __init__(
+        self, process_info: ProcessInfo, report: Callable[[RankFailure], None], *, verbose: bool = False
+    ) -> None:
+        self._process_info = process_info
         self._report = report
         self._verbose = verbose
         self._is_announcing = False
@@ -40,18 +42,18 @@ class RankRunner:
     def run(self, work: Work) -> NoReturn:
         """Do `work` on this rank, and end the process with the exit code that all ranks have."""
         if not self._verbose:
-            # torch's C++ code says on standard error whatever it also raises. Read when torch is loaded.
+            # torch's C++ code logs on standard error whatever it also raises. Read when torch is loaded.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        end_with_launcher(self._place)
+        end_with_launcher(self._process_info)
         signal.signal(signal.SIGTERM, self._end_quietly)
-        if self._place.is_launched or not self._place.is_first:
+        if self._process_info.is_launched or not self._process_info.is_first:
             interruptions.leave_reporting_to_others()
         world: World | None = None
         code: int | None = None
         try:
             from diffusion_runtime.parallel.world import World
 
-            world = World.join(self._place, announce=self._announce, describe=_describe)
+            world = World.join(self._process_info, announce=self._announce, describe=_describe)
             code = work(MultiProcessCoordinator(world))
             if code == INTERRUPTED:
                 code = self._end_interrupted(world, is_reported=True)
@@ -60,14 +62,14 @@ class RankRunner:
                 world.leave()
                 self._record_as_reported(code)
         except KeyboardInterrupt as error:
-            # Once the work is done all is said, and a late interruption has nothing to add.
+            # The work is done and reported; a late interruption has nothing to add.
             code = self._fail(error, world) if code is None else code
         except BaseException as error:
             code = self._fail(error, world)
         self._exit(code)
 
     def _fail(self, error: BaseException, world: World | None) -> int:
-        """Say why the run ends, unless another process does; returns the exit code."""
+        """Report why the run ends, unless another process does; returns the exit code."""
         try:
             if isinstance(error, RunEnded):
                 ending = error.failure or self._learn_why(world)
@@ -75,11 +77,11 @@ class RankRunner:
             if isinstance(error, KeyboardInterrupt):
                 return self._end_interrupted(world)
             if world is None:
-                failure = _describe(self._place.rank, error)
+                failure = _describe(self._process_info.rank, error)
                 self._announce(failure)
                 return failure.exit_code
             return world.end(world.failure_of(error)).exit_code
-        except BaseException as second:  # told to end while it was finding out why
+        except BaseException as second:  # a signal while it looks for the reason
             if isinstance(second, RunEnded) and second.failure is not None:
                 return second.failure.exit_code
             ending = self._learn_why(world)
@@ -88,28 +90,28 @@ class RankRunner:
     def _learn_why(
         self, world: World | None, seconds: float = _SECONDS_TO_LEARN_WHY, *, by_signal: bool = True
     ) -> RankFailure | None:
-        """Why the run ends, if another process says so within `seconds`. by_signal: this one was told to end."""
+        """Why the run ends, if another process reports it within `seconds`. by_signal: this one got SIGTERM."""
         deadline = time.monotonic() + seconds
         try:
             while world is not None and time.monotonic() < deadline:
                 if (ending := world.ending()) is not None:
                     return ending
-                # Our own launcher ends its processes with SIGTERM for one reason alone, and says it.
-                if by_signal and self._place.is_launched:
-                    return RankFailure(self._place.rank, "", "", 1)
+                # Our own launcher ends its processes with SIGTERM for one reason alone, and reports it.
+                if by_signal and self._process_info.is_launched:
+                    return RankFailure(self._process_info.rank, "", "", 1)
                 time.sleep(0.1)
         except RuntimeError:
             # The run store ended with its launcher.
-            return RankFailure(self._place.rank, "", "", 1)
+            return RankFailure(self._process_info.rank, "", "", 1)
         return None
 
     def _end_interrupted(self, world: World | None, *, is_reported: bool = False) -> int:
         """End the run, as an interrupted process may have left others in the middle of a collective.
 
-        The first process says what was finished. is_reported: it has. Another one reports only if it alone was
+        Rank 0 reports what was finished. is_reported: it has. Another one reports only if it alone was
         interrupted.
         """
-        if self._place.is_first:
+        if self._process_info.is_first:
             failure = RankFailure.of_interruption(Failure.of(Interrupted()).message)
             if not is_reported:
                 with interruptions.reporting():
@@ -118,8 +120,8 @@ class RankRunner:
             if world is not None:
                 world.end_unreported(failure)
             return INTERRUPTED
-        if self._learn_why(world, _SECONDS_TO_BE_TOLD, by_signal=False) is None:
-            rank = self._place.rank
+        if self._learn_why(world, _SECONDS_FOR_RANK_0, by_signal=False) is None:
+            rank = self._process_info.rank
             failure = RankFailure(rank, Interrupted.__name__, f"rank {rank}: this process alone was interrupted", 130)
             if world is None:
                 self._announce(failure)
@@ -128,20 +130,22 @@ class RankRunner:
         return INTERRUPTED
 
     def _announce(self, failure: RankFailure, *, is_reported: bool = False) -> None:
-        """Tell the user, or the launcher who will. It may be called in the watch's thread."""
+        """Report to the user, or to the launcher, which does. It may be called in the watchdog's thread."""
         self._is_announcing = True
-        if is_reported or not self._place.is_launched:
+        if is_reported or not self._process_info.is_launched:
             self._report(failure)
             # torchrun shows what stands in this file at the end.
-            failure = dataclasses.replace(failure, message="said above", trace="said above", is_reported=True)
-        if self._place.error_file is not None:
-            failure.write(self._place.error_file)
+            failure = dataclasses.replace(failure, message="reported above", trace="reported above", is_reported=True)
+        if self._process_info.error_file is not None:
+            failure.write(self._process_info.error_file)
         self._is_announcing = False
 
     def _record_as_reported(self, code: int) -> None:
         """For the launcher: the failure behind this exit code was reported."""
-        if code and self._place.error_file is not None:
-            RankFailure(self._place.rank, "", "said above", code, is_reported=True).write(self._place.error_file)
+        if code and self._process_info.error_file is not None:
+            RankFailure(self._process_info.rank, "", "reported above", code, is_reported=True).write(
+                self._process_info.error_file
+            )
 
     def _end_quietly(self, *_: object) -> None:
         if not self._is_announcing:

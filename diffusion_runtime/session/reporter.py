@@ -1,4 +1,4 @@
-"""Reporter: whoever is told what a session does; the terminal, or a log."""
+"""Reporter: interface for what a session reports (lines, errors, progress), to a terminal or a log."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ def find_finished(
                 _remove_orphans(path, wanted)
                 is_free = True
                 continue
-            there = _recipe_identity(path)
-            if there == wanted:
+            identity = _recipe_identity(path)
+            if identity == wanted:
                 found = path
                 break
-            if there not in all_wanted and not is_free:
+            if identity not in all_wanted and not is_free:
                 strangers.append(path)
         if found is None and strangers:
             raise UsageError(
@@ -100,7 +100,7 @@ def _recipe_identity(path: Path) -> dict[str, Any] | None:
 
 
 def _remove_orphans(path: Path, wanted: Mapping[str, Any]) -> None:
-    """What stands beside a file that is missing, when it was written with it."""
+    """Removes the sidecar and the sound of a file that is missing, when they were written with it."""
     from diffusion_runtime.media import has_sound_beside, read_own_sidecar
 
     if _recipe_identity(path) != wanted:

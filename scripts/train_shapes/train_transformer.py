@@ -16,7 +16,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
-from diffusion_runtime.quality.shapes.render import render_slots
+from scripts.shapes.render import render_slots
 from scripts.train_shapes.architecture import (
     TEXT_DIM,
     build_text_encoder,

@@ -135,6 +135,9 @@ def test_a_role_may_contain_dots(blocky: str) -> None:
         ("{not json", "not valid JSON"),
         ("missing.yaml", "attention config: missing.yaml: no such file"),
         ("a=1,a=2", "given twice"),
+        ({"default.backend": "torch_sdpa", "default": "reference"}, r"default\.backend is given twice in one mapping"),
+        ({"per_role": {"self": "reference"}, "per_role.self.backend": "fa"}, r"per_role\.self\.backend is given twice"),
+        ({"default": {"extra": {"a": 1}}, "default.extra.a": 2}, r"default\.extra\.a is given twice"),
         ("auto,torch_sdpa", "auto stands alone"),
         (7, "expected a mapping"),
     ],
@@ -142,6 +145,14 @@ def test_a_role_may_contain_dots(blocky: str) -> None:
 def test_mistakes_name_the_key_and_the_nearest(form: Any, expected: str, blocky: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){expected}"):
         AttentionConfig.parse(form)
+
+
+def test_nested_and_dotted_values_of_one_mapping_add_up(blocky: str) -> None:
+    config = AttentionConfig.parse(
+        {"default.extra.sparsity": 0.25, "default": blocky, "per_role.self.backend": blocky, "per_role": {"self": {}}}
+    )
+    assert config.default == AttentionSpec(blocky, {"sparsity": 0.25})
+    assert config.per_role["self"].name == blocky
 
 
 def test_options_for_several_backends_in_order(blocky: str) -> None:

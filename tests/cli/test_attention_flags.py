@@ -68,6 +68,13 @@ def test_options_for_a_role_go_on_top_of_the_backend_for_all() -> None:
     assert decision.options == {"sparsity": 0.9, "min_tokens": 7}
 
 
+def test_of_flags_for_one_value_the_last_wins() -> None:
+    entries = ("default.backend=fa", "default=torch_sdpa", "default.backend=reference")
+    assert AttentionFlags(entries=entries).collect() == AttentionConfig("reference")
+    config = AttentionFlags(config='{"default": "fa"}', entries=("default.backend=reference",)).collect()
+    assert config == AttentionConfig("reference")
+
+
 def test_dotted_options_take_their_types() -> None:
     entries = ("per_role.self.extra.a=-1", "per_role.self.extra.b=[4,6,4]", "per_role.self.extra.c=text")
     config = AttentionFlags(entries=entries).collect()

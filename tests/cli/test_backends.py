@@ -60,7 +60,7 @@ def test_a_gpu_with_packages_there_and_not(capsys: pytest.CaptureFixture[str]) -
     assert "4.0.0b36" in usable
     assert "fix: pip install 'diffusion-runtime[xformers]'" in " ".join(unusable.split())
     assert "needs sm_100 or newer, this is cuda sm_90" in " ".join(unusable.split())
-    assert "DIFFUSION_ATTENTION_BACKEND says 'fa3', which comes before the default." in unusable
+    assert "DIFFUSION_ATTENTION_BACKEND is 'fa3', which comes before the default." in unusable
 
 
 def test_one_object(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

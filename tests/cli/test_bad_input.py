@@ -69,7 +69,7 @@ def test_usage_errors(arguments: list[str], said: str, command: Command, tiny_fl
         (["--attention-backend", "fa"], 3, "BackendUnavailableError", "usable here"),
         (["--model-path", "missing"], 1, "ModelLoadError", "missing"),
         (["--output-path", "/proc/self/x"], 1, "OutputError", "cannot write into the output folder"),
-        (["--from", "missing.mp4"], 1, "OutputError", "missing.mp4: no such file"),
+        (["--from", "missing.mp4"], 2, "ConfigError", "missing.mp4: no such file"),
         (["--height", "33"], 2, "RequestError", "use 32 or 48"),
         (["--heigth", "33"], 2, "UsageError", "No such option"),
         (["--request.heigth", "33"], 2, "ConfigError", "'height'"),
@@ -105,7 +105,7 @@ def test_an_unexpected_error_says_what_to_do(command: Command, monkeypatch: pyte
     def fail(*_: object) -> None:
         raise RuntimeError("a fault\nof our own")
 
-    monkeypatch.setattr("diffusion_runtime.cli.generation.settle", fail)
+    monkeypatch.setattr("diffusion_runtime.cli.generation.resolve_settings", fail)
     result = command("generate", "a")
     assert result.code == 1
     assert result.err == "error: unexpected RuntimeError: a fault; run again with --verbose to see where\n"
@@ -119,9 +119,9 @@ def test_an_unknown_verb_names_the_nearest(command: Command) -> None:
 
 def test_info_of_what_is_not_a_result(command: Command) -> None:
     result = command("info", "missing.mp4", "--json")
-    assert result.code == 1
+    assert result.code == 2
     assert result.json["schema"] == "diffusion_runtime.info/1"
-    assert json.loads(result.out)["kind"] == "OutputError"
+    assert json.loads(result.out)["kind"] == "ConfigError"
 
 
 def test_the_folder_is_checked_before_the_model(command: Command) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import Command, process_environment
+from tables import table
 
 HEAVY = ("torch", "diffusers", "transformers", "numpy", "PIL", "yaml", "imageio_ffmpeg")
 
@@ -25,15 +26,19 @@ def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     assert finished.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "--help"]])
-def test_help_fits_80_columns_and_shows_an_example(
-    arguments: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+@table("verb", ["", "generate", "backends", "doctor", "models", "info", "bench", "bench attention"])
+def test_help_fits_80_columns_uncut_and_shows_an_example(
+    verb: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = command(*arguments)
+    shown = command(*verb.split(), "--help")
     assert shown.code == 0
     assert max(len(line) for line in shown.out.splitlines()) <= 80
-    assert "\n diffusion-runtime " in shown.out or "Start with: diffusion-runtime generate" in shown.out
+    # What stands for the rest of a name that was cut.
+    assert "…" not in shown.out
+    is_group = verb in ("", "bench")
+    assert is_group or "\n diffusion-runtime " in shown.out
+    assert verb or "Start with: diffusion-runtime generate" in shown.out
 
 
 def test_help_groups_the_flags(command: Command) -> None:

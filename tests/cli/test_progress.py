@@ -10,7 +10,7 @@ import sys
 import pytest
 from cli_support import process_environment
 
-from diffusion_runtime.cli.progress import PLAIN_LINES_A_STAGE, show_progress, step_text
+from diffusion_runtime.cli.progress import PLAIN_LINES_PER_STAGE, show_progress, step_text
 from diffusion_runtime.cli.terminal import Terminal
 from diffusion_runtime.progress import Progress
 
@@ -19,10 +19,10 @@ from diffusion_runtime.progress import Progress
     ("progress", "expected"),
     [
         (Progress("denoise", 0, 12, 0.0), "step 0/12"),
-        (Progress("denoise", 3, 12, 1.05), "step 3/12, 0.35 s a step, about 3 s left"),
-        (Progress("denoise", 12, 12, 4.2), "step 12/12, 0.35 s a step"),
-        (Progress("denoise", 1, 50, 10.0), "step 1/50, 10.00 s a step, about 8 min 10 s left"),
-        (Progress("denoise", 1, 50, 100.0), "step 1/50, 100.00 s a step, about 1 h 21 min left"),
+        (Progress("denoise", 3, 12, 1.05), "step 3/12, 0.35 s per step, about 3 s left"),
+        (Progress("denoise", 12, 12, 4.2), "step 12/12, 0.35 s per step"),
+        (Progress("denoise", 1, 50, 10.0), "step 1/50, 10.00 s per step, about 8 min 10 s left"),
+        (Progress("denoise", 1, 50, 100.0), "step 1/50, 100.00 s per step, about 1 h 21 min left"),
         (Progress("decode", 1, 1, 2.0), ""),
     ],
 )
@@ -40,9 +40,9 @@ def test_plain_progress_is_a_few_lines(num_steps: int, capsys: pytest.CaptureFix
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "a star, seed 0"
     assert lines[-1] == "  decode: 1.25 s"
-    assert min(num_steps, 2) <= len(lines) - 2 <= PLAIN_LINES_A_STAGE + 1
+    assert min(num_steps, 2) <= len(lines) - 2 <= PLAIN_LINES_PER_STAGE + 1
     if num_steps > 1:
-        assert lines[-2] == f"  denoise: step {num_steps}/{num_steps}, 0.10 s a step"
+        assert lines[-2] == f"  denoise: step {num_steps}/{num_steps}, 0.10 s per step"
 
 
 def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_a_terminal_gets_a_line_that_is_redrawn_and_goes_away() -> None:
     text = shown.decode()
     assert "[1/2] a [red]star[/red]" in text
     assert "denoise" in text
-    assert "step 2/3, 0.50 s a step, about 1 s left" in text
+    assert "step 2/3, 0.50 s per step, about 1 s left" in text
     assert "\u2501" in text
     # Erased, then the line that stays.
     assert "\x1b[2K" in text.partition("wrote it")[0][-20:]

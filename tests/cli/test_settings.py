@@ -11,7 +11,7 @@ from sample_media import make_media
 
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.cli.attention_flags import AttentionFlags
-from diffusion_runtime.cli.settings import Flags, settle
+from diffusion_runtime.cli.settings import Flags, resolve_settings
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError
 
 RECIPE: dict[str, Any] = {
@@ -39,7 +39,7 @@ def configured(tmp_path: Path) -> str:
 
 
 def test_flags_come_first_and_what_nobody_says_is_left_open(recorded: str, configured: str) -> None:
-    settings = settle(
+    settings = resolve_settings(
         Flags(
             prompts=["typed"],
             seeds=["1"],
@@ -73,37 +73,37 @@ def test_flags_come_first_and_what_nobody_says_is_left_open(recorded: str, confi
 def test_a_guidance_scale_of_a_flag_stands_for_both_experts(tmp_path: Path) -> None:
     path = tmp_path / "experts.yaml"
     path.write_text("request: {guidance_scale: 4.0, guidance_scale_2: 3.0}\n")
-    (request,) = settle(Flags(prompts=["a"], config=str(path))).requests
+    (request,) = resolve_settings(Flags(prompts=["a"], config=str(path))).requests
     assert (request.guidance_scale, request.guidance_scale_2) == (4.0, 3.0)
-    (request,) = settle(Flags(prompts=["a"], config=str(path), request={"guidance_scale": 7.0})).requests
+    (request,) = resolve_settings(Flags(prompts=["a"], config=str(path), request={"guidance_scale": 7.0})).requests
     assert (request.guidance_scale, request.guidance_scale_2) == (7.0, None)
 
 
 def test_attention_flags_replace_the_recorded_ones(recorded: str) -> None:
-    settings = settle(Flags(repeat=recorded, attention=AttentionFlags("reference")))
+    settings = resolve_settings(Flags(repeat=recorded, attention=AttentionFlags("reference")))
     assert AttentionConfig.parse(settings.runtime.attention_override) == AttentionConfig("reference")
 
 
 def test_a_recipe_alone_is_enough(recorded: str) -> None:
-    (request,) = settle(Flags(repeat=recorded)).requests
+    (request,) = resolve_settings(Flags(repeat=recorded)).requests
     assert (request.prompt, request.seed, request.height) == ("recorded", 9, 16)
 
 
 def test_prompts_times_seeds_prompts_outermost() -> None:
-    requests = settle(Flags(prompts=["a", "b"], seeds=["1-2"])).requests
+    requests = resolve_settings(Flags(prompts=["a", "b"], seeds=["1-2"])).requests
     assert [(request.prompt, request.seed) for request in requests] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
 
 
 def test_a_config_may_hold_prompts_and_seeds(tmp_path: Path) -> None:
     path = tmp_path / "batch.yaml"
     path.write_text("request: {prompt: [a, b], seed: 3}\n")
-    requests = settle(Flags(config=str(path))).requests
+    requests = resolve_settings(Flags(config=str(path))).requests
     assert [(request.prompt, request.seed) for request in requests] == [("a", 3), ("b", 3)]
-    assert settle(Flags(config=str(path), settings=["request.prompt=c"])).requests[0].prompt == "c"
+    assert resolve_settings(Flags(config=str(path), settings=["request.prompt=c"])).requests[0].prompt == "c"
 
 
 def negative_prompts(flags: Flags) -> list[tuple[str, str | None]]:
-    return [(request.prompt, request.negative_prompt) for request in settle(flags).requests]
+    return [(request.prompt, request.negative_prompt) for request in resolve_settings(flags).requests]
 
 
 def test_one_negative_prompt_is_for_all_and_several_are_one_for_each(tmp_path: Path) -> None:
@@ -138,19 +138,19 @@ def test_a_recorded_negative_prompt_is_repeated_and_overridden(tmp_path: Path) -
 )
 def test_another_number_of_negative_prompts_is_an_error(prompts: list[str], negative: list[str], said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        settle(Flags(prompts=prompts, negative_prompts=negative))
+        resolve_settings(Flags(prompts=prompts, negative_prompts=negative))
 
 
 def test_a_preset_of_the_model_is_left_to_the_model(recorded: str) -> None:
-    settings = settle(Flags(prompts=["a"], preset="draft"))
+    settings = resolve_settings(Flags(prompts=["a"], preset="draft"))
     assert settings.preset_for(["draft", "large"]) == "draft"
     with pytest.raises(ConfigError, match="unknown name 'draft'"):
         settings.preset_for(["large"])
-    assert "the recipe of" in settle(Flags(repeat=recorded, preset="draft")).notes[0]
+    assert "the recipe of" in resolve_settings(Flags(repeat=recorded, preset="draft")).notes[0]
 
 
 def test_an_unknown_preset_names_the_nearest(configured: str) -> None:
-    settings = settle(Flags(prompts=["a"], preset="smal", config=configured))
+    settings = resolve_settings(Flags(prompts=["a"], preset="smal", config=configured))
     with pytest.raises(ConfigError, match="Did you mean 'small'"):
         settings.preset_for(["draft"])
 
@@ -160,18 +160,18 @@ def test_an_unknown_preset_names_the_nearest(configured: str) -> None:
     [({"num_gpus": 2}, 2), ({"ulysses_degree": 3}, 3), ({"ring_degree": 2, "cfg_parallel": True}, 4), ({}, 1)],
 )
 def test_degrees_say_how_many_processes(parallel: dict[str, Any], num_processes: int) -> None:
-    assert settle(Flags(prompts=["a"], parallel=parallel)).runtime.parallel.num_processes == num_processes
+    assert resolve_settings(Flags(prompts=["a"], parallel=parallel)).runtime.parallel.num_processes == num_processes
 
 
 def test_a_recipe_of_many_processes_is_repeated_by_one(tmp_path: Path) -> None:
     path = tmp_path / "recorded.npy"
     recipe = {"request": {"prompt": "recorded", "num_frames": 1}, "runtime": {"parallel": {"num_gpus": 8}}}
     make_media(num_frames=1, recipe=recipe).save(path)
-    assert settle(Flags(repeat=str(path))).runtime.parallel.num_processes == 1
+    assert resolve_settings(Flags(repeat=str(path))).runtime.parallel.num_processes == 1
 
 
 def test_processes_that_run_already_must_be_as_many_as_asked_for() -> None:
-    settings = settle(Flags(prompts=["a"], parallel={"ring_degree": 2}))
+    settings = resolve_settings(Flags(prompts=["a"], parallel={"ring_degree": 2}))
     assert settings.on_processes(4).runtime.parallel.num_processes == 4
     with pytest.raises(ConfigError, match="does not give 3 processes"):
         settings.on_processes(3)
@@ -179,7 +179,7 @@ def test_processes_that_run_already_must_be_as_many_as_asked_for() -> None:
 
 def test_no_prompt_says_where_one_could_come_from() -> None:
     with pytest.raises(RequestError, match="--prompt-file or --from"):
-        settle(Flags())
+        resolve_settings(Flags())
 
 
 @pytest.mark.parametrize(
@@ -198,4 +198,4 @@ def test_a_recipe_is_checked_like_any_input(
 ) -> None:
     path = make_media(num_frames=1, recipe={**RECIPE, **changes}).save(tmp_path / "x.png")
     with pytest.raises(error, match=said):
-        settle(Flags(repeat=str(path)))
+        resolve_settings(Flags(repeat=str(path)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 
+import pytest
 from rich.console import Console
 
-from diffusion_runtime.cli.tables import attention_table
+from diffusion_runtime.cli.tables import attention_table, facts_table, plain_table
 
 
 def test_the_attention_table_at_80_columns_breaks_no_word() -> None:
@@ -27,3 +29,35 @@ def test_the_attention_table_at_80_columns_breaks_no_word() -> None:
     words = said.split()
     for value in row.values():
         assert set(str(value).split()) - {"default"} <= set(words)
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_a_plain_table_cuts_nothing_at_any_width(width: int) -> None:
+    rows = [
+        (
+            "ltx2.audio_to_video",
+            "steps 0-11",
+            "0-29,31,33",
+            "sparse_video_gen_2_attn {'sparsity': 0.9}",
+            "cli: default",
+        ),
+        ("self", "always", "0", "torch_sdpa", "platform: default of cpu, torch 2.13.0\nnot fa: " + "x" * 90),
+    ]
+    columns = ("role", "when", "layers", "backend", "why")
+    console = Console(width=width, file=io.StringIO())
+    console.print(plain_table(columns, rows, "Attention that would run"))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= width
+    # A column is narrower than some words, which are then broken; every character is still there.
+    letters = Counter("".join(shown.split()))
+    needed = Counter("".join("".join(map("".join, [columns, *rows])).split()))
+    assert not needed - letters
+    if width >= 80:
+        assert {word for row in rows for cell in row for word in cell.split() if len(word) < 60} <= set(shown.split())
+
+
+def test_long_names_of_facts_are_wrapped() -> None:
+    console = Console(width=40, file=io.StringIO())
+    console.print(facts_table([("x" * 60, "y" * 60)], "Recipe"))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert (shown.count("x"), shown.count("y")) == (60, 60)

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 ROWS = [
     {"cli"},
     {"session"},
-    {"loading", "quality", "diagnosis", "benchmark"},
+    {"loading", "diagnosis", "benchmark"},
     {"description"},
     {"diffusers_bridge"},
     {"pipeline", "generation_pipeline"},

@@ -8,9 +8,9 @@ import sys
 import diffusion_runtime
 import diffusion_runtime.attention
 
-PACKAGE_NAMES = """AttentionConfig AttentionSpec BackendUnavailableError DiffusionRuntimeError GeneratedMedia
-GenerationRequest ModelLoadError OutputError Pipeline RuntimeConfig UsageError __version__ attach
-force_attention_backend load_pipeline""".split()
+PACKAGE_NAMES = """AttentionConfig AttentionSpec BackendUnavailableError Cancelled DiffusionRuntimeError GeneratedMedia
+GenerationRequest ModelLoadError OutputError Pipeline RuntimeConfig UsageError __version__ attach follow
+force_attention_backend join_processes lead load_pipeline""".split()
 
 ATTENTION_NAMES = """AttentionCall AttentionConfig AttentionContext AttentionPolicy AttentionRecorder AttentionReport
 AttentionResult AttentionSpec Availability Backend BackendInfo Capability Decision HeadSizes KeyCounts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from diffusion_runtime.errors import (
     ModelLoadError,
 )
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.models.published import model_of_name
 
 SIZES = {"height": 16, "width": 16, "num_inference_steps": 2}
 VIDEO = GenerationRequest(prompt="a red circle", seed=3, num_frames=9, **SIZES)
@@ -47,12 +49,15 @@ def test_choices_fail_before_the_weights_are_read(video_folder: Path, tmp_path: 
 @table(
     ("change", "told"),
     [
-        ({"_class_name": "NoSuchPipeline"}, "has no pipeline NoSuchPipeline"),
+        ({"_class_name": "NoSuchPipeline"}, "has no pipeline 'NoSuchPipeline'"),
         ({"_class_name": None}, "key '_class_name'"),
-        ({"_class_name": "UNet2DConditionModel"}, "has no pipeline UNet2DConditionModel"),
+        ({"_class_name": "x" * 8000}, "has no pipeline 'x{70,80}\\.\\.\\.; a newer"),
+        ({"scheduler": ["x" * 8000, "Scheduler"]}, "'x{70,80}\\.\\.\\. is code"),
+        ({"transformer": ["diffusers", "x" * 8000]}, "has no 'x{70,80}\\.\\.\\., and there is no native model"),
+        ({"_class_name": "UNet2DConditionModel"}, "has no pipeline 'UNet2DConditionModel'"),
         ({"scheduler": ["my_code", "Scheduler"]}, "'my_code' is code that comes with the folder"),
         ({"transformer": [None, None]}, "CogVideoXPipeline has no transformer and no UNet among "),
-        ({"transformer": ["diffusers", "NoSuchModel"]}, "has no NoSuchModel, and there is no native model"),
+        ({"transformer": ["diffusers", "NoSuchModel"]}, "has no 'NoSuchModel', and there is no native model"),
     ],
 )
 def test_folders_that_cannot_be_run(video_folder: Path, tmp_path: Path, change: dict[str, Any], told: str) -> None:
@@ -104,3 +109,35 @@ def test_what_only_native_models_do_is_refused(image_folder: Path) -> None:
         inspect_pipeline(RuntimeConfig(model_path=str(image_folder), parallel=ParallelConfig(num_gpus=2)))
     with pytest.raises(ConfigError, match="lora: a pipeline of diffusers' own takes none here"):
         load_pipeline(str(image_folder), lora=["style.safetensors"])
+
+
+def test_an_endless_class_name_is_cut(
+    video_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the choice between a native model and diffusers' own pipeline."""
+    folder = Path(shutil.copytree(video_folder, tmp_path / "model"))
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"_class_name": "y" * 8000, "transformer": ["diffusers", "x" * 8000]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with caplog.at_level(logging.INFO), pytest.raises(ModelLoadError):
+        load_pipeline(str(folder))
+    (said,) = [record.getMessage() for record in caplog.records if "no native model" in record.getMessage()]
+    assert len(said) < len(str(folder)) + 300
+
+
+def test_documented_settings_of_a_name_that_are_not_applied_are_named(
+    tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("diffusion_runtime.models.checkpoint._download", lambda repository, weights: tiny_wan_folder)
+    description = inspect_pipeline(RuntimeConfig("wan2.1-1.3b", backend="diffusers"))
+    (said,) = [record.getMessage() for record in caplog.records if "not applied" in record.getMessage()]
+    published = model_of_name("wan2.1-1.3b")
+    assert published is not None
+    for field, value in published.request.items():
+        is_applied = description.rules.defaults.get(field) == value
+        assert (f" {field} " in said) != is_applied, field
+    assert "presets draft" in said
+    caplog.clear()
+    inspect_pipeline(RuntimeConfig("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", backend="diffusers"))
+    assert not [record for record in caplog.records if "not applied" in record.getMessage()]

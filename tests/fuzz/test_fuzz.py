@@ -48,7 +48,7 @@ def test_a_case_that_fails_is_reported_and_made_again(tmp_path: Path, monkeypatc
     for name, settle in (("untyped", untyped), ("endless", endless), ("greedy", greedy)):
         (tmp_path / name).mkdir()
         with monkeypatch.context() as patch:
-            patch.setattr("diffusion_runtime.cli.generation.settle", settle)
+            patch.setattr("diffusion_runtime.cli.generation.resolve_settings", settle)
             reports = [run_cases("command-lines", 1, [5], tmp_path / name, 0.2) for _ in range(1 + (name == "untyped"))]
         assert all(len(report.failures) == 1 for report in reports), reports
         assert len({report.failures[0].case for report in reports}) == 1

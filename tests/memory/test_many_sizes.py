@@ -12,7 +12,7 @@ import pytest
 import torch
 from cli_support import process_environment
 
-from diffusion_runtime.memory.allocator import bound_primitive_cache
+from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 
 SCRIPT = Path(__file__).with_name("sizes_script.py")
 

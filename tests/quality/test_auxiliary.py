@@ -8,8 +8,8 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from diffusion_runtime.quality.shapes import SceneSettings, sample_scenes, write_caption
-from diffusion_runtime.quality.shapes.render import render_float, render_slots
+from scripts.shapes import SceneSettings, sample_scenes, write_caption
+from scripts.shapes.render import render_float, render_slots
 from scripts.train_shapes.architecture import (
     MAX_PROMPT_TOKENS,
     build_text_encoder,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffusion_runtime.quality.shapes import (
+from scripts.shapes import (
     BACKGROUND_NAMES,
     COLOUR_NAMES,
     MOTION_NAMES,

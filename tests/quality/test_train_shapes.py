@@ -7,8 +7,8 @@ from random import Random
 import pytest
 import torch
 
-from diffusion_runtime.quality.shapes import SceneSettings, render, sample_scenes, write_caption
-from diffusion_runtime.quality.shapes.render import render_float
+from scripts.shapes import SceneSettings, render, sample_scenes, write_caption
+from scripts.shapes.render import render_float
 from scripts.train_shapes.architecture import (
     MAX_PROMPT_TOKENS,
     build_text_encoder,

@@ -6,11 +6,10 @@ import os
 
 import torch
 
-from diffusion_runtime import GenerationRequest, load_pipeline
-from diffusion_runtime.errors import Cancelled, RequestError
+from diffusion_runtime import Cancelled, GenerationRequest, follow, join_processes, lead, load_pipeline
+from diffusion_runtime.errors import RequestError
 from diffusion_runtime.progress import Progress
-from diffusion_runtime.session.following import LeadingPipeline, follow, lead
-from diffusion_runtime.session.processes import join_processes
+from diffusion_runtime.session.following import LeadingPipeline
 
 SIZES = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 2, "guidance_scale": 1.0}
 REQUESTS = [GenerationRequest(prompt=prompt, **SIZES) for prompt in ("a red circle", "a star")]

@@ -84,7 +84,25 @@ def test_a_taken_name_is_numbered_and_said(tmp_path: Path, capsys: pytest.Captur
     outputs = Outputs.parse(str(tmp_path / "x.png"), None)
     result = run_batch(items, make, outputs, Terminal(), None)
     assert [outcome.path for outcome in result.outcomes] == [tmp_path / "x.png", tmp_path / "x-2.png"]
-    assert "x.png exists already (or its sidecar does); this one is x-2.png" in capsys.readouterr().err
+    assert "x.png exists already; this one is x-2.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output_path", ["x.gif", ""])
+def test_a_name_whose_sidecar_is_taken_is_numbered_and_said(
+    output_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All formats of a name share one sidecar."""
+    stem = "x" if output_path else "a-seed0"
+    for name in (f"{stem}.png", f"{stem}.json"):
+        (tmp_path / name).touch()
+    outputs = Outputs.parse(f"{tmp_path}/{output_path}", "gif")
+    request = GenerationRequest(prompt="a", num_frames=1, seed=0)
+    said = f"{stem}.json, the sidecar of {stem}.png, exists already, and {stem}.gif would share it"
+    (planned,) = outputs.predict([request])
+    assert said in (outputs.explain_number(request, planned) or "")
+    (outcome,) = run_batch([Item(request)], make, outputs, Terminal(), None).outcomes
+    assert outcome.path == planned == tmp_path / f"{stem}-2.gif"
+    assert f"{said}; this one is {stem}-2.gif" in capsys.readouterr().err
 
 
 class TorchStyle:

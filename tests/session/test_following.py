@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +38,26 @@ def test_ranks_follow_until_they_are_told_to_stop(num_processes: int) -> None:
     # Before and after the one that was not cancelled.
     assert num_decoded == "2"
     assert failures == ["RequestError", "Cancelled", "KeyError"]
+
+
+def test_the_documented_example_serves_requests_on_two_processes(tmp_path: Path) -> None:
+    """docs/scaling.md, copied as it stands and started as it says, with the public names alone."""
+    (example,) = [block for block in python_blocks(ROOT / "docs/scaling.md") if "follow(pipeline" in block]
+    (tmp_path / "serve.py").write_text(example)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = subprocess.run(
+        [sys.executable, *launcher, "serve.py", "a red circle", "a blue star"],
+        cwd=tmp_path,
+        env=process_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["0.png", "1.png"]
+    imported = [node for node in ast.walk(ast.parse(example)) if isinstance(node, ast.ImportFrom)]
+    assert {node.module for node in imported} == {"diffusion_runtime"}
+
+
+def python_blocks(document: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from diffusion_runtime.memory.allocator import tune_cpu_allocator
+from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 
 IS_GLIBC = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
 
 # Twenty tensors of 64 MiB, one after the other: 327,680 pages of 4 KiB when none of them is reused.
 CHILD = """
 import sys
-from diffusion_runtime.memory.allocator import tune_cpu_allocator
+from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 told = tune_cpu_allocator() if sys.argv[1] == "tuned" else None
 import resource, torch
 torch.zeros(2**24).fill_(1.0)

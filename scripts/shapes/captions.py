@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from diffusion_runtime.quality.shapes.attributes import ObjectAttributes, SceneAttributes
+from scripts.shapes.attributes import ObjectAttributes, SceneAttributes
 
 _COLOUR_WORDS: dict[str, tuple[str, ...]] = {
     "red": ("red",),

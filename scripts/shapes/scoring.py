@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from diffusion_runtime.quality.shapes.attributes import SceneAttributes
-from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
-from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt
+from scripts.shapes.attributes import SceneAttributes
+from scripts.shapes.checker import Verdict, check_clip
+from scripts.shapes.prompts import EvaluationPrompt
 
 Generate = Callable[[Sequence[str], Sequence[int]], Tensor]
 """(prompts, seeds) -> frames, uint8 [batch, frames, height, width, 3]."""

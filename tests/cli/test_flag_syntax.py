@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffusion_runtime.cli.dotted_flags import rewrite_dotted_flags
+from diffusion_runtime.cli.flag_syntax import rewrite_dotted_flags
 from diffusion_runtime.errors import ConfigError
 
 

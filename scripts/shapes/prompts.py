@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from diffusion_runtime.quality.shapes.attributes import SceneAttributes
-from diffusion_runtime.quality.shapes.captions import EVALUATION_CAPTIONS, write_caption
-from diffusion_runtime.quality.shapes.scene import SceneSettings, sample_scenes
+from scripts.shapes.attributes import SceneAttributes
+from scripts.shapes.captions import EVALUATION_CAPTIONS, write_caption
+from scripts.shapes.scene import SceneSettings, sample_scenes
 
 PromptKind = Literal["one_object", "two_objects", "held_out"]
 PROMPT_KINDS: tuple[PromptKind, ...] = ("one_object", "two_objects", "held_out")

@@ -1,15 +1,15 @@
-"""Memory settings of the process for work on a CPU: glibc's allocator, oneDNN's primitive cache.
+"""CPU memory: glibc's allocator set up for tensors (huge pages), and a bound on oneDNN's primitive cache.
 
-The allocator keeps and reuses freed blocks, and its heap lies on huge pages. By default glibc maps large blocks from
-the kernel and gives them back when they are freed, so each activation of a decoder is page-faulted in again, one 4 KiB
-page after another. Decoding 29 frames of 256 x 256 on two cores (median of three processes): 3.4 s for the first clip
-and 2.8 s for the next, a million page faults each, by default; 2.8 s and 1.7 s, four thousand faults and none, set up
-like this. Peak memory rises from 0.7 to 1.2 GB.
+**Allocator**: freed blocks are kept and reused, and the heap lies on huge pages. By default glibc maps large blocks
+from the kernel and gives them back when they are freed, so each activation of a decoder is page-faulted in again, one
+4 KiB page after another. Decoding 29 frames of 256 x 256 on two cores (median of three processes): 3.4 s for the first
+clip and 2.8 s for the next, a million page faults each, by default; 2.8 s and 1.7 s, four thousand faults and none, set
+up like this. Peak memory rises from 0.7 to 1.2 GB.
 
-oneDNN, which computes torch's convolutions and linear layers on a CPU, compiles each one for its shape and keeps the
-last 1024: a decoder makes about 70 of them per size, so a process that makes many sizes grows by 170 MB. With 128 it
-keeps an eighth of that, and one size takes as long as before (the embedded model, 9 frames of 64 x 96: 0.13 s of CPU
-time with 128, 256 and 1024, 0.19 s with none).
+**Primitive cache**: oneDNN, which computes torch's convolutions and linear layers on a CPU, compiles each one for its
+shape and keeps the last 1024. A decoder makes about 70 of them per size, so a process that makes many sizes grows by
+170 MB. With 128 it keeps an eighth of that, and one size takes as long as before (the embedded model, 9 frames of
+64 x 96: 0.13 s of CPU time with 128, 256 and 1024, 0.19 s with none).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 * 2**20
 # How much of the heap is on huge pages: what a decode takes. Below the trim threshold, or freeing it would return it.
 _HUGE_HEAP = 3 * 2**29
-# Read by oneDNN.
-_PRIMITIVE_CACHE_VARIABLE, _PRIMITIVE_CACHE_CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"
+_PRIMITIVE_CACHE_VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+_PRIMITIVE_CACHE_CAPACITY = "128"
 
 
 def tune_cpu_allocator() -> bool:
@@ -67,8 +67,9 @@ def _lay_heap_on_huge_pages(libc: ctypes.CDLL) -> None:
 
 
 def bound_primitive_cache() -> None:
-    """Free kernels compiled for sizes that are no longer used.
+    """Free kernels that oneDNN compiled for sizes no longer used.
 
     Call it before the first operator of the process runs on the CPU: oneDNN reads its variable once. A value set by
-    the user stays."""
+    the user stays.
+    """
     os.environ.setdefault(_PRIMITIVE_CACHE_VARIABLE, _PRIMITIVE_CACHE_CAPACITY)

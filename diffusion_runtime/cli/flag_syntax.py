@@ -1,0 +1,95 @@
+"""Command-line syntax beyond the parser's: dotted flags (a path in the name), peer spellings, flags given twice.
+
+`--request.height 128` becomes `--set request.height=128`, `--attention-config.per_role.cross.backend fa` becomes
+`--dotted-attention per_role.cross.backend=fa`. A path may be anything, so no parser can list these flags. Of a flag
+that is given twice the last value holds, and every value is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from diffusion_runtime.errors import ConfigError, nearest
+
+# First part of the name -> the flag that takes PATH=VALUE, and whether the first part stays in the path.
+_TARGETS = {
+    "request": ("--set", True),
+    "runtime": ("--set", True),
+    "attention-config": ("--dotted-attention", False),
+    "diffusion-attention-config": ("--dotted-attention", False),
+}
+# vLLM-Omni's spellings of flags without a path.
+_PEER_SPELLINGS = {
+    "--diffusion-attention-backend": "--attention-backend",
+    "--diffusion-attention-config": "--attention-config",
+}
+
+
+def rewrite_dotted_flags(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with every dotted flag, in both forms (`--flag value`, `--flag=value`), rewritten.
+
+    Raises ConfigError for a dotted flag of an unknown section, and for one without a value.
+    """
+    rewritten: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if argument == "--":
+            return [*rewritten, argument, *waiting]
+        name, equals, value = argument.partition("=")
+        head, dot, path = name.removeprefix("--").partition(".")
+        if not name.startswith("--") or not dot or any(character.isspace() for character in name):
+            rewritten.append(_PEER_SPELLINGS.get(name, name) + equals + value)
+            continue
+        if head not in _TARGETS:
+            raise ConfigError(f"no such option: {name}.{nearest(head, _TARGETS).replace(chr(39), '')}")
+        if not path or path.endswith("."):
+            raise ConfigError(f"{name}: the name of a value is missing after the dot")
+        if not equals:
+            if not waiting:
+                raise ConfigError(f"{name} needs a value")
+            value = waiting.pop(0)
+        target, keeps_head = _TARGETS[head]
+        rewritten += [target, f"{head}.{path}={value}" if keeps_head else f"{path}={value}"]
+    return rewritten
+
+
+class CheckedCommand(TyperCommand):
+    """A verb whose flags are checked wherever they stand: the parser itself looks at the last of each alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises the parser's BadParameter for a value that its flag cannot have."""
+        flags = {
+            name: parameter
+            for parameter in self.params
+            if parameter.param_type_name == "option"
+            for name in (*parameter.opts, *parameter.secondary_opts)
+        }
+        for name, value in _given_values(args, {name for name, flag in flags.items() if not _is_switch(flag)}):
+            # Those that may be given several times are all looked at by the parser.
+            if not flags[name].multiple:
+                flags[name].process_value(ctx, value)
+        return super().parse_args(ctx, args)
+
+
+def _is_switch(flag: Any) -> bool:
+    return bool(flag.is_flag or flag.count)
+
+
+def _given_values(arguments: Sequence[str], names: set[str]) -> Iterator[tuple[str, str]]:
+    """(flag, value) for every flag of `names` that has one, in all forms: `--flag value`, `--flag=value`, `-fvalue`."""
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument == "--":
+            return
+        name, equals, value = argument.partition("=")
+        if name in names and equals and name.startswith("--"):
+            yield name, value
+        elif argument in names:
+            # Without a next one the parser says what is missing.
+            yield from ((argument, value) for value in [next(waiting, None)] if value is not None)
+        elif argument[:2] in names and not argument.startswith("--"):
+            yield argument[:2], argument[2:]
