@@ -49,9 +49,8 @@ def generate(context: typer.Context, **given: Any) -> None:
     """
     from diffusion_runtime.cli.generation import SCHEMA, OutputFlags, run_generate
     from diffusion_runtime.cli.launching import CommandLine, piped_prompts, report_failure
-    from diffusion_runtime.cli.lora_flags import pair_loras
     from diffusion_runtime.cli.prompts import collect_prompts
-    from diffusion_runtime.cli.settings import Flags
+    from diffusion_runtime.cli.settings import Flags, pair_loras
     from diffusion_runtime.cli.terminal import Terminal
     from diffusion_runtime.parallel.process_info import read_process_info
     from diffusion_runtime.session.failures import Interrupted

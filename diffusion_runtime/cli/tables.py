@@ -16,11 +16,11 @@ from rich.text import Text
 
 from diffusion_runtime.cli.terminal import printable
 
+# A last column that is narrower than this breaks most lines after two or three words.
+_MIN_LAST_COLUMN = 24
 # A report from a stranger's file may be of any length.
 _MAX_ROWS = 200
 _MAX_CELL_CHARACTERS = 500
-# A last column that is narrower than this breaks most lines after two or three words.
-_MIN_LAST_COLUMN = 24
 _ROW_FIELDS = ("role", "backend", "implementation", "layers", "steps", "source", "reason")
 
 

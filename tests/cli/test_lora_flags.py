@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffusion_runtime.cli.lora_flags import pair_loras
+from diffusion_runtime.cli.settings import pair_loras
 from diffusion_runtime.errors import UsageError
 
 

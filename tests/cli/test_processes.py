@@ -126,13 +126,13 @@ def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "code", "said"),
     [
-        ("x.npy", "error: cannot write to standard output: No space left on device\n"),
-        ("missing.npy", "error: missing.npy: no such file\n"),
+        ("x.npy", 1, "error: cannot write to standard output: No space left on device\n"),
+        ("missing.npy", 2, "error: missing.npy: no such file\n"),
     ],
 )
-def test_a_full_standard_output_is_one_error(name: str, said: str, tmp_path: Path) -> None:
+def test_a_full_standard_output_is_one_error(name: str, code: int, said: str, tmp_path: Path) -> None:
     numpy.save(tmp_path / "x.npy", numpy.zeros((2, 8, 8, 3), numpy.uint8))
     with Path("/dev/full").open("w") as full:
         finished = subprocess.run(
@@ -144,4 +144,4 @@ def test_a_full_standard_output_is_one_error(name: str, said: str, tmp_path: Pat
             text=True,
             timeout=600,
         )
-    assert (finished.returncode, finished.stderr) == (1, said)
+    assert (finished.returncode, finished.stderr) == (code, said)
