@@ -14,8 +14,7 @@ from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import Predict
-from diffusion_runtime.denoising.noise import initial_noise
-from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, GeneratedMedia
@@ -128,18 +127,18 @@ class Pipeline:
         for remark in dict.fromkeys(remark for request in batch for remark in self.rules.unused(request)):
             logger.warning(remark)
             recorder.note(remark)
+        preset, note = self.rules.sampling_preset(settings.shared), self.rules.sampling_note(settings.shared)
+        if note is not None:
+            logger.info(note)
+            recorder.note(note)
         with device_guard(self.device), explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:
                 prompts = self._encode(batch, settings, recorder)
                 done(1)
             with clock.stage("denoise", settings.num_inference_steps) as done:
                 sample_shape = self.rules.geometry.sample_shape(settings.size)
-                noise = initial_noise(sample_shape, [request.seed for request in batch]).to(self.device)
-                options = self.rules.scheduler.options_for(settings.sampler)
-                sigmas = self.rules.schedule.sigmas(settings.num_inference_steps)
-                sampler = build_sampler(
-                    settings.sampler, settings.num_inference_steps, settings.flow_shift, options, sigmas
-                )
+                sample_noise = SampleNoise(sample_shape, [request.seed for request in batch])
+                noise = sample_noise.draw().to(self.device)
                 inputs = self._inputs(prompts.conditions, settings)
                 guided = with_guidance(
                     self._predict(inputs, recorder),
@@ -148,7 +147,9 @@ class Pipeline:
                     self.transformer.combine_guidance,
                     BranchExchange.of(self.mesh),
                 )
-                latents = sampler.sample(noise, self._with_expert(guided), lambda step, _: done(step.index + 1))
+                latents = settings.build_sampler().sample(
+                    noise, self._with_expert(guided), lambda step, _: done(step.index + 1), sample_noise.draw
+                )
                 latents = self.transformer.settle(latents, inputs["cond"])
                 _check_finite(latents, self.dtype)
             frames: dict[int, torch.Tensor] = {}
@@ -167,7 +168,12 @@ class Pipeline:
             GeneratedMedia(
                 frames=frames[index].numpy(),
                 fps=settings.size.fps,
-                recipe={**self.recipe, "request": request.to_dict(), "notes": list(prompts.notes[index])},
+                recipe={
+                    **self.recipe,
+                    "request": request.to_dict(),
+                    **({} if preset is None else {"sampling_preset": preset}),
+                    "notes": list(prompts.notes[index]),
+                },
                 attention_report=recorder.report(),
                 timings=clock.timings(index),
                 audio=sounds[index],

@@ -6,25 +6,30 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, Self
 
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request_fields import (
     GUIDANCE,
+    SHIFT,
     VIDEO,
     WHAT,
     Count,
     ImageFile,
+    Levels,
     Number,
     OneOf,
     RequestField,
     SeedNumber,
     Text,
+    parse_levels,
 )
 from diffusion_runtime.samplers import SAMPLERS as REGISTERED_SAMPLERS
 
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
+# The fields that say the noise level of every step.
+EXPLICIT_LEVELS = ("sigmas", "sigmas_before_shift")
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,38 @@ class GenerationRequest:
     flow_shift: float | None = field(
         default=None,
         metadata=RequestField(
-            help="Shift of the noise schedule towards high noise.", check=Number(minimum=1e-3)
+            help="Shift of the noise schedule towards high noise.", check=Number(minimum=1e-3), used_with=SHIFT
+        ).as_metadata(),
+    )
+    # Noise levels of the steps as they run, for models distilled to some of their own: from 1 or less down, without the
+    # 0 behind the last step. They say the number of steps, and no flow shift is applied.
+    sigmas: tuple[float, ...] | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Noise level of every step, as it runs: 1,0.757,0.522. No flow shift is applied.",
+            check=Levels(),
+            may_stay_none=True,
+            convert=parse_levels,
+        ).as_metadata(),
+    )
+    # The same before the flow shift: sigma = s * t / (1 + (s - 1) * t).
+    sigmas_before_shift: tuple[float, ...] | None = field(
+        default=None,
+        metadata=RequestField(
+            help="The same before the flow shift, which is applied to them: 1,0.75,0.5,0.25.",
+            check=Levels(),
+            may_stay_none=True,
+            convert=parse_levels,
+        ).as_metadata(),
+    )
+    # The noise level of the last step, to which some models stretch the schedule; None is as the folder says, 0 off.
+    shift_terminal: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Noise level of the last step, to which the schedule is stretched; 0 turns it off.",
+            check=Number(maximum=0.999),
+            may_stay_none=True,
+            used_with=SHIFT,
         ).as_metadata(),
     )
     sampler: str | None = field(
@@ -174,20 +210,30 @@ class GenerationRequest:
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if value is not None or item.default is not None:
-                RequestField.of(item.metadata).check(item.name, value)
+            value, declared = getattr(self, item.name), RequestField.of(item.metadata)
+            if value is None and item.default is None:
+                continue
+            if declared.convert is not None:
+                value = declared.convert(value)
+                object.__setattr__(self, item.name, value)
+            declared.check(item.name, value)
+        if self.sigmas is not None and self.sigmas_before_shift is not None:
+            raise RequestError(
+                "sigmas, sigmas_before_shift: expected one of them, got both; sigmas are the noise levels that run, "
+                "sigmas_before_shift those that flow_shift is applied to"
+            )
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """This request with every None replaced by the value of the same name in `defaults`; as in `layered`, a
-        guidance_scale of its own stands for both experts."""
+        guidance_scale of its own stands for both experts, and its noise levels go with its number of steps."""
         own = {name: value for name, value in self.to_dict().items() if value is not None}
         missing = {name: value for name, value in layered(defaults, own).items() if name not in own}
         return dataclasses.replace(self, **missing)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a recipe."""
-        return dataclasses.asdict(self)
+        """Plain values, as JSON has them, for a recipe."""
+        values = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -205,14 +251,31 @@ def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
     """Request values of several levels by field name, where a later level wins over an earlier one.
 
     A level that says guidance_scale without guidance_scale_2 means both experts: no second scale of an earlier level
-    stands beside it.
+    stands beside it. A level that says noise levels says the number of steps with them, and those of an earlier level
+    go where a later one says another number of steps, or a sampler that spaces its own.
     """
     values: dict[str, Any] = {}
     for level in levels:
         if level.get("guidance_scale") is not None:
             values.pop("guidance_scale_2", None)
+        for name in EXPLICIT_LEVELS:
+            if level.get(name) is not None or _replaces_levels(level, values.get(name)):
+                values = {key: value for key, value in values.items() if key not in EXPLICIT_LEVELS}
         values.update(level)
+        stated = next((parse_levels(level[name]) for name in EXPLICIT_LEVELS if level.get(name) is not None), None)
+        if isinstance(stated, tuple) and level.get("num_inference_steps") is None:
+            values["num_inference_steps"] = len(stated)
     return values
+
+
+def _replaces_levels(level: Mapping[str, Any], earlier: Any) -> bool:
+    """Whether noise levels of an earlier level have no place beside the number of steps or the sampler of `level`."""
+    levels = parse_levels(earlier)
+    if not isinstance(levels, tuple):
+        return False
+    sampler = REGISTERED_SAMPLERS.get(level.get("sampler", ""))
+    num_steps = level.get("num_inference_steps")
+    return (sampler is not None and not sampler.takes_levels) or (num_steps is not None and num_steps != len(levels))
 
 
 # By name, in the order of the class.
@@ -223,5 +286,4 @@ REQUEST_FIELDS: Mapping[str, RequestField] = MappingProxyType(
 
 def request_field_types() -> dict[str, type]:
     """Name and plain type (str, int, float) of every field, for code that parses text into one."""
-    hints = get_type_hints(GenerationRequest)
-    return {name: (get_args(hint) or (hint,))[0] for name, hint in hints.items()}
+    return {name: declared.check.kind for name, declared in REQUEST_FIELDS.items()}

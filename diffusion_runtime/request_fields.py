@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -13,12 +15,15 @@ WHAT = "What to make"
 SIZE = "Size and steps"
 
 # What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; a
-# video, not an image.
+# video, not an image; noise levels that are still to be shifted.
 GUIDANCE = "guidance"
 VIDEO = "video"
+SHIFT = "shift"
 
 # Far beyond what any model makes; a number above is a typo, and its square has no room in memory.
 MAX_COUNT = 1_000_000
+# Explicit noise levels; schedules of more steps are spaced by a rule.
+MAX_LEVELS = 1000
 # What float32 holds without a loss, and half types do not overflow with at once.
 MAX_SCALE = 1e6
 
@@ -114,6 +119,52 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Levels:
+    """Noise levels of the steps: numbers above 0 and at most 1, each below the one before."""
+
+    metavar: ClassVar[str] = "X,X,..."
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, tuple) or not value or not all(map(_is_number, value)):
+            raise RequestError(
+                f"{name}: expected numbers with commas between them, such as 1,0.75,0.5,0.25, got {shown(value)}"
+            )
+        if len(value) > MAX_LEVELS:
+            raise RequestError(f"{name}: expected at most {MAX_LEVELS} noise levels, got {len(value)}")
+        for index, level in enumerate(value):
+            if not 0 < level <= 1:
+                last = " (the 0 behind the last step is added by itself)" if level == 0 else ""
+                raise RequestError(
+                    f"{name}: expected noise levels above 0 and at most 1{last}, got {shown(level)} for step "
+                    f"{index + 1}; such as 1,0.75,0.5,0.25"
+                )
+        for index, (above, below) in enumerate(itertools.pairwise(value)):
+            if below >= above:
+                raise RequestError(
+                    f"{name}: expected noise levels that fall from step to step, got {below:g} for step {index + 2} "
+                    f"after {above:g}; such as 1,0.75,0.5,0.25"
+                )
+
+
+def parse_levels(value: object) -> object:
+    """A list of noise levels, or a text with commas between them, as a tuple; anything else as it is, for Levels to
+    refuse."""
+    if isinstance(value, str):
+        try:
+            return tuple(float(part) for part in value.split(","))
+        except ValueError:
+            return value
+    if isinstance(value, list | tuple):
+        return tuple(float(part) if _is_number(part) else part for part in value)
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
 class OneOf:
     """One of several names."""
 
@@ -137,7 +188,8 @@ class RequestField:
     may_stay_none: whether a request may leave it open although no model fills it.
     refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
     do; {product} stands for images or videos. None for a field of every model.
-    used_with: GUIDANCE or VIDEO for a field that counts only then; a generation without it says that it was not used.
+    used_with: GUIDANCE, VIDEO or SHIFT for a field that counts only then; a generation without it says that it was not
+    used. convert: makes the value that the request holds out of what a flag or a file says; None: the same.
     """
 
     help: str
@@ -150,6 +202,7 @@ class RequestField:
     may_stay_none: bool = False
     refusal: str | None = None
     used_with: str | None = None
+    convert: Callable[[object], object] | None = None
 
     def as_metadata(self) -> dict[str, RequestField]:
         """For `dataclasses.field(metadata=...)`."""

@@ -10,14 +10,16 @@ import torch
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
-from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.denoising.interface import Sampler
+from diffusion_runtime.denoising.request_sampler import sampler_of
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
-from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
-from diffusion_runtime.request_fields import GUIDANCE, VIDEO
+from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
 
 _T = TypeVar("_T")
 
@@ -28,7 +30,8 @@ class RequestRules:
     how its noise levels are spaced, whether guidance is an input of it (Model.embeds_guidance) or can be asked
     for at all (Model.takes_guidance), what is added to its guidance_scale for classifier-free guidance, which of
     the fields that not every model uses it does (model_fields), whether it needs an image, and its attention layers,
-    with or without weights around them, whose options may ask for a number of steps.
+    with or without weights around them, whose options may ask for a number of steps. sampling_presets: of its family;
+    few_steps: what the model, or a LoRA of it, was distilled to, None for many steps.
     """
 
     defaults: Mapping[str, Any]
@@ -42,18 +45,20 @@ class RequestRules:
     guidance_offset: float = 0.0
     model_fields: frozenset[str] = frozenset()
     needs_image: bool = False
+    sampling_presets: tuple[SamplingPreset, ...] = ()
+    few_steps: FewSteps | None = None
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
 
-        Raises RequestError for an unknown preset, sizes that do not divide, a value that nothing gives, or one of a
-        field that the model does not use; ConfigError
-        for attention options made for other steps; ModelLoadError when nobody names a sampler there is.
+        Raises RequestError for an unknown preset, sizes that do not divide, noise levels that do not fit the number of
+        steps or the sampler, a value that nothing gives, or one of a field that the model does not use; ConfigError for
+        attention options made for other steps; ModelLoadError when nobody names a sampler there is.
         """
         if preset is not None:
             if preset not in self.presets:
-                raise RequestError(f"preset: unknown name {shown(preset)}.{nearest(preset, self.presets)}")
-            request = request.with_defaults(self.presets[preset])
+                raise RequestError(unknown_preset(preset, self.presets))
+            request = with_preset(request, preset, self.presets[preset])
         request = request.with_defaults(self.defaults)
         if request.sampler is None:
             raise self.scheduler.unknown_class_error()
@@ -67,8 +72,7 @@ class RequestRules:
                 f"{settings.guidance_scale:g}; leave it out"
             )
         # Building the sampler raises for what it cannot do.
-        options = self.scheduler.options_for(settings.sampler)
-        build_sampler(settings.sampler, settings.num_inference_steps, settings.flow_shift, options)
+        settings.build_sampler()
         if request.image_path is None and self.needs_image:
             raise RequestError("image_path: this model makes videos from an image; give one: --image-path FILE")
         if request.image_path is not None:
@@ -127,7 +131,7 @@ class RequestRules:
         request: a resolved one.
         """
         return tuple(
-            (name, value) for name, value in request.to_dict().items() if not REQUEST_FIELDS[name].differs_in_batch
+            (name, getattr(request, name)) for name, declared in REQUEST_FIELDS.items() if not declared.differs_in_batch
         )
 
     @property
@@ -145,6 +149,9 @@ class RequestRules:
         if height is None or width is None or num_frames is None or num_steps is None:
             return {}
         self.geometry.check(height, width, num_frames)
+        if request.sigmas is not None:
+            # They are not shifted.
+            return {"flow_shift": 1.0}
         flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
         return {} if flow_shift is None else {"flow_shift": flow_shift}
 
@@ -155,19 +162,43 @@ class RequestRules:
                 raise RequestError(f"{name}: {declared.refusal.format(product=self._product)}")
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
-        """What a resolved request sets beside the model's defaults and its generation does not use, as sentences."""
+        """What a resolved request sets beside the model's defaults and its generation does not use, and what a few-step
+        model was not made for, as sentences."""
         reasons: dict[str | None, str] = {}
         if not self.is_guided(request):
             reasons[GUIDANCE] = "no second branch of guidance runs (a scale of 1 or less)"
         if self.geometry.temporal_factor == 1:
             reasons[VIDEO] = "this model makes images"
+        if request.sigmas is not None:
+            reasons[SHIFT] = "sigmas are the noise levels as they run"
+        computed = self._computed_defaults(request)
         remarks = []
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
             # An empty text asks for nothing.
-            if declared.used_with in reasons and value not in (_UNSET[name], self.defaults.get(name), ""):
+            usual = (_UNSET[name], self.defaults.get(name), computed.get(name), "")
+            if declared.used_with in reasons and value not in usual:
                 remarks.append(f"{name}: {shown(value)} is not used: {reasons[declared.used_with]}")
+        if self.few_steps is not None:
+            remark = self.few_steps.remark(request, self.is_guided(request))
+            remarks += [] if remark is None else [remark]
         return tuple(remarks)
+
+    def sampling_preset(self, request: GenerationRequest) -> str | None:
+        """The name of the sampling preset whose values a resolved request has, of several in a row; None for none."""
+        return ", ".join(names_of(self._matching_presets(request))) or None
+
+    def sampling_note(self, request: GenerationRequest) -> str | None:
+        """The sampling preset that a resolved request has, and what recognised it; None without one."""
+        found, distilled = self._matching_presets(request), self.few_steps
+        if not found:
+            return None
+        is_recognised = distilled is not None and not set(names_of(found)).isdisjoint(names_of(distilled.presets))
+        because = f" ({distilled.because})" if distilled is not None and is_recognised else ""
+        return f"sampling preset: {' = '.join(names_of(found))}{because}"
+
+    def _matching_presets(self, request: GenerationRequest) -> tuple[SamplingPreset, ...]:
+        return tuple(preset for preset in self.sampling_presets if preset.matches(request))
 
 
 @dataclass(frozen=True)
@@ -205,6 +236,10 @@ class BatchSettings:
     @property
     def sampler(self) -> str:
         return _filled(self.shared.sampler)
+
+    def build_sampler(self) -> Sampler:
+        """The sampler of these values. Raises what `sampler_of` raises."""
+        return sampler_of(self.shared, self.rules.scheduler, self.rules.schedule)
 
     @property
     def embedded_guidance(self) -> float | None:

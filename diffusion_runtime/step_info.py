@@ -25,6 +25,8 @@ class StepInfo:
     timestep: the model's own time, usually in [0, 1000]; sigma: the noise level in [0, 1].
     branch: `cond`, `uncond`, or `both` when guidance runs them as one batch.
     expert: which transformer, for models that have more than one.
+    next_timestep: that of the step after it, 0 at the last one; an input of MeanFlow models (timestep_r;
+    arXiv:2505.13447).
     """
 
     index: int = 0
@@ -33,3 +35,4 @@ class StepInfo:
     sigma: float | None = None
     branch: str = "cond"
     expert: int = 0
+    next_timestep: float | None = None

@@ -11,12 +11,13 @@ import numpy
 import pytest
 import torch
 
-import diffusion_runtime.pipeline as pipeline_module
 from diffusion_runtime import GenerationRequest, Pipeline
 from diffusion_runtime.attention import AttentionPolicy
-from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
+from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.models.family import ModelFamily
+from diffusion_runtime.request_rules import BatchSettings
+from diffusion_runtime.step_info import StepInfo
 
 CPU = torch.device("cpu")
 
@@ -46,17 +47,24 @@ class RecordingSampler(Sampler):
         self.sampler = sampler
         self.latents = latents
 
-    def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
-        return self.sampler.sample(noise, predict, lambda step, latents: self.latents.append(latents.clone()))
+    def sample(
+        self,
+        noise: torch.Tensor,
+        predict: Predict,
+        on_step: OnStep | None = None,
+        draw_noise: DrawNoise | None = None,
+    ) -> torch.Tensor:
+        def keep(step: StepInfo, latents: torch.Tensor) -> None:
+            self.latents.append(latents.clone())
+
+        return self.sampler.sample(noise, predict, keep, draw_noise)
 
 
 def record_latents(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Gets the latents after every step of the generations that follow."""
     latents: list[torch.Tensor] = []
-    build = pipeline_module.build_sampler
-    monkeypatch.setattr(
-        pipeline_module, "build_sampler", lambda *arguments: RecordingSampler(build(*arguments), latents)
-    )
+    build = BatchSettings.build_sampler
+    monkeypatch.setattr(BatchSettings, "build_sampler", lambda settings: RecordingSampler(build(settings), latents))
     return latents
 
 

@@ -15,11 +15,12 @@ import torch
 from diffusers import WanPipeline
 from tiny_models import TINY_SIZES, write_tiny_wan
 
-import diffusion_runtime.pipeline as pipeline_module
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
+from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
+from diffusion_runtime.request_rules import BatchSettings
+from diffusion_runtime.step_info import StepInfo
 
 NUM_STEPS = 4
 GUIDANCE_SCALE = 4.0
@@ -34,18 +35,25 @@ class RecordingSampler(Sampler):
         self.sampler = sampler
         self.latents = latents
 
-    def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
-        return self.sampler.sample(noise, predict, lambda step, latents: self.latents.append(latents.clone()))
+    def sample(
+        self,
+        noise: torch.Tensor,
+        predict: Predict,
+        on_step: OnStep | None = None,
+        draw_noise: DrawNoise | None = None,
+    ) -> torch.Tensor:
+        def keep(step: StepInfo, latents: torch.Tensor) -> None:
+            self.latents.append(latents.clone())
+
+        return self.sampler.sample(noise, predict, keep, draw_noise)
 
 
 @pytest.fixture
 def our_latents(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Gets the latents after every step of the generations in this test."""
     latents: list[torch.Tensor] = []
-    build = pipeline_module.build_sampler
-    monkeypatch.setattr(
-        pipeline_module, "build_sampler", lambda *arguments: RecordingSampler(build(*arguments), latents)
-    )
+    build = BatchSettings.build_sampler
+    monkeypatch.setattr(BatchSettings, "build_sampler", lambda settings: RecordingSampler(build(settings), latents))
     return latents
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from tables import table
@@ -10,7 +10,7 @@ from tables import table
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request import REQUEST_FIELDS, SAMPLERS, layered, request_field_types
-from diffusion_runtime.request_fields import GUIDANCE, VIDEO
+from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
 
 
 @table(
@@ -63,6 +63,54 @@ def test_a_guidance_scale_alone_is_that_of_both_experts(
     assert (values["guidance_scale"], values.get("guidance_scale_2"), values["height"]) == (*expected, 32)
 
 
+@table(
+    ("own", "defaults", "expected"),
+    [
+        # Levels say the number of steps.
+        ({"sigmas": "1,0.5"}, {"num_inference_steps": 50}, ((1.0, 0.5), None, 2)),
+        ({"sigmas_before_shift": [1, 0.5]}, {"sigmas": [1.0], "num_inference_steps": 1}, (None, (1.0, 0.5), 2)),
+        # Another number of steps, or a sampler that spaces its own, has no use for them.
+        ({"num_inference_steps": 50}, {"sigmas": [1.0, 0.5], "num_inference_steps": 2}, (None, None, 50)),
+        ({"num_inference_steps": 2}, {"sigmas": [1.0, 0.5], "num_inference_steps": 2}, ((1.0, 0.5), None, 2)),
+        ({"sampler": "unipc"}, {"sigmas": [1.0, 0.5], "num_inference_steps": 2}, (None, None, 2)),
+        ({"sampler": "dmd"}, {"sigmas": [1.0, 0.5], "num_inference_steps": 2}, ((1.0, 0.5), None, 2)),
+    ],
+)
+def test_noise_levels_and_steps_of_two_sources(
+    own: dict[str, Any], defaults: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    request = GenerationRequest("a", **own).with_defaults(defaults)
+    assert (request.sigmas, request.sigmas_before_shift, request.num_inference_steps) == expected
+    assert request.with_defaults(defaults) == request
+    assert GenerationRequest.from_dict(request.to_dict()) == request
+
+
+@table(
+    ("values", "message"),
+    [
+        (
+            {"sigmas": "1,half"},
+            "sigmas: expected numbers with commas between them, such as 1,0.75,0.5,0.25, got '1,half'",
+        ),
+        ({"sigmas": [1, None]}, "expected numbers with commas"),
+        ({"sigmas": []}, "expected numbers with commas"),
+        ({"sigmas": "nan"}, "expected numbers with commas"),
+        ({"sigmas": "1,inf"}, "expected numbers with commas"),
+        ({"sigmas": 0.5}, "expected numbers with commas"),
+        ({"sigmas": "1.5,0.5"}, "sigmas: expected noise levels above 0 and at most 1, got 1.5 for step 1"),
+        ({"sigmas": "1,0.5,0"}, r"at most 1 \(the 0 behind the last step is added by itself\), got 0.0 for step 3"),
+        ({"sigmas_before_shift": "1,0.5,0.6"}, "fall from step to step, got 0.6 for step 3 after 0.5"),
+        ({"sigmas_before_shift": "1,1"}, "fall from step to step, got 1 for step 2 after 1"),
+        ({"sigmas": [1 - i / 2000 for i in range(1001)]}, "at most 1000 noise levels, got 1001"),
+        ({"sigmas": "1", "sigmas_before_shift": "1"}, "expected one of them, got both"),
+        ({"shift_terminal": 1.0}, "shift_terminal: expected a number from 0 to 0.999, got 1.0"),
+    ],
+)
+def test_noise_levels_that_cannot_be(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        GenerationRequest("a", **values)
+
+
 def test_dictionaries_go_both_ways() -> None:
     request = GenerationRequest("a red circle", height=64, seed=3)
     assert GenerationRequest.from_dict(request.to_dict()) == request
@@ -84,12 +132,14 @@ def test_declarations_agree_with_the_fields() -> None:
     """One list of what is wrong: a declaration that its field's type or default contradicts."""
     wrong = []
     unset = GenerationRequest("a").to_dict()
+    hints = get_type_hints(GenerationRequest)
     for name, declared in REQUEST_FIELDS.items():
-        if declared.check.kind is not request_field_types()[name]:
+        annotated = (get_args(hints[name]) or (hints[name],))[0]
+        if declared.convert is None and declared.check.kind is not annotated:
             wrong.append(f"{name}: the check is of {declared.check.kind.__name__}")
         if declared.refusal is not None and not (declared.may_stay_none and unset[name] is None):
             wrong.append(f"{name}: a field that only some models use must be open by default")
-        if declared.used_with not in (None, GUIDANCE, VIDEO):
+        if declared.used_with not in (None, GUIDANCE, SHIFT, VIDEO):
             wrong.append(f"{name}: used_with {declared.used_with}")
         if declared.repeatable and not declared.differs_in_batch:
             wrong.append(f"{name}: several values of one batch that must be equal")

@@ -12,7 +12,7 @@ from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.request import REQUEST_FIELDS
-from diffusion_runtime.request_fields import OneOf
+from diffusion_runtime.request_fields import Levels, Number, OneOf
 from diffusion_runtime.request_rules import BatchSettings, RequestRules
 
 DEFAULTS: dict[str, Any] = {
@@ -41,6 +41,10 @@ def another(name: str, value: Any) -> Any:
     check = REQUEST_FIELDS[name].check
     if isinstance(check, OneOf):
         return next(choice for choice in check.names if choice != value)
+    if isinstance(check, Levels):
+        return (1.0, 0.25)
+    if isinstance(check, Number):
+        return check.maximum / 2
     return f"{value}." if check.kind is str else check.kind((value or 0) + 16)
 
 

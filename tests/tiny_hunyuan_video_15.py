@@ -25,7 +25,12 @@ _CHAT_TEMPLATE = (
 
 
 def write_tiny_hunyuan_video_15(
-    folder: Path, *, starts_from_image: bool = False, guidance_scale: float = 3.0, num_layers: int = 2
+    folder: Path,
+    *,
+    starts_from_image: bool = False,
+    guidance_scale: float = 3.0,
+    num_layers: int = 2,
+    use_meanflow: bool = False,
 ) -> Path:
     """Write a whole folder and return its path. About 20 MB; it depends on nothing but the arguments.
 
@@ -47,7 +52,9 @@ def write_tiny_hunyuan_video_15(
         parts: dict[str, Any] = {
             "text_encoder": _qwen(len(tokens)),
             "tokenizer": tokens,
-            "transformer": random_transformer(starts_from_image=starts_from_image, num_layers=num_layers),
+            "transformer": random_transformer(
+                starts_from_image=starts_from_image, num_layers=num_layers, use_meanflow=use_meanflow
+            ),
             "vae": _vae(),
             "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
             "guider": ClassifierFreeGuidance(guidance_scale=guidance_scale),
@@ -140,6 +147,7 @@ def random_transformer(
     num_heads: int = 2,
     axis_channels: tuple[int, int, int] = (4, 6, 6),
     patch: tuple[int, int] = (1, 1),
+    use_meanflow: bool = False,
 ) -> Any:
     """patch: frames, and height and width, of a token."""
     import torch
@@ -160,6 +168,7 @@ def random_transformer(
         rope_axes_dim=axis_channels,
         target_size=TARGET_SIZE,
         task_type="i2v" if starts_from_image else "t2v",
+        use_meanflow=use_meanflow,
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -50,6 +50,8 @@ def show_plan(
     negative_prompts = dict.fromkeys(request.negative_prompt or "" for request in makeable)
     facts.append(("negative_prompt", "\n".join(negative_prompts)))
     terminal.show(facts_table(facts, "\nWhat would run"))
+    for note in dict.fromkeys(note for request in makeable if (note := description.rules.sampling_note(request))):
+        terminal.say(note)
     for remark in dict.fromkeys(remark for request in makeable for remark in description.rules.unused(request)):
         terminal.warn(remark)
     if description.attention:

@@ -12,6 +12,7 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.published import PublishedModel
+    from diffusion_runtime.models.sampling_presets import SamplingPreset
 
 SCHEMA = "diffusion_runtime.models/1"
 EPILOG = """[bold]Examples[/]
@@ -34,15 +35,18 @@ def models(as_json: options.Json = False) -> None:
     with terminal.log():
         from diffusion_runtime.models.published import published_models
         from diffusion_runtime.models.registry import supported_transformer_classes
+        from diffusion_runtime.models.sampling_presets import sampling_presets
 
-        published, classes = published_models(), supported_transformer_classes()
+        listed, classes, presets = published_models(), supported_transformer_classes(), sampling_presets()
     if as_json:
-        put_on_stdout(json_text(_to_json_object(published, classes)))
+        put_on_stdout(json_text(_to_json_object(listed, classes, presets)))
     else:
-        show(published)
+        show(listed, presets)
 
 
-def _to_json_object(published: Sequence[PublishedModel], classes: Sequence[str]) -> dict[str, Any]:
+def _to_json_object(
+    listed: Sequence[PublishedModel], classes: Sequence[str], presets: Sequence[SamplingPreset]
+) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "transformer_classes": list(classes),
@@ -52,16 +56,27 @@ def _to_json_object(published: Sequence[PublishedModel], classes: Sequence[str])
                 "family": model.family,
                 "model_path": model.model_path,
                 "makes": model.makes,
+                "presets": [*model.presets, *(preset.name for preset in presets if preset.family == model.family)],
                 "parameters": {component: round(1e9 * billions) for component, billions in model.parameters},
                 "download_gb": round(model.download_gb, 3),
                 "weights_gb": {dtype: round(model.memory_gb(dtype), 3) for dtype in _SHOWN_DTYPES},
             }
-            for model in published
+            for model in listed
+        ],
+        "sampling_presets": [
+            {
+                "family": preset.family,
+                "name": preset.name,
+                "models": preset.models,
+                "source": preset.source,
+                "request": dict(preset.request),
+            }
+            for preset in presets
         ],
     }
 
 
-def show(published: Sequence[PublishedModel]) -> None:
+def show(listed: Sequence[PublishedModel], presets: Sequence[SamplingPreset]) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -72,7 +87,7 @@ def show(published: Sequence[PublishedModel]) -> None:
             _gigabytes(model.download_gb) if model.download_gb else "inside",
             *(_gigabytes(model.memory_gb(dtype)) for dtype in _SHOWN_DTYPES),
         )
-        for model in published
+        for model in listed
     ]
     console.print(plain_table(("--model-path", "download", "bf16", "fp32"), rows, "Models"))
     for line in (
@@ -81,6 +96,15 @@ def show(published: Sequence[PublishedModel]) -> None:
         "Any other diffusers pipeline runs with --backend diffusers.",
     ):
         console.print(Text(line))
+    few_steps = [
+        (
+            preset.family,
+            f"{preset.name}\n  {preset.models}\n  {preset.settings.replace(',', ', ').replace(',  ', ', ')}",
+        )
+        for preset in presets
+    ]
+    console.print(plain_table(("family", "--preset"), few_steps, "\nFew-step models and LoRAs"))
+    console.print(Text("Taken by itself where the folder says what it is: docs/few_steps.md."))
 
 
 def _gigabytes(amount: float) -> str:

@@ -59,7 +59,10 @@ SetValues: TypeAlias = Annotated[
 ]
 
 Preset: TypeAlias = Annotated[
-    str | None, _flag(SIZE, "draft, default, large, or one of --config.", "--preset", metavar="NAME")
+    str | None,
+    _flag(
+        SIZE, "draft, default, large, few-step settings of `models`, or one of --config.", "--preset", metavar="NAME"
+    ),
 ]
 
 AttentionBackend: TypeAlias = Annotated[

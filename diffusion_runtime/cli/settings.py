@@ -15,7 +15,7 @@ from diffusion_runtime.cli.attention_flags import AttentionFlags, overlay_attent
 from diffusion_runtime.cli.config_file import FileConfig, read_config
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
-from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, nearest, shown
+from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError
 from diffusion_runtime.request import GenerationRequest, layered
 
 # What of a recipe's `runtime` is repeated. The device is not: the machine that repeats it may have another.
@@ -67,9 +67,9 @@ class Settings:
         if self.preset is None or self.preset in model_presets:
             return self.preset
         if self.preset not in self.file_presets:
-            known = [*model_presets, *self.file_presets]
-            hint = nearest(self.preset, known) or " Neither the model nor a config has any."
-            raise ConfigError(f"preset: unknown name {shown(self.preset)}.{hint}")
+            from diffusion_runtime.models.sampling_presets import unknown_preset
+
+            raise ConfigError(unknown_preset(self.preset, [*model_presets, *self.file_presets]))
         return None
 
 

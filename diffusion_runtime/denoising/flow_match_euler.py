@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
+from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.schedule_loop import build_scheduler, run_schedule
 from diffusion_runtime.errors import RequestError
 
@@ -38,7 +38,13 @@ class FlowMatchEulerSampler(Sampler):
                 f"level of {self.options['shift_terminal']:g} (shift_terminal), the first one at 1"
             )
 
-    def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
+    def sample(
+        self,
+        noise: torch.Tensor,
+        predict: Predict,
+        on_step: OnStep | None = None,
+        draw_noise: DrawNoise | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
         # Given at construction: the class shifts its smallest sigma there, and `set_shift` would leave it as it was.

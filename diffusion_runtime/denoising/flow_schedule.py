@@ -10,6 +10,12 @@ from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ModelLoadError, RequestError, shown
 
 
+def shifted(sigma: float, flow_shift: float) -> float:
+    """A noise level in [0, 1] after the flow shift of Esser et al., arXiv:2403.03206. A shift of e^mu is diffusers'
+    exponential dynamic shift with that mu."""
+    return flow_shift * sigma / (1 + (flow_shift - 1) * sigma)
+
+
 class FlowSchedule:
     """A model's schedule beyond its scheduler's file. This one adds nothing: the scheduler spaces its own sigmas, and
     the flow shift is a fixed number."""

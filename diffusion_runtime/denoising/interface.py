@@ -15,16 +15,26 @@ from diffusion_runtime.step_info import StepInfo
 Predict: TypeAlias = Callable[[torch.Tensor, StepInfo], torch.Tensor]
 # Called after every step with the latents at its end.
 OnStep: TypeAlias = Callable[[StepInfo, torch.Tensor], None]
+# Fresh standard normal noise in the shape of the latents, float32, other numbers at each call.
+DrawNoise: TypeAlias = Callable[[], torch.Tensor]
 
 
 class Sampler(ABC):
     """Integrates the probability flow from noise (sigma 1) to data (sigma 0). Keeps no state between calls."""
 
     @abstractmethod
-    def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
+    def sample(
+        self,
+        noise: torch.Tensor,
+        predict: Predict,
+        on_step: OnStep | None = None,
+        draw_noise: DrawNoise | None = None,
+    ) -> torch.Tensor:
         """The clean latents, float32, on the device of `noise`, both [batch, channels, frames, height, width].
 
         predict: called at least once per step, in the order of the steps, with float32 latents; returns
             d latents / d sigma (noise minus data) in any floating dtype.
         on_step: called after each step; what it raises ends the loop.
+        draw_noise: called between two steps by samplers that add noise (RegisteredSampler.adds_noise), which need it;
+            the others leave it alone.
         """

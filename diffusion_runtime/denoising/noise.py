@@ -1,4 +1,4 @@
-"""Initial noise of a generation, from per-sample seeds."""
+"""Normal noise of a generation from per-sample seeds: the initial noise, and fresh noise between steps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from collections.abc import Sequence
 import torch
 
 
-def initial_noise(latent_shape: Sequence[int], seeds: Sequence[int]) -> torch.Tensor:
-    """Standard normal noise [len(seeds), *latent_shape], float32, on the CPU.
+class SampleNoise:
+    """Standard normal noise of a batch, every sample drawn by its own CPU generator: a seed gives the same noise on
+    every device, in every dtype, in every batch and on any number of processes.
 
-    Every sample is drawn by its own CPU generator, so a seed gives the same noise on every device, in every dtype and
-    in every batch.
+    latent_shape: of one sample. seeds: one per sample.
     """
-    shape = (1, *latent_shape)
-    samples = [torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed)) for seed in seeds]
-    return torch.cat(samples)
+
+    def __init__(self, latent_shape: Sequence[int], seeds: Sequence[int]) -> None:
+        self._shape = (1, *latent_shape)
+        self._generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+
+    def draw(self) -> torch.Tensor:
+        """[len(seeds), *latent_shape], float32, on the CPU: the initial noise at the first call, other numbers at each
+        later one."""
+        return torch.cat([torch.randn(self._shape, generator=generator) for generator in self._generators])
+
+
+def initial_noise(latent_shape: Sequence[int], seeds: Sequence[int]) -> torch.Tensor:
+    """Standard normal noise [len(seeds), *latent_shape], float32, on the CPU: the first of `SampleNoise`."""
+    return SampleNoise(latent_shape, seeds).draw()

@@ -76,7 +76,13 @@ def run_schedule(
     timesteps, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
     latents = noise.float()
     for index, timestep in enumerate(scheduler.timesteps):
-        step = StepInfo(index, num_steps, timestep=float(timesteps[index]), sigma=float(sigmas[index]))
+        step = StepInfo(
+            index,
+            num_steps,
+            timestep=float(timesteps[index]),
+            sigma=float(sigmas[index]),
+            next_timestep=float(timesteps[index + 1]) if index + 1 < len(timesteps) else 0.0,
+        )
         velocity = predict(latents, step).float()
         latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
         if on_step is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
+from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.schedule_loop import build_scheduler, run_schedule
 
 
@@ -25,7 +25,13 @@ class UniPCSampler(Sampler):
     options: Mapping[str, Any] = field(default_factory=dict)
     sigmas: tuple[float, ...] | None = None
 
-    def sample(self, noise: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
+    def sample(
+        self,
+        noise: torch.Tensor,
+        predict: Predict,
+        on_step: OnStep | None = None,
+        draw_noise: DrawNoise | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
         from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
         flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": self.flow_shift}

@@ -66,6 +66,10 @@ class PassthroughRules:
         """What a resolved request sets and its generation does not use: nothing, as far as a signature says."""
         return ()
 
+    def sampling_note(self, _request: GenerationRequest) -> str | None:
+        """None: a diffusers pipeline has its own schedule."""
+        return None
+
     def batch_key(self, _request: GenerationRequest) -> tuple[tuple[str, Any], ...]:
         """The same for every request: each is made for itself, so any may be given to one `generate`."""
         return ()

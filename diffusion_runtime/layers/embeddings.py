@@ -113,7 +113,8 @@ class ConditionEmbedding(nn.Module):
 
     num_waves: channels of the sinusoidal timestep and guidance embeddings. pooled_dim: of the pooled text, None for
     models without one. has_guidance: whether the guidance scale is an input (guidance-distilled, Meng et al.,
-    arXiv:2210.03142). bias: of the networks of timestep and guidance.
+    arXiv:2210.03142). takes_next_timestep: whether the timestep that a step leads to is one (MeanFlow,
+    arXiv:2505.13447). bias: of the networks of timestep and guidance.
     """
 
     def __init__(
@@ -123,17 +124,25 @@ class ConditionEmbedding(nn.Module):
         num_waves: int,
         pooled_dim: int | None = None,
         has_guidance: bool = False,
+        takes_next_timestep: bool = False,
         bias: bool = True,
     ) -> None:
         super().__init__()
         self.timestep = TimestepEmbedding(num_waves, dim, bias=bias)
         self.guidance = TimestepEmbedding(num_waves, dim, bias=bias) if has_guidance else None
+        self.next_timestep = TimestepEmbedding(num_waves, dim, bias=bias) if takes_next_timestep else None
         self.pooled = VectorEmbedding(pooled_dim, dim) if pooled_dim is not None else None
 
     def forward(
-        self, timestep: torch.Tensor, *, guidance: float | None = None, pooled: torch.Tensor | None = None
+        self,
+        timestep: torch.Tensor,
+        *,
+        guidance: float | None = None,
+        next_timestep: float | None = None,
+        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[batch, dim]. timestep: [batch], in [0, 1000]. guidance: a scale such as 3.5. pooled: [batch, pooled_dim].
+        """[batch, dim]. timestep: [batch], in [0, 1000]. guidance: a scale such as 3.5. next_timestep: of the step that
+        follows, 0 at the end. pooled: [batch, pooled_dim].
 
         Arguments that this model has no input for are ignored.
         """
@@ -144,6 +153,9 @@ class ConditionEmbedding(nn.Module):
             # shows in the highest frequencies.
             scales = torch.full_like(timestep, guidance, dtype=torch.float32) * 1000
             embedded = embedded + self.guidance(scales)
+        if self.next_timestep is not None:
+            assert next_timestep is not None, "this model takes the timestep that a step leads to"
+            embedded = embedded + self.next_timestep(torch.full_like(timestep, next_timestep))
         if self.pooled is not None:
             assert pooled is not None, "this model takes a pooled text"
             embedded = embedded + self.pooled(pooled.to(embedded.dtype))

@@ -19,8 +19,9 @@ from diffusion_runtime.loading.native_model import PreparedModel, build_transfor
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.lora import read_lora
-from diffusion_runtime.models.published import PublishedModel, model_of_name
+from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.models.sampling_presets import presets_of, recognise, recognise_lora
 from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
@@ -40,7 +41,7 @@ def prepare_native(
     check_components(folder)
     refuse_quantised_components(folder)
     model = family.open(folder)
-    rules = _request_rules_of(model, model_of_name(config.model_path))
+    rules = _request_rules_of(model, config)
     rules.try_scheduler()
     degrees = _choose_degrees(config, model, rules)
     is_open = config.parallel.cfg_parallel is None and degrees.branches > 1
@@ -89,17 +90,26 @@ def prepare_native(
     return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world)
 
 
-def _request_rules_of(model: Model[Any, Any], named: PublishedModel | None) -> RequestRules:
-    """What is documented of a model chosen by name over generation.json over the scheduler's own settings over the
-    model's defaults."""
+def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:
+    """What is documented of a model chosen by name over generation.json over the sampling preset that it is recognised
+    by over the scheduler's own settings over the model's defaults."""
+    named, family = model_of_name(config.model_path), model.family.name
     documented = [] if named is None else [named.request]
+    distilled = recognise(family, model.folder, config.model_path)
+    preset = {} if distilled is None else distilled.presets[0].request
+    of_loras = (recognise_lora(family, lora.path) for lora in config.lora)
+    sampling_presets = presets_of(family)
     defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
         # Another scheduler would give other images: only a request or generation.json may replace it.
         del defaults["sampler"]
     return RequestRules(
-        defaults=layered(defaults, scheduler.defaults, model.generation.defaults, *documented),
-        presets=model.generation.presets if named is None else {**model.generation.presets, **named.presets},
+        defaults=layered(defaults, scheduler.defaults, preset, model.generation.defaults, *documented),
+        presets={
+            **{each.name: each.request for each in sampling_presets},
+            **model.generation.presets,
+            **({} if named is None else named.presets),
+        },
         geometry=model.geometry,
         scheduler=scheduler,
         schedule=model.schedule,
@@ -109,6 +119,8 @@ def _request_rules_of(model: Model[Any, Any], named: PublishedModel | None) -> R
         model_fields=_model_fields(model),
         needs_image=model.needs_image,
         attention_layers=(),
+        sampling_presets=sampling_presets,
+        few_steps=next((found for found in (distilled, *of_loras) if found is not None), None),
     )
 
 

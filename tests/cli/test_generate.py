@@ -167,6 +167,20 @@ def test_a_config_a_preset_and_a_dotted_flag(command: Command, tiny_wan_folder: 
     }
 
 
+def test_a_few_step_preset_is_said_recorded_and_repeated(command: Command, tiny_wan_folder: Path) -> None:
+    size = ("--height", "32", "--width", "32", "--num-frames", "1")
+    preset = ("--model-path", str(tiny_wan_folder), "--preset", "fastwan-3")
+    first = command("generate", "a red circle", *size, *preset, "-o", "first.npy")
+    assert first.code == 0, first.err
+    recipe = json.loads(command("info", "first.npy", "--json").out)["recipe"]
+    assert (recipe["sampling_preset"], recipe["request"]["sigmas"]) == ("fastwan-3", [1.0, 0.757, 0.522])
+    again = command("generate", "--from", "first.npy", "-o", "again.npy")
+    assert again.code == 0, again.err
+    for result in (first, again):
+        assert "sampling preset: fastwan-3" in result.said
+    assert numpy.array_equal(numpy.load("first.npy"), numpy.load("again.npy"))
+
+
 def test_a_word_the_model_does_not_know_is_told(command: Command, tiny_flags: Flags) -> None:
     result = command("generate", "a flurbish star", *tiny_flags)
     assert result.code == 0

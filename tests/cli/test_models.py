@@ -15,6 +15,7 @@ from cli_support import REPOSITORY, Command, process_environment
 
 from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
 from diffusion_runtime.models.published import PublishedModel, published_models
+from diffusion_runtime.models.sampling_presets import sampling_presets
 
 
 def test_the_table_fits_a_terminal(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +26,7 @@ def test_the_table_fits_a_terminal(command: Command, monkeypatch: pytest.MonkeyP
     rows = shown.out.splitlines()
     assert "inside" in next(row for row in rows if " shapes " in row)
     assert all(model.model_path in shown.out for model in published_models())
+    assert all(preset.name in shown.out for preset in sampling_presets())
 
 
 def test_json_says_what_each_needs(command: Command) -> None:
@@ -33,11 +35,17 @@ def test_json_says_what_each_needs(command: Command) -> None:
     assert "WanTransformer3DModel" in answer["transformer_classes"]
     row = next(row for row in answer["models"] if row["name"] == "wan2.2-t2v-a14b")
     assert row["weights_gb"]["float32"] == 2 * row["weights_gb"]["bfloat16"]
+    assert {"draft", "lightning-4", "turbowan-4"} <= set(row["presets"])
+    (lightning,) = [
+        preset for preset in answer["sampling_presets"] if (preset["family"], preset["name"]) == ("wan", "lightning-4")
+    ]
+    assert lightning["request"]["sigmas_before_shift"] == [1.0, 0.75, 0.5, 0.25]
     assert row["parameters"]["transformer_2"] == row["parameters"]["transformer"] == 14_289_000_000
 
 
 def test_no_torch_is_imported() -> None:
     code = "import sys; from diffusion_runtime.models.published import published_models; published_models(); "
+    code += "from diffusion_runtime.models.sampling_presets import sampling_presets; sampling_presets(); "
     finished = subprocess.run(
         [sys.executable, "-c", f"{code} print('torch' in sys.modules)"],
         env=process_environment(),

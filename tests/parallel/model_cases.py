@@ -7,11 +7,14 @@ from denoiser_inputs import text_inputs
 from sound_denoiser import sound_denoiser, sound_inputs
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
+from diffusion_runtime.denoising.noise import SampleNoise
+from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.step_info import StepInfo
 
 PATCH = (1, 2, 2)
 CONFIG = WanTransformerConfig(
@@ -41,6 +44,9 @@ def measure_models(meshes: dict[tuple[int, int, bool], ProcessMesh]) -> dict[str
                 together, alone = (_forward(attention, start == "image", shared) for shared in (mesh, ProcessMesh()))
                 error = float((together - alone).abs().max() / alone.abs().max())
                 measured[f"model, {degrees}, {name}, from {start}"] = {"error": error, "text_apart": 0.0}
+        (together, from_formula), (alone, _) = (_few_steps(shared) for shared in (mesh, ProcessMesh()))
+        error = float((together - alone).abs().max() / alone.abs().max())
+        measured[f"model, {degrees}, dmd"] = {"error": error, "text_apart": 0.0, "from_formula": from_formula}
         together, alone = (_forward_with_sound(shared) for shared in (mesh, ProcessMesh()))
         error = float((together - alone).abs().max() / alone.abs().max())
         measured[f"model, {degrees}, with sound"] = {"error": error, "text_apart": 0.0}
@@ -52,13 +58,40 @@ def _forward_with_sound(mesh: ProcessMesh) -> torch.Tensor:
     return model(*sound_inputs(), AttentionContext(sharding=mesh.sharding))
 
 
-def _forward(attention: object, from_image: bool, mesh: ProcessMesh) -> torch.Tensor:
-    config = AttentionConfig.parse({"per_role": {"self": attention}} if attention else None)
-    policy = AttentionPolicy(config=config, environment=None, mesh=mesh)
+def _few_steps(mesh: ProcessMesh) -> tuple[torch.Tensor, float]:
+    """Latents of three steps that add fresh noise, and how far they are from the formula in float64, given the
+    velocities."""
+    levels, velocities = (1.0, 0.757, 0.522), []
+    model = _model(AttentionPolicy(environment=None, mesh=mesh))
+    inputs = text_inputs(torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)))
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        timestep = torch.full((2,), step.timestep or 0.0)
+        context = AttentionContext(step=step, sharding=mesh.sharding)
+        velocities.append(model(latents, timestep, inputs, context))
+        return velocities[-1]
+
+    noise, again = (SampleNoise((4, 3, 6, 10), (5, 6)) for _ in range(2))
+    result = build_sampler("dmd", 3, 1.0, {}, levels).sample(noise.draw(), predict, draw_noise=noise.draw)
+    x = again.draw().double()
+    for index, sigma in enumerate(levels):
+        x = x - sigma * velocities[index].double()
+        if index < 2:
+            x = (1 - levels[index + 1]) * x + levels[index + 1] * again.draw().double()
+    return result, float((result.double() - x).abs().max())
+
+
+def _model(policy: AttentionPolicy) -> WanTransformer:
     torch.manual_seed(0)
     model = WanTransformer(CONFIG, LatentGeometry(4, 8, 4, PATCH), policy).requires_grad_(False).eval()
     for parameter in model.parameters():
         parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+def _forward(attention: object, from_image: bool, mesh: ProcessMesh) -> torch.Tensor:
+    config = AttentionConfig.parse({"per_role": {"self": attention}} if attention else None)
+    model = _model(AttentionPolicy(config=config, environment=None, mesh=mesh))
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(2, 4, 3, 6, 10, generator=generator)
     text = torch.randn(2, 5, 8, generator=generator)

@@ -103,6 +103,19 @@ def test_a_report_says_how_the_sequence_was_shared(results: dict[int, list[dict[
     assert " x 1, layers 1" in measured["ring"]["report"]
 
 
+def test_steps_that_add_noise_follow_their_formula_on_every_process(results: dict[int, list[dict[str, Any]]]) -> None:
+    """The noise is the sample's own: each process draws the same, on one process as on four."""
+    for of_world in results.values():
+        errors = [
+            found["from_formula"]
+            for of_rank in of_world
+            for name, found in of_rank["measured"].items()
+            if name.endswith(", dmd")
+        ]
+        assert errors
+        assert max(errors) < 1e-6
+
+
 def test_transformers_together_equal_one_alone(results: dict[int, list[dict[str, Any]]]) -> None:
     num_models = 0
     for of_world in results.values():

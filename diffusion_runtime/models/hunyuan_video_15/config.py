@@ -52,7 +52,8 @@ class HunyuanVideo15Config:
     num_channels: of a latent; the transformer reads as many again of an image, and one that says where it is.
     text_dim, glyph_dim, image_dim: of the tokens of the language model, of the text to write and of the image encoder.
     axis_channels: of a head that carry the position on each axis; theta: of those. target_size: pixels of a square
-    frame it was made for. starts_from_image: whether it was trained to.
+    frame it was made for. starts_from_image: whether it was trained to. takes_next_timestep: whether it takes the
+    timestep that a step leads to as well (MeanFlow: step-distilled checkpoints).
     """
 
     num_layers: int
@@ -69,6 +70,7 @@ class HunyuanVideo15Config:
     theta: float
     target_size: int
     starts_from_image: bool
+    takes_next_timestep: bool = False
 
     @property
     def dim(self) -> int:
@@ -86,8 +88,6 @@ def read_transformer_config(folder: AnyFolder) -> HunyuanVideo15Config:
     qk_norm = file.values.get("qk_norm", _QK_NORM)
     if qk_norm != _QK_NORM:
         raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
-    if file.flag("use_meanflow", False):
-        raise file.error("use_meanflow", "false (step-distilled checkpoints are not supported)", True)
     task = file.values.get("task_type", "i2v")
     if task not in TASKS:
         raise file.error("task_type", " or ".join(TASKS), task)
@@ -112,6 +112,7 @@ def read_transformer_config(folder: AnyFolder) -> HunyuanVideo15Config:
         theta=file.number("rope_theta", 256.0),
         target_size=file.whole_number("target_size", 640),
         starts_from_image=_starts_from_image(folder, task),
+        takes_next_timestep=file.flag("use_meanflow", False),
     )
 
 

@@ -44,7 +44,9 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         self.config = config
         self.geometry = geometry
         self.patch_embedding = PatchEmbedding(config.num_input_channels, config.dim, config.patch)
-        self.conditioning = ConditionEmbedding(config.dim, num_waves=NUM_WAVES)
+        self.conditioning = ConditionEmbedding(
+            config.dim, num_waves=NUM_WAVES, takes_next_timestep=config.takes_next_timestep
+        )
         self.text = TextStreamEmbedding(config, policy)
         self.blocks = nn.ModuleList(
             DoubleStreamBlock(
@@ -68,7 +70,7 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         if inputs.image is None and self.config.starts_from_image:
             raise RequestError("image_path: this checkpoint makes videos from an image; give one, or take its t2v twin")
         grid = self.geometry.grid(latents.shape)
-        conditioning = F.silu(self.conditioning(timestep))
+        conditioning = F.silu(self.conditioning(timestep, next_timestep=context.step.next_timestep))
         text = self.text(self._prepared(inputs, context), timestep, context)
         num_text_tokens = text.values.shape[1]
         x = self.patch_embedding(with_image(latents, inputs.image).to(self.out.weight.dtype))

@@ -42,6 +42,8 @@ def _all_pieces(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
     yield "patch_embedding.projection.weight", patch
     yield "patch_embedding.projection.bias", (Piece("x_embedder.proj.bias", (dim,)),)
     yield from two_layer_pieces("conditioning.timestep", "time_embed.timestep_embedder", NUM_WAVES, dim)
+    if config.takes_next_timestep:
+        yield from two_layer_pieces("conditioning.next_timestep", "time_embed.timestep_embedder_r", NUM_WAVES, dim)
     yield from _text(config)
     sizes = (dim, config.head_dim, config.ffn_dim)
     for index in range(config.num_layers):

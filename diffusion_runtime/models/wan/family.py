@@ -110,7 +110,8 @@ def _read(
 FAMILY = ModelFamily(
     name="wan",
     transformer_classes=("WanTransformer3DModel",),
-    pipeline_classes=("WanPipeline",),
+    # The second one is FastVideo's name of the first where the sampler is dmd; diffusers has no such class.
+    pipeline_classes=("WanPipeline", "WanDMDPipeline"),
     index_keys=("boundary_ratio", "expand_timesteps"),
     diffusers_components=(codec.AUTOENCODER,),
     roles=(("self", "self"), ("cross", "cross")),

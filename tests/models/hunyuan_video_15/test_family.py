@@ -133,7 +133,7 @@ def test_a_missing_key_is_named(tiny_copy: Callable[[], Path], key: str) -> None
         ("rope_axes_dim", [4, 6, 8]),
         ("rope_axes_dim", [5, 5, 6]),
         ("task_type", "upscale"),
-        ("use_meanflow", True),
+        ("use_meanflow", "yes"),
     ],
 )
 def test_a_wrong_value_is_named(tiny_copy: Callable[[], Path], key: str, value: object) -> None:

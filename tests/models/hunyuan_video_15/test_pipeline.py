@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
 from family_parity import CPU, assert_equal_runs, load_theirs, record_latents, relative
 from PIL import Image
-from tiny_hunyuan_video_15 import TINY_SIZES
+from tiny_hunyuan_video_15 import TINY_SIZES, write_tiny_hunyuan_video_15
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.errors import RequestError
@@ -130,6 +130,20 @@ def test_a_batch_of_videos_that_start_from_an_image(
     image_pair: tuple[Pipeline, Any], our_latents: list[torch.Tensor], picture: Path
 ) -> None:
     compare(image_pair, batch(image_path=str(picture), guidance_scale=2.0), our_latents)
+
+
+def test_a_step_distilled_model_is_told_where_each_step_leads(
+    tmp_path: Path, our_latents: list[torch.Tensor], picture: Path
+) -> None:
+    """MeanFlow: diffusers' pipeline gives the transformer the next timestep, and 0 at the last step."""
+    folder = write_tiny_hunyuan_video_15(tmp_path / "m", starts_from_image=True, use_meanflow=True)
+    ours = load_pipeline(str(folder), device="cpu")
+    resolved = ours.resolve(request(num_inference_steps=None, image_path=str(picture)))
+    assert ours.rules.sampling_preset(resolved) == "step-distill-8"
+    assert (resolved.num_inference_steps, resolved.flow_shift, resolved.guidance_scale) == (8, 7.0, 1.0)
+    # Their scheduler has the folder's shift.
+    asked = request(prompt=PROMPTS[1], image_path=str(picture), flow_shift=5.0)
+    compare((ours, load_diffusers(HunyuanVideo15ImageToVideoPipeline, folder)), [asked], our_latents)
 
 
 def test_the_image_is_what_their_encoders_make_of_it(

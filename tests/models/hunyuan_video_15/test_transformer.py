@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "image": {"starts_from_image": True},
     "text, three heads, other axes": {"num_heads": 3, "axis_channels": (8, 4, 4)},
     "image, other patch": {"starts_from_image": True, "patch": (2, 2)},
+    "image, meanflow": {"starts_from_image": True, "use_meanflow": True},
 }
 
 
@@ -144,7 +145,10 @@ def run_ours(
 
 @torch.no_grad()
 def run_theirs(
-    model: HunyuanVideo15Transformer3DModel, inputs: Inputs, dtype: torch.dtype = torch.float32
+    model: HunyuanVideo15Transformer3DModel,
+    inputs: Inputs,
+    dtype: torch.dtype = torch.float32,
+    next_timestep: float | None = None,
 ) -> torch.Tensor:
     def mask(num_tokens: int, lengths: tuple[int, ...]) -> torch.Tensor:
         return (torch.arange(num_tokens)[None] < torch.tensor(lengths)[:, None]).to(dtype)
@@ -165,6 +169,7 @@ def run_theirs(
         encoder_hidden_states_2=inputs.glyphs.to(dtype),
         encoder_attention_mask_2=mask(NUM_GLYPH_TOKENS, inputs.glyph_lengths),
         image_embeds=tokens.to(dtype),
+        timestep_r=None if next_timestep is None else torch.full_like(inputs.timestep, next_timestep),
         return_dict=False,
     )[0]
 
@@ -182,11 +187,21 @@ def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -
             shape = (grid[0] * frames, grid[1] * height, grid[2] * width)
             inputs = make_inputs(shape, lengths, glyph_lengths, has_image="image" in name)
             before = [tensor.clone() for tensor in (inputs.latents, inputs.text, inputs.glyphs)]
-            out = run_ours(ours, inputs)
+            following = 610.5 if "meanflow" in name else None
+            out = run_ours(ours, inputs, AttentionContext(step=StepInfo(next_timestep=following)))
             assert out.shape == inputs.latents.shape
-            assert relative(out, run_theirs(theirs, inputs)) < 1e-5
+            assert relative(out, run_theirs(theirs, inputs, next_timestep=following)) < 1e-5
             after = (inputs.latents, inputs.text, inputs.glyphs)
             assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_the_next_timestep_is_an_input_of_meanflow_models_alone(folder_of: Callable[[str], Path]) -> None:
+    inputs = make_inputs((2, 4, 6), has_image=True)
+    contexts = [AttentionContext(step=StepInfo(next_timestep=timestep)) for timestep in (500.0, 0.0)]
+    for name, differs in (("image, meanflow", True), ("image", False)):
+        model = load_ours(folder_of(name))
+        one, other = (run_ours(model, inputs, context) for context in contexts)
+        assert (relative(one, other) > 1e-3) == differs
 
 
 @pytest.mark.parametrize("name", ["text", "image"])

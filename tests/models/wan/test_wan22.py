@@ -18,7 +18,8 @@ from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.interface import LatentDecoder
-from diffusion_runtime.request_rules import BatchSettings
+from diffusion_runtime.request_rules import BatchSettings, RequestRules
+from diffusion_runtime.step_info import StepInfo
 
 PROMPTS = ("a red circle moving left", "two objects: a blue star, and a green ring.")
 NEGATIVE = "a yellow square"
@@ -119,6 +120,22 @@ def test_two_experts(experts_folder: Path, guidance_mode: str, scales: tuple[flo
     # Both experts had steps, or the comparison would not tell them apart.
     assert min(steps_of) > 0
     assert_latents(decoder.latents, latents)
+
+
+@pytest.mark.parametrize("preset", ["distill-4", "turbowan2.2-4"])
+def test_two_of_four_distilled_steps_are_at_high_noise(experts_folder: Path, preset: str) -> None:
+    rules = inspect_pipeline(RuntimeConfig(str(experts_folder))).rules
+    assert isinstance(rules, RequestRules)
+    request = rules.resolve(GenerationRequest(PROMPTS[0], height=32, width=48, num_frames=5), preset)
+    assert (request.guidance_scale, request.guidance_scale_2) == (1.0, None)
+    steps: list[StepInfo] = []
+    noise = torch.zeros(1)
+    BatchSettings.of([request], rules).build_sampler().sample(
+        noise, lambda latents, _: latents, lambda step, _: steps.append(step), lambda: noise
+    )
+    for boundary in (0.875, 0.9):
+        high = [1000 * boundary <= (step.timestep or 0.0) for step in steps]
+        assert high == [True, True, False, False]
 
 
 def test_each_expert_serves_its_steps(experts_folder: Path) -> None:

@@ -1,0 +1,58 @@
+"""The sampler of a resolved request: its noise levels from the request, or from the model's schedule."""
+
+from __future__ import annotations
+
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule, shifted
+from diffusion_runtime.denoising.interface import Sampler
+from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.samplers import SAMPLERS
+
+
+def sampler_of(request: GenerationRequest, scheduler: SchedulerConfig, schedule: FlowSchedule) -> Sampler:
+    """The sampler that a resolved request runs.
+
+    Raises RequestError for noise levels that differ in number from the steps, and for values that the sampler does not
+    use; ModelLoadError for settings of the folder that it refuses.
+    """
+    name, num_steps, flow_shift = request.sampler, request.num_inference_steps, request.flow_shift
+    assert name is not None
+    assert num_steps is not None
+    assert flow_shift is not None
+    options = {**scheduler.options_for(name), **_stretch(request, name)}
+    if request.sigmas is not None:
+        levels, field = request.sigmas, "sigmas"
+    elif request.sigmas_before_shift is not None:
+        levels, field = tuple(shifted(t, flow_shift) for t in request.sigmas_before_shift), "sigmas_before_shift"
+    else:
+        return build_sampler(name, num_steps, flow_shift, options, schedule.sigmas(num_steps))
+    if not SAMPLERS[name].takes_levels:
+        others = " or ".join(other for other, declared in SAMPLERS.items() if declared.takes_levels)
+        raise RequestError(f"{field}: {name} spaces its own noise levels; leave them out, or set sampler to {others}")
+    if len(levels) != num_steps:
+        raise RequestError(
+            f"{field}: expected {num_steps} noise levels, one per step, got {len(levels)}: leave out "
+            "num_inference_steps, which then follows from them, or say as many"
+        )
+    # Nothing that the folder says of its own schedule holds for them.
+    kept = {key: options[key] for key in ("num_train_timesteps",) if key in options}
+    if request.sigmas is None:
+        kept |= _stretch(request, name)
+    return build_sampler(name, num_steps, 1.0, kept, levels)
+
+
+def _stretch(request: GenerationRequest, name: str) -> dict[str, float | None]:
+    """The scheduler setting that a request's shift_terminal stands for. Raises RequestError."""
+    if request.shift_terminal is None:
+        return {}
+    if SAMPLERS[name].stretches:
+        return {"shift_terminal": request.shift_terminal or None}
+    if not request.shift_terminal:
+        # There is nothing to turn off.
+        return {}
+    others = " or ".join(other for other, declared in SAMPLERS.items() if declared.stretches)
+    raise RequestError(
+        f"shift_terminal: {name} does not stretch its schedule; leave it out, or set sampler to {others}"
+    )

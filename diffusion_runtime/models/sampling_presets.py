@@ -1,0 +1,180 @@
+"""Sampling presets: the settings that few-step (distilled) models were made for, out of sampling_presets.yaml; known
+without torch."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.model_folder import AnyFolder, read_json_in
+from diffusion_runtime.request import EXPLICIT_LEVELS, GenerationRequest
+from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+
+PRESETS_FILE = Path(__file__).with_name("sampling_presets.yaml")
+# In recognised_by, beside names of json files.
+_MODEL_PATH = "model_path"
+# How far above its preset's number of steps a few-step model is still run as one: examples of Z-Image-Turbo say 9.
+_MAX_STEPS_FACTOR = 2
+
+
+@dataclass(frozen=True)
+class SamplingPreset:
+    """Request values under one name. models: what they are for; source: where they stand. recognised_by: what a folder
+    says that is such a model, each by file and key; loras: patterns of file names of LoRAs that it is for."""
+
+    family: str
+    name: str
+    request: Mapping[str, Any]
+    models: str
+    source: str
+    recognised_by: tuple[Mapping[str, Any], ...] = ()
+    loras: tuple[str, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.request["num_inference_steps"])
+
+    @property
+    def settings(self) -> str:
+        """The request values as a text."""
+        return ", ".join(f"{name} {_plain(value)}" for name, value in self.request.items())
+
+    def matches(self, request: GenerationRequest) -> bool:
+        """Whether a resolved request has all of these values."""
+        values = request.to_dict()
+        # A scale of the second expert that is no other one.
+        same_scales = values["guidance_scale_2"] in (None, values["guidance_scale"])
+        return same_scales and all(values[name] == value for name, value in self.request.items())
+
+    def recognised(self, folder: AnyFolder, model_path: str) -> str | None:
+        """What says that this preset is the model's, None when nothing does."""
+        for sign in self.recognised_by:
+            reasons = [_reason(folder, model_path, where, wanted) for where, wanted in sign.items()]
+            if all(reason is not None for reason in reasons):
+                return " and ".join(str(reason) for reason in reasons)
+        return None
+
+
+@dataclass(frozen=True)
+class FewSteps:
+    """What a model or its LoRA was distilled to. presets: any of them is right. because: what says so."""
+
+    presets: tuple[SamplingPreset, ...]
+    because: str
+
+    def remark(self, request: GenerationRequest, is_guided: bool) -> str | None:
+        """What a resolved request asks that such a model is not made for, as one sentence with the right settings; None
+        where nothing is wrong."""
+        wrong = []
+        if request.num_inference_steps is not None:
+            num_steps = max(preset.num_steps for preset in self.presets)
+            if request.num_inference_steps > _MAX_STEPS_FACTOR * num_steps:
+                wrong.append(f"{request.num_inference_steps} steps")
+        if is_guided:
+            wrong.append("classifier-free guidance")
+        samplers = {str(preset.request["sampler"]) for preset in self.presets}
+        if request.sampler not in samplers:
+            wrong.append(f"sampler {request.sampler}")
+        if not wrong:
+            return None
+        names = " or ".join(f"--preset {preset.name} ({preset.settings})" for preset in self.presets)
+        return f"made for few steps ({self.because}), and run with {', '.join(wrong)}: use {names}"
+
+
+def names_of(presets: Iterable[SamplingPreset]) -> tuple[str, ...]:
+    return tuple(preset.name for preset in presets)
+
+
+def presets_of(family: str) -> tuple[SamplingPreset, ...]:
+    """The sampling presets of a family."""
+    return tuple(preset for preset in sampling_presets() if preset.family == family)
+
+
+@functools.cache
+def sampling_presets() -> tuple[SamplingPreset, ...]:
+    """All of them, family by family."""
+    return tuple(
+        SamplingPreset(
+            family=family,
+            name=name,
+            request=entry["request"],
+            models=entry["models"],
+            source=entry["source"],
+            recognised_by=tuple(entry.get("recognised_by", ())),
+            loras=tuple(entry.get("loras", ())),
+        )
+        for family, entries in read_yaml_file(PRESETS_FILE).items()
+        for name, entry in entries.items()
+    )
+
+
+def recognise(family: str, folder: AnyFolder, model_path: str) -> FewSteps | None:
+    """What the model in a folder was distilled to, as far as the folder or its name says; the first of its presets is
+    its default. Raises ModelLoadError for json that cannot be read."""
+    found = [(preset, preset.recognised(folder, model_path)) for preset in presets_of(family)]
+    reasons = [reason for _, reason in found if reason is not None]
+    if not reasons:
+        return None
+    return FewSteps(tuple(preset for preset, reason in found if reason == reasons[0]), reasons[0])
+
+
+def recognise_lora(family: str, path: str) -> FewSteps | None:
+    """What the LoRA in a file was distilled to, as far as its name says."""
+    name = Path(path).name
+    found = tuple(preset for preset in presets_of(family) if any(_fits(name, pattern) for pattern in preset.loras))
+    return FewSteps(found, f"the LoRA {name}") if found else None
+
+
+def with_preset(request: GenerationRequest, name: str, values: Mapping[str, Any]) -> GenerationRequest:
+    """`request` on top of a preset that was asked for. Raises RequestError where its noise levels would be lost."""
+    result = request.with_defaults(values)
+    field = next((field for field in EXPLICIT_LEVELS if values.get(field) is not None), None)
+    if field is None or any(getattr(result, other) is not None for other in EXPLICIT_LEVELS):
+        return result
+    num_levels, num_steps = len(values[field]), result.num_inference_steps
+    if num_steps != num_levels:
+        raise RequestError(
+            f"num_inference_steps: preset {name} has {num_levels} noise levels, got {num_steps} steps; leave it out, "
+            f"or say {num_steps} levels: --{field.replace('_', '-')} X,X,..."
+        )
+    raise RequestError(
+        f"sampler: preset {name} has noise levels of its own, and {result.sampler} spaces its own; leave it out"
+    )
+
+
+def unknown_preset(name: object, known: Iterable[str]) -> str:
+    """Why `name` is no preset of a model that has those `known`, and what it has."""
+    known = sorted(set(known))
+    elsewhere = sorted({preset.family for preset in sampling_presets() if preset.name == name})
+    if elsewhere:
+        there = f"this model has {', '.join(known)}" if known else "this model has none"
+        return f"preset: {shown(name)} is for {' and '.join(elsewhere)} models; {there}"
+    return f"preset: unknown name {shown(name)}.{nearest(name, known) or ' Neither the model nor a config has any.'}"
+
+
+def _reason(folder: AnyFolder, model_path: str, where: str, wanted: Any) -> str | None:
+    """One entry of recognised_by as a text; None where it does not hold."""
+    if where == _MODEL_PATH:
+        name = Path(model_path).name
+        return f"its name is {name}" if _fits(name, wanted) else None
+    if not (folder / where).exists():
+        return None
+    values = read_json_in(folder, *where.split("/"))
+    if any(key not in values or values[key] != value for key, value in wanted.items()):
+        return None
+    return f"{where}: {', '.join(f'{key} is {shown(value)}' for key, value in wanted.items())}"
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatch(name.lower(), pattern)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(f"{number:.6g}" for number in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
