@@ -267,7 +267,7 @@ def _check_complete(folder: ModelFolder, pipeline: Any) -> None:
 def _check_numbers(folder: ModelFolder, pipeline: Any) -> None:
     """Raises ModelLoadError for weights that hold NaN or infinity."""
     for component, part in pipeline.components.items():
-        found = first_unusable(part.named_parameters()) if isinstance(part, torch.nn.Module) else None
+        found = first_unusable(part) if isinstance(part, torch.nn.Module) else None
         if found is not None:
             name, wrong = found
             raise ModelLoadError(f"{folder / component}: tensor {name} {wrong}. {DAMAGED}, or use another dtype")

@@ -22,12 +22,15 @@ _FILLED = frozenset(name for names in PARAMETER_NAMES.values() for name in names
 # Arguments of every call, beside the request's.
 _ALWAYS_GIVEN = frozenset({"generator", "output_type", "return_dict"})
 
+# What a ControlNet computes from: a pipeline that has one as a component cannot run without it, whatever its signature
+# says. Of 31 such classes in diffusers 0.42.1, nine call it optional.
+_CONTROL_INPUTS = ("control_image", "conditioning_frames")
+
 # Inputs that a pipeline cannot run without although its signature and its documentation call them optional, because
-# another input may replace them. Of several alternatives, the one that a request can fill is listed.
+# another input may replace them (of several alternatives, the one that a request can fill is listed), or because it
+# fails later, without a check. By class name, because nothing else tells them apart: their siblings of other families
+# have the same parameters and components, and run without. A test takes out entries that the class itself says.
 ALSO_NEEDED: Mapping[str, tuple[str, ...]] = {
-    "AnimateDiffControlNetPipeline": ("conditioning_frames",),
-    "AnimateDiffSparseControlNetPipeline": ("conditioning_frames",),
-    "AnimateDiffVideoToVideoControlNetPipeline": ("conditioning_frames",),
     "BriaFiboEditPipeline": ("image",),
     "CogVideoXFunControlPipeline": ("control_video",),
     "Cosmos2VideoToWorldPipeline": ("image",),
@@ -39,16 +42,10 @@ ALSO_NEEDED: Mapping[str, tuple[str, ...]] = {
     "FluxKontextInpaintPipeline": ("image",),
     "HunyuanImageRefinerPipeline": ("image",),
     "LongCatImageEditPipeline": ("image",),
-    "QwenImageControlNetInpaintPipeline": ("control_image",),
-    "QwenImageControlNetPipeline": ("control_image",),
     "QwenImageEditInpaintPipeline": ("image",),
     "QwenImageEditPipeline": ("image",),
     "QwenImageEditPlusPipeline": ("image",),
     "QwenImageLayeredPipeline": ("image",),
-    "StableDiffusionXLControlNetInpaintPipeline": ("control_image",),
-    "StableDiffusionXLControlNetUnionImg2ImgPipeline": ("control_image",),
-    "StableDiffusionXLControlNetUnionInpaintPipeline": ("control_image",),
-    "StableDiffusionXLControlNetUnionPipeline": ("control_image",),
 }
 
 
@@ -74,6 +71,8 @@ class PipelineInterface:
         ]  # `self` is the first
         notes = inspect.getdoc(call) or ""
         also = ALSO_NEEDED.get(pipeline_class.__name__, ())
+        if "controlnet" in inspect.signature(pipeline_class.__init__).parameters:
+            also = (*also, *_CONTROL_INPUTS)
         return cls(
             name=pipeline_class.__name__,
             parameters={each.name: each.default for each in declared[1:]},

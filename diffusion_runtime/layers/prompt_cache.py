@@ -1,8 +1,9 @@
-"""Prompt cache: what a transformer computes from the prompt alone, once per request and guidance branch."""
+"""Prompt cache: what a transformer computes from the prompt alone, once per request and guidance branch; and what it
+computes from sizes alone, such as rotary positions, once per request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -31,3 +32,13 @@ def cached_for_prompt(name: str, source: object, context: AttentionContext, comp
         entry = _Entry(source, compute())
         scope.put(key, entry)
     return entry.value
+
+
+def cached_for_request(name: str, sizes: Hashable, context: AttentionContext, compute: Callable[[], T]) -> T:
+    """The result of `compute`, cached under `name` and `sizes` for the other steps of the request; it must not be
+    written to.
+
+    sizes: all that it depends on beside the model, such as the grid. Not a cache of the process: a table of rotary
+    positions at 720p is 40 MB, and a server that makes many sizes would collect them.
+    """
+    return context.state.request.get_or_create(("sizes", name, sizes), compute)

@@ -7,8 +7,6 @@ pass over q and k, 25 times quicker on a CPU than the four products written out 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 THETA = 10000.0
@@ -24,12 +22,10 @@ def grid_rotations(
     grid: tuple[int, int, int], head_dim: int, device: torch.device, theta: float = THETA
 ) -> torch.Tensor:
     """Unit complex numbers [tokens, head_dim / 2], complex64, for the tokens of a grid in raster order that starts at
-    position 0 on every axis. Cached for the next forward pass."""
+    position 0 on every axis."""
     return position_rotations(tuple(range(size) for size in grid), split_head_dim(head_dim), device, theta)
 
 
-# Few entries: one grid and one or two texts per request, and a 720p table is 40 MB.
-@functools.lru_cache(maxsize=8)
 def position_rotations(
     axes: tuple[range, ...], channels: tuple[int, ...], device: torch.device, theta: float = THETA
 ) -> torch.Tensor:
@@ -39,28 +35,23 @@ def position_rotations(
     of a head that encode each axis, even numbers.
 
     Channel pair i of an axis with n channels turns by position / theta ** (2 i / n). Angles are computed in float64: in
-    float32 the last frames of a long clip would already be off in the sixth digit. Cached for the next forward pass.
+    float32 the last frames of a long clip would already be off in the sixth digit.
     """
-    # Not an inference tensor, whatever mode the first caller is in: the next one may be in another.
-    with torch.inference_mode(False), torch.no_grad():
-        box = tuple(len(axis) for axis in axes)
-        tables = []
-        for place, (axis, num_channels) in enumerate(zip(axes, channels, strict=True)):
-            table = _axis_rotations(axis, num_channels, theta)
-            shape = [size if index == place else 1 for index, size in enumerate(box)]
-            tables.append(table.view(*shape, -1).expand(*box, -1))
-        whole = torch.cat(tables, dim=-1).flatten(0, -2)
-        return whole.to(torch.complex64).to(device)
+    box = tuple(len(axis) for axis in axes)
+    tables = []
+    for place, (axis, num_channels) in enumerate(zip(axes, channels, strict=True)):
+        table = _axis_rotations(axis, num_channels, theta)
+        shape = [size if index == place else 1 for index, size in enumerate(box)]
+        tables.append(table.view(*shape, -1).expand(*box, -1))
+    return torch.cat(tables, dim=-1).flatten(0, -2).to(torch.complex64).to(device)
 
 
-@functools.lru_cache(maxsize=8)
 def diagonal_rotations(
     positions: range, channels: tuple[int, ...], device: torch.device, theta: float = THETA
 ) -> torch.Tensor:
     """As position_rotations, for tokens whose position is the same on every axis: [positions, sum(channels) / 2]."""
-    with torch.inference_mode(False), torch.no_grad():
-        whole = torch.cat([_axis_rotations(positions, num_channels, theta) for num_channels in channels], dim=-1)
-        return whole.to(torch.complex64).to(device)
+    whole = torch.cat([_axis_rotations(positions, num_channels, theta) for num_channels in channels], dim=-1)
+    return whole.to(torch.complex64).to(device)
 
 
 def followed_by_text(rotations: torch.Tensor, text: torch.Tensor | int) -> torch.Tensor:

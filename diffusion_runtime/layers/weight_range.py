@@ -1,11 +1,11 @@
-"""Check of weights for NaN, infinity and numbers outside the range of the target dtype."""
+"""Check of weights and persistent buffers for NaN, infinity and numbers outside the range of the target dtype."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 _CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,7 +33,9 @@ def unusable_numbers(weight: torch.Tensor, dtype: torch.dtype | None = None) -> 
     return None
 
 
-def first_unusable(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """(name, what is wrong) of the first weight with `unusable_numbers`; None where there is none."""
-    found = ((name, unusable_numbers(weight)) for name, weight in weights)
+def first_unusable(model: nn.Module) -> tuple[str, str] | None:
+    """(name, what is wrong) of the first tensor with `unusable_numbers` among those that a checkpoint fills: parameters
+    and persistent buffers, such as the running statistics of a batch norm. None where there is none."""
+    stored = ((name, value) for name, value in model.state_dict().items() if isinstance(value, torch.Tensor))
+    found = ((name, unusable_numbers(weight)) for name, weight in stored)
     return next(((name, reason) for name, reason in found if reason is not None), None)

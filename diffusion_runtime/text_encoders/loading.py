@@ -97,7 +97,7 @@ def load_encoder(
     if missing:
         names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ModelLoadError(f"{folder}: the weights of {model_class.__name__} are incomplete, missing: {names}")
-    found = first_unusable(model.named_parameters())
+    found = first_unusable(model)
     if found is not None:
         name, wrong = found
         raise ModelLoadError(

@@ -249,3 +249,16 @@ def retired_identifiers() -> Iterator[str]:
 
 def test_retired_identifiers_stay_away() -> None:
     assert list(retired_identifiers()) == []
+
+
+def test_no_cache_of_the_process_holds_tensors() -> None:
+    """In the folders of models: a table that no request uses any more is freed with it (RequestCache)."""
+    found = []
+    for folder in ("denoising", "layers", "models", "parallel", "text_encoders"):
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            for function in ast.walk(tree(path)):
+                if isinstance(function, ast.FunctionDef) and function.returns is not None:
+                    cached = any("cache" in ast.unparse(decorator) for decorator in function.decorator_list)
+                    if cached and "Tensor" in ast.unparse(function.returns):
+                        found.append(f"{here(path)}: {function.name}")
+    assert not found, found

@@ -147,6 +147,15 @@ def test_the_table_of_inputs_says_nothing_that_a_class_says_itself() -> None:
     assert stale == []
 
 
+def test_what_a_controlnet_computes_from_is_needed() -> None:
+    named = ("AnimateDiffControlNetPipeline", "QwenImageControlNetPipeline", "StableDiffusionXLControlNetUnionPipeline")
+    needed = [PipelineInterface.of(every_pipeline()[name]).needed for name in named]
+    assert ["conditioning_frames" in needed[0], "control_image" in needed[1], "control_image" in needed[2]] == [
+        True
+    ] * 3
+    assert not {name for name in ALSO_NEEDED if "ControlNet" in name}
+
+
 def test_a_class_that_says_nothing_of_its_result_is_left_to_run() -> None:
     class Unknown:
         def __call__(self, prompt: str) -> Any:

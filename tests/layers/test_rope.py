@@ -65,14 +65,6 @@ def test_scores_depend_on_the_distance_alone() -> None:
     assert abs(float(scores[21, 4] - scores[21, 21])) > 1e-3
 
 
-def test_the_table_can_be_used_in_and_out_of_inference_mode() -> None:
-    position_rotations.cache_clear()
-    with torch.inference_mode():
-        table = grid_rotations((2, 2, 2), 8, CPU)
-    assert not table.is_inference()
-    assert grid_rotations((2, 2, 2), 8, CPU) is table
-
-
 def test_positions_may_begin_below_zero_and_channels_be_given() -> None:
     axes, channels = (range(1), range(-2, 3), range(-1, 1)), (4, 6, 6)
     table = position_rotations(axes, channels, CPU, theta=256.0)

@@ -13,7 +13,7 @@ from tiny_models import write_tiny_wan
 from diffusion_runtime import load_pipeline
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.layers.weight_range import unusable_numbers
+from diffusion_runtime.layers.weight_range import first_unusable, unusable_numbers
 from diffusion_runtime.models.lora import read_lora
 from diffusion_runtime.models.weight_files import refuse_quantised, refuse_without_scales
 
@@ -49,6 +49,15 @@ def test_what_a_dtype_cannot_hold_is_said() -> None:
     assert unusable_numbers(weight, torch.float16) == (
         "holds 70000, which float16 cannot hold: use dtype bfloat16 or float32"
     )
+
+
+def test_buffers_that_a_checkpoint_fills_are_seen_and_tables_of_the_class_are_not() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(3))
+    # What a class computes for itself, such as a causal mask, may hold infinity.
+    model.register_buffer("mask", torch.tensor([0.0, -INF]), persistent=False)
+    assert first_unusable(model) is None
+    model[0].running_var[1] = NAN
+    assert first_unusable(model) == ("0.running_var", "holds NaN")
 
 
 def poison(path: Path, number: float) -> str:

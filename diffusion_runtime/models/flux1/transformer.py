@@ -19,7 +19,7 @@ from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
@@ -78,10 +78,7 @@ class Flux1Transformer(DiffusionTransformer):
         text = self._text(inputs.text, context).clone()
         num_tokens, num_text_tokens = x.shape[1], text.shape[1]
         conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance, pooled=inputs.text.pooled))
-        # The text is at position 0 on every axis, and so not turned.
-        positions = tuple(range(size) for size in grid)
-        rotations = context.sharding.shard(position_rotations(positions, self.config.axes, x.device), dim=0)
-        rotations = followed_by_text(rotations, num_text_tokens)
+        rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths))
         for block in self.double_blocks:
             block(x, text, conditioning, rotations, joint)
@@ -92,6 +89,16 @@ class Flux1Transformer(DiffusionTransformer):
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
+
+    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
+        """[S + L, head_dim / 2], complex. The text is at position 0 on every axis, and so not turned."""
+
+        def compute() -> torch.Tensor:
+            axes = tuple(range(size) for size in grid)
+            table = position_rotations(axes, self.config.axes, self.out.weight.device)
+            return followed_by_text(context.sharding.shard(table, dim=0), num_text_tokens)
+
+        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
         """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""

@@ -17,7 +17,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleBlock
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
@@ -94,7 +94,11 @@ class Flux2Transformer(DiffusionTransformer):
 
     def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
         """[S + L, head_dim / 2]: the picture lies along rows and columns, the text along the last axis."""
-        axes, theta, device = self.config.axes, self.config.theta, self.out.weight.device
-        picture = position_rotations((*(range(size) for size in grid), range(1)), axes, device, theta)
-        text = position_rotations((range(1), range(1), range(1), range(num_text_tokens)), axes, device, theta)
-        return followed_by_text(context.sharding.shard(picture, dim=0), text)
+
+        def compute() -> torch.Tensor:
+            axes, theta, device = self.config.axes, self.config.theta, self.out.weight.device
+            picture = position_rotations((*(range(size) for size in grid), range(1)), axes, device, theta)
+            text = position_rotations((range(1), range(1), range(1), range(num_text_tokens)), axes, device, theta)
+            return followed_by_text(context.sharding.shard(picture, dim=0), text)
+
+        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)

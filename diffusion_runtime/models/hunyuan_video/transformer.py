@@ -24,7 +24,7 @@ from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.layers.token_refiner import TokenRefiner, UnrefinedText
@@ -91,7 +91,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         text = self.refiner(unrefined, timestep, context)
         num_text_tokens = text.shape[1]
         x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
-        rotations = followed_by_text(context.sharding.shard(self._rotations(grid, x.device), dim=0), num_text_tokens)
+        rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(
             TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=unrefined.lengths)
         )
@@ -116,9 +116,15 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         conditioning: torch.Tensor = self.conditioning(timestep, guidance=guidance, pooled=inputs.text.pooled)
         return conditioning
 
-    def _rotations(self, grid: tuple[int, int, int], device: torch.device) -> torch.Tensor:
-        axes = tuple(range(size) for size in grid)
-        return position_rotations(axes, self.config.axis_channels, device, self.config.theta)
+    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
+        """[S + L, head_dim / 2], complex; the text is not turned."""
+
+        def compute() -> torch.Tensor:
+            axes, device = tuple(range(size) for size in grid), self.out.weight.device
+            table = position_rotations(axes, self.config.axis_channels, device, self.config.theta)
+            return followed_by_text(context.sharding.shard(table, dim=0), num_text_tokens)
+
+        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
 
     def _unrefined(self, text: Conditions, context: AttentionContext) -> UnrefinedText:
         """What the refiner makes of the prompts alone, once per request and branch."""

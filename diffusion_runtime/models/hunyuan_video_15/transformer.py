@@ -23,7 +23,7 @@ from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
@@ -75,7 +75,7 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         num_text_tokens = text.values.shape[1]
         x = self.patch_embedding(with_image(latents, inputs.image).to(self.out.weight.dtype))
         x = context.sharding.shard(x)
-        rotations = followed_by_text(context.sharding.shard(self._rotations(grid, x.device), dim=0), num_text_tokens)
+        rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=text.lengths))
         for block in self.blocks:
             block(x, text.values, conditioning, rotations, joint)
@@ -84,9 +84,15 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         tokens = context.sharding.gather(tokens, math.prod(grid))
         return unpatchify(tokens, grid, self.config.patch, channels_first=True).to(latents.dtype)
 
-    def _rotations(self, grid: tuple[int, int, int], device: torch.device) -> torch.Tensor:
-        axes = tuple(range(size) for size in grid)
-        return position_rotations(axes, self.config.axis_channels, device, self.config.theta)
+    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
+        """[S + L, head_dim / 2], complex; the text is not turned."""
+
+        def compute() -> torch.Tensor:
+            axes, device = tuple(range(size) for size in grid), self.out.weight.device
+            table = position_rotations(axes, self.config.axis_channels, device, self.config.theta)
+            return followed_by_text(context.sharding.shard(table, dim=0), num_text_tokens)
+
+        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
 
     def _prepared(self, inputs: DenoiserInputs, context: AttentionContext) -> PreparedText:
         """The parts of the text stream that no step changes, once per request and branch."""

@@ -6,7 +6,6 @@ the whole width turns at a pace of its own, so that no two heads turn alike.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +36,6 @@ class PositionRules:
         return max(self.extents[0], self.audio_extent)
 
 
-# Few entries each: one size at a time, and the table of a long clip takes half a gigabyte.
-@functools.lru_cache(maxsize=2)
 def video_rotations(
     rules: PositionRules, grid: tuple[int, int, int], fps: int, num_heads: int, dim: int, device: torch.device
 ) -> torch.Tensor:
@@ -46,29 +43,25 @@ def video_rotations(
 
     dim: of all heads.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        middles = (_frame_middles(rules, grid[0], fps), *(_middles(grid[axis], rules.factors[axis]) for axis in (1, 2)))
-        paces = _paces(rules, dim, num_axes=3)
-        tables = [_turned(middle, extent, paces) for middle, extent in zip(middles, rules.extents, strict=True)]
-        whole = torch.stack(
-            [
-                table.view(*(size if place == axis else 1 for place, size in enumerate(grid)), -1).expand(*grid, -1)
-                for axis, table in enumerate(tables)
-            ],
-            dim=-1,
-        )
-        return _by_head(whole.flatten(3).flatten(0, 2), num_heads, dim).to(device)
+    middles = (_frame_middles(rules, grid[0], fps), *(_middles(grid[axis], rules.factors[axis]) for axis in (1, 2)))
+    paces = _paces(rules, dim, num_axes=3)
+    tables = [_turned(middle, extent, paces) for middle, extent in zip(middles, rules.extents, strict=True)]
+    whole = torch.stack(
+        [
+            table.view(*(size if place == axis else 1 for place, size in enumerate(grid)), -1).expand(*grid, -1)
+            for axis, table in enumerate(tables)
+        ],
+        dim=-1,
+    )
+    return _by_head(whole.flatten(3).flatten(0, 2), num_heads, dim).to(device)
 
 
-@functools.lru_cache(maxsize=2)
 def audio_rotations(rules: PositionRules, length: int, num_heads: int, dim: int, device: torch.device) -> torch.Tensor:
     """The same for the sound's tokens."""
-    with torch.inference_mode(False), torch.no_grad():
-        turned = _turned(_audio_middles(rules, length), rules.audio_extent, _paces(rules, dim, num_axes=1))
-        return _by_head(turned, num_heads, dim).to(device)
+    turned = _turned(_audio_middles(rules, length), rules.audio_extent, _paces(rules, dim, num_axes=1))
+    return _by_head(turned, num_heads, dim).to(device)
 
 
-@functools.lru_cache(maxsize=2)
 def shared_rotations(
     rules: PositionRules,
     grid: tuple[int, int, int],
@@ -79,12 +72,11 @@ def shared_rotations(
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the video's tokens and of the sound's, in time alone: for attention between the two."""
-    with torch.inference_mode(False), torch.no_grad():
-        paces = _paces(rules, dim, num_axes=1)
-        video = _turned(_frame_middles(rules, grid[0], fps), rules.shared_extent, paces)
-        audio = _turned(_audio_middles(rules, length), rules.shared_extent, paces)
-        video = _by_head(video, num_heads, dim).to(device).repeat_interleave(grid[1] * grid[2], dim=0)
-        return video, _by_head(audio, num_heads, dim).to(device)
+    paces = _paces(rules, dim, num_axes=1)
+    video = _turned(_frame_middles(rules, grid[0], fps), rules.shared_extent, paces)
+    audio = _turned(_audio_middles(rules, length), rules.shared_extent, paces)
+    video = _by_head(video, num_heads, dim).to(device).repeat_interleave(grid[1] * grid[2], dim=0)
+    return video, _by_head(audio, num_heads, dim).to(device)
 
 
 def _middles(num_latents: int, factor: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import modulated_layer_norm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.ltx2.block import KeysAndValues, LTX2Block, StreamBlock, StreamInputs
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
@@ -96,7 +96,10 @@ class LTX2Transformer(DiffusionTransformer):
         audio = self.audio.embedding(parts.audio.to(dtype).transpose(1, 2).flatten(2))
         video_time, video_embedded = self.video.time(timestep)
         audio_time, audio_embedded = self.audio.time(timestep)
-        video_turns, audio_turns, *shared = self._rotations(grid, length, inputs.size.fps, video.device)
+        fps = inputs.size.fps
+        video_turns, audio_turns, *shared = cached_for_request(
+            "rotations", (grid, length, fps), context, lambda: self._rotations(grid, length, fps, video.device)
+        )
         text, audio_text = self._text(inputs, context)
         text_context = context.with_layout(TokenLayout.text(text[0][0].shape[1], inputs.text.lengths))
         video_context = context.with_layout(TokenLayout(grid))

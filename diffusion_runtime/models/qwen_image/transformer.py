@@ -20,7 +20,7 @@ from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbeddin
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import diagonal_rotations, followed_by_text, position_rotations
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
@@ -89,12 +89,16 @@ class QwenImageTransformer(DiffusionTransformer):
     def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
         """[S + L, head_dim / 2], complex. Rows and columns are counted from the image's centre; the text goes on from
         the larger of them along the diagonal of all axes."""
-        device, (frames, height, width) = self.out.weight.device, grid
-        positions = (range(frames), range(height // 2 - height, height // 2), range(width // 2 - width, width // 2))
-        start = max(height // 2, width // 2)
-        on_grid = context.sharding.shard(position_rotations(positions, self.config.axes, device), dim=0)
-        on_text = diagonal_rotations(range(start, start + num_text_tokens), self.config.axes, device)
-        return followed_by_text(on_grid, on_text)
+
+        def compute() -> torch.Tensor:
+            device, (frames, height, width) = self.out.weight.device, grid
+            positions = (range(frames), range(height // 2 - height, height // 2), range(width // 2 - width, width // 2))
+            start = max(height // 2, width // 2)
+            on_grid = context.sharding.shard(position_rotations(positions, self.config.axes, device), dim=0)
+            on_text = diagonal_rotations(range(start, start + num_text_tokens), self.config.axes, device)
+            return followed_by_text(on_grid, on_text)
+
+        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
         """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""

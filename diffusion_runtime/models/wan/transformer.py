@@ -27,7 +27,7 @@ from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, T
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import grid_rotations, rotate
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
@@ -188,7 +188,7 @@ class WanTransformer(DiffusionTransformer):
         block_inputs = _BlockInputs(
             runs=self._runs(timestep, grid, inputs.image, sharding),
             keys_and_values=self._keys_and_values(text, context),
-            rotations=sharding.shard(grid_rotations(grid, self.config.head_dim, x.device), dim=0),
+            rotations=self._rotations(grid, context),
             grid_context=context.with_layout(TokenLayout(grid)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
         )
@@ -221,6 +221,17 @@ class WanTransformer(DiffusionTransformer):
         if later.start < later.stop:
             runs.append(self._run(later, timestep))
         return tuple(runs)
+
+    def _rotations(self, grid: tuple[int, int, int], context: AttentionContext) -> torch.Tensor:
+        """[S, head_dim / 2], complex."""
+        head_dim, device = self.config.head_dim, self.out.weight.device
+        # Two experts may differ in the size of a head.
+        return cached_for_request(
+            "rotations",
+            (grid, head_dim),
+            context,
+            lambda: context.sharding.shard(grid_rotations(grid, head_dim, device), 0),
+        )
 
     def _run(self, tokens: slice, timestep: torch.Tensor) -> _Run:
         embedding = self.time_embedding(timestep).to(self.out.weight.dtype)

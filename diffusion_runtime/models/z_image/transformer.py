@@ -24,7 +24,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear
 from diffusion_runtime.layers.norm import RMSNorm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import position_rotations, rotate
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
@@ -142,24 +142,23 @@ class ZImageTransformer(DiffusionTransformer):
         tokens = patchify(latents.to(dtype), self.config.patch, channels_first=False)
         x = sharding.shard(self.patch_embedding(tokens))
         x = torch.cat([x, self.grid_filler.expand(len(x), num_filling, -1)], dim=1)
-        picture = [self._grid_rotations(grid, length, context) for length in lengths]
+        picture, joint_rotations = cached_for_request(
+            "rotations", (grid, lengths), context, lambda: self._rotations(grid, lengths, context)
+        )
         layout = TokenLayout(grid, num_suffix_tokens=num_filling)
-        rotations = _of_each(picture)
         for block in self.grid_refiner:
-            x = block(x, conditioning, rotations, context.with_layout(layout))
+            x = block(x, conditioning, picture, context.with_layout(layout))
         text = cached_for_prompt(
             "text", inputs.text.embeddings, context, lambda: self._text(inputs.text, lengths, context)
         )
-        text_rotations = self._text_rotations(text.shape[1], text.device)
         x = torch.cat([x, text], dim=1)
         layout = TokenLayout(
             grid,
             num_suffix_tokens=num_filling + text.shape[1],
             valid_lengths=tuple(num_filling + length for length in lengths),
         )
-        rotations = _of_each([torch.cat([rotation, text_rotations]) for rotation in picture])
         for block in self.blocks:
-            x = block(x, conditioning, rotations, context.with_layout(layout))
+            x = block(x, conditioning, joint_rotations, context.with_layout(layout))
         x = x[:, : x.shape[1] - layout.num_suffix_tokens]
         scale = 1 + self.out_modulation(F.silu(conditioning))
         normalized = F.layer_norm(x, x.shape[-1:], eps=self.config.out_eps)
@@ -180,6 +179,15 @@ class ZImageTransformer(DiffusionTransformer):
         for block in self.text_refiner:
             x = block(x, None, rotations, context.with_layout(layout))
         return x
+
+    def _rotations(
+        self, grid: tuple[int, int, int], lengths: tuple[int, ...], context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the picture [B or nothing, S + P, head_dim / 2], and of the picture and the text behind it. lengths: of
+        each sample's text with what fills it up."""
+        picture = [self._grid_rotations(grid, length, context) for length in lengths]
+        text = self._text_rotations(max(lengths), self.out.weight.device)
+        return _of_each(picture), _of_each([torch.cat([rotations, text]) for rotations in picture])
 
     def _text_rotations(self, num_tokens: int, device: torch.device) -> torch.Tensor:
         """[L, head_dim / 2]: the text lies along the first axis, from 1 on."""
