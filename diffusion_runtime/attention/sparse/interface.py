@@ -1,11 +1,11 @@
-"""What the sparse backends share: a planner, the schedule under which they stay dense, and the one kernel."""
+"""The interface of sparse attention: options with a dense schedule, a planner, and the block-sparse kernel for all."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from diffusion_runtime.attention.backends.capability import (
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, DenseAttention
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.requirements import requirements_of
+from diffusion_runtime.attention.schedule import DenseRule
 from diffusion_runtime.attention.select import resolve_dense, select_dense
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
 from diffusion_runtime.errors import ConfigError
@@ -59,10 +60,31 @@ def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapabilit
     return narrowed(everywhere, lambda hardware: on_gpu if hardware.platform in GPU_PLATFORMS else everywhere)
 
 
+@dataclass(frozen=True)
+class SparseOptions:
+    """The options of every sparse method. min_tokens: grids with fewer tokens run dense, which the report says."""
+
+    min_tokens: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens: expected 0 or more, got {self.min_tokens}")
+
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
+        """The rules of the method's own options, such as dense first steps. num_layers, num_steps: of the run."""
+        return ()
+
+    def dense_rules(self, layer: LayerInfo, step: StepInfo, num_tokens: int) -> tuple[DenseRule, ...]:
+        """The rules that hold for a call; empty when it is sparse. num_tokens: of the grid."""
+        size = (DenseRule(f"min_tokens {self.min_tokens}", min_tokens=self.min_tokens),) if self.min_tokens else ()
+        rules = (*size, *self.dense_schedule(layer.num_layers, step.num_steps))
+        return tuple(rule for rule in rules if rule.holds(layer, step, num_tokens))
+
+
 class SparseBackend(ImportingBackend):
     """A backend that plans which blocks to keep and hands the rest to the block-sparse kernel.
 
-    Every options_type has `min_tokens`: grids with fewer tokens run dense, and the report says so.
+    Every options_type derives from SparseOptions, whose rules decide which calls are dense.
     """
 
     capability: ClassVar[Capability] = sparse_capability()
@@ -85,15 +107,17 @@ class SparseBackend(ImportingBackend):
                 flash4.package_refusal()
         return self.probe(requirements.hardware)
 
-    @abstractmethod
-    def dense_reason(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
-        """Why this layer at this step attends to everything; None when it is sparse."""
+    def keeps_everything(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
+        """Why a layer's pattern keeps every pair whatever the tokens are, such as a sparsity of 0; None where it does
+        not."""
+        return None
 
-    def why_dense(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
-        """Why a call attends to everything, by size or by schedule; None when it is sparse."""
-        if layout.num_grid_tokens < options.min_tokens:
-            return f"below min_tokens {options.min_tokens}"
-        return self.dense_reason(options, layout, layer, step)
+    def dense_reason(self, call: AttentionCall) -> str | None:
+        """Why a call attends to every key, by a rule of its options or by its pattern; None when it is sparse."""
+        options: SparseOptions = call.options
+        for rule in options.dense_rules(call.layer, call.step, call.grid_layout.num_grid_tokens):
+            return str(rule)
+        return self.keeps_everything(options, call.grid_layout, call.layer)
 
     @abstractmethod
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
@@ -102,13 +126,13 @@ class SparseBackend(ImportingBackend):
     def plan(self, call: AttentionCall) -> SparsePlan:
         """The pattern of one call, the full one where the schedule says dense. Raises ConfigError."""
         check_grid(self.name, call)
-        if self.why_dense(call.options, call.grid_layout, call.layer, call.step) is not None:
+        if self.dense_reason(call) is not None:
             return dense_plan(self.name, call)
         return self.select_blocks(call)
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        layout = check_grid(self.name, call)
-        reason = self.why_dense(call.options, layout, call.layer, call.step)
+        check_grid(self.name, call)
+        reason = self.dense_reason(call)
         if reason is not None:
             return self.run_dense(call, reason)
         plan = self.select_blocks(call)

@@ -44,6 +44,7 @@ from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 _logger = logging.getLogger("diffusion_runtime.attention")
+_SEARCH = "a search measures windows and goes on with full attention"
 
 
 @register_backend
@@ -56,16 +57,11 @@ class SlidingTileBackend(SparseBackend):
     options_type = SlidingTileOptions
     self_test_options = MappingProxyType({"window": (1, 3, 3), "tile_size": (2, 2, 2)})
 
-    def dense_reason(
-        self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo
-    ) -> str | None:
-        del layout, layer
+    def keeps_everything(self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
         if options.sta_mode == NONE:
             return "sta_mode is none"
         if options.sta_mode == SEARCHING:
-            return "a search measures windows and goes on with full attention"
-        if step.index < options.num_full_steps:
-            return f"the first {options.num_full_steps} steps are full (skip_time_steps)"
+            return _SEARCH
         return None
 
     def check(self, options: SlidingTileOptions, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
@@ -147,9 +143,7 @@ class SlidingTileBackend(SparseBackend):
 
     def _search(self, call: AttentionCall, layout: TokenLayout) -> AttentionResult:
         """Full attention; every candidate window is run beside it and its distance recorded."""
-        reason = self.dense_reason(call.options, layout, call.layer, call.step)
-        assert reason is not None
-        result = self.run_dense(call, reason)
+        result = self.run_dense(call, _SEARCH)
         # One log per branch, whichever experts take its steps.
         recorder = call.state.request.get_or_create(
             (self.name, "search", call.options, call.layer.role, call.step.branch), lambda: _new_recorder(call, layout)

@@ -16,25 +16,26 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid
+from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_clustering import TokenClusters, cluster_tokens
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_selection import keep_most_mass
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)
-class SparseVideoGen2Options:
+class SparseVideoGen2Options(SparseOptions):
     """svg2_num_q_centroids, svg2_num_k_centroids: clusters a head; no more than there are tokens.
     svg2_top_p_kmeans: share of the estimated mass that each cluster of queries keeps; 1 keeps everything.
     svg2_min_kc_ratio: share of the key clusters that is kept whatever their mass.
     svg2_kmeans_iter_init, svg2_kmeans_iter_step: iterations at a layer's first clustering, and at the later ones.
     svg2_zero_step_kmeans_init: cluster in the dense first steps too, so that the first sparse one starts warm.
     svg2_first_layers_fp, svg2_first_times_fp: share of the layers, and of the steps, that come first and stay dense.
-    min_tokens: grids with fewer tokens run dense. svg2_seed: of the tokens that the first clustering starts from.
+    svg2_seed: of the tokens that the first clustering starts from.
     """
 
     svg2_num_q_centroids: int = 300
@@ -46,19 +47,26 @@ class SparseVideoGen2Options:
     svg2_zero_step_kmeans_init: bool = False
     svg2_first_layers_fp: float = 0.03
     svg2_first_times_fp: float = 0.2
-    min_tokens: int = 0
     svg2_seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("svg2_num_q_centroids", "svg2_num_k_centroids"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-        for name in ("svg2_kmeans_iter_init", "svg2_kmeans_iter_step", "min_tokens"):
+        for name in ("svg2_kmeans_iter_init", "svg2_kmeans_iter_step"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
         for name in ("svg2_top_p_kmeans", "svg2_min_kc_ratio", "svg2_first_layers_fp", "svg2_first_times_fp"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}: expected a share from 0 to 1, got {getattr(self, name)}")
+
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:
+        layers, steps = self.svg2_first_layers_fp, self.svg2_first_times_fp
+        return (
+            *dense_first_layers(math.floor(layers * num_layers), f"svg2_first_layers_fp {layers}"),
+            *dense_first_steps(math.floor(steps * num_steps), f"svg2_first_times_fp {steps}"),
+        )
 
 
 @register_backend
@@ -72,24 +80,31 @@ class SparseVideoGen2Backend(SparseBackend):
         {"svg2_num_q_centroids": 6, "svg2_num_k_centroids": 15, "svg2_top_p_kmeans": 0.6}
     )
 
-    def dense_reason(
-        self, options: SparseVideoGen2Options, layout: TokenLayout, layer: LayerInfo, step: StepInfo
-    ) -> str | None:
-        del layout
-        reason = _always_dense(options, layer)
-        if reason is None and step.index < _num_dense_steps(options, step):
-            reason = f"one of the first {_num_dense_steps(options, step)} steps (svg2_first_times_fp)"
-        return reason
+    def keeps_everything(self, options: SparseVideoGen2Options, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
+        if options.svg2_top_p_kmeans >= 1.0 or options.svg2_min_kc_ratio >= 1.0:
+            return "svg2_top_p_kmeans or svg2_min_kc_ratio of 1 keeps everything"
+        return None
 
     def plan(self, call: AttentionCall) -> SparsePlan:
         check_grid(self.name, call)
-        _warm_up(call)
+        self._warm_up(call)
         return super().plan(call)
 
     def run(self, call: AttentionCall) -> AttentionResult:
         check_grid(self.name, call)
-        _warm_up(call)
+        self._warm_up(call)
         return super().run(call)
+
+    def _warm_up(self, call: AttentionCall) -> None:
+        """Cluster in a dense first step, when the options ask for it and the layer is sparse later."""
+        options: SparseVideoGen2Options = call.options
+        if not options.svg2_zero_step_kmeans_init:
+            return
+        rules = options.dense_rules(call.layer, call.step, call.grid_layout.num_grid_tokens)
+        # Rules that name steps end with them; any other keeps the layer dense.
+        is_sparse_later = self.keeps_everything(options, call.grid_layout, call.layer) is None
+        if rules and is_sparse_later and not any(rule.window.steps.is_every for rule in rules):
+            cluster_tokens(call)
 
     @torch.no_grad()
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
@@ -121,28 +136,6 @@ class SparseVideoGen2Backend(SparseBackend):
             num_grid_tokens=call.grid_layout.num_grid_tokens,
             text_lengths=text_lengths(call.grid_layout, call.q.device),
         )
-
-
-def _always_dense(options: SparseVideoGen2Options, layer: LayerInfo) -> str | None:
-    """Why a layer is dense at every step; None when it is not."""
-    if options.svg2_top_p_kmeans >= 1.0 or options.svg2_min_kc_ratio >= 1.0:
-        return "svg2_top_p_kmeans or svg2_min_kc_ratio of 1 keeps everything"
-    num_dense = math.floor(options.svg2_first_layers_fp * layer.num_layers)
-    return f"one of the first {num_dense} layers (svg2_first_layers_fp)" if layer.index < num_dense else None
-
-
-def _num_dense_steps(options: SparseVideoGen2Options, step: StepInfo) -> int:
-    return math.floor(options.svg2_first_times_fp * step.num_steps)
-
-
-def _warm_up(call: AttentionCall) -> None:
-    """Cluster in a dense first step, when the options ask for it and the layer is sparse later."""
-    options: SparseVideoGen2Options = call.options
-    wanted = options.svg2_zero_step_kmeans_init and call.grid_layout.num_grid_tokens >= options.min_tokens
-    if not wanted or _always_dense(options, call.layer) is not None:
-        return
-    if call.step.index < _num_dense_steps(options, call.step):
-        cluster_tokens(call)
 
 
 def _geometry(layout: TokenLayout, clusters: TokenClusters) -> BlockGeometry:

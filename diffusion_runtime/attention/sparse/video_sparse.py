@@ -16,8 +16,8 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.schedule import IndexRanges
-from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid, sparse_capability
+from diffusion_runtime.attention.schedule import DenseRule, IndexRanges, Window, dense_first_steps
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid, sparse_capability
 from diffusion_runtime.attention.sparse.tiles import text_lengths, tile_counts, tile_geometry
 from diffusion_runtime.attention.sparse.video_sparse_coarse import TileMeans, attend_tiles, num_kept_tiles, tile_means
 from diffusion_runtime.errors import ConfigError
@@ -26,7 +26,7 @@ from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
 from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
@@ -35,11 +35,11 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 
 
 @dataclass(frozen=True)
-class VideoSparseOptions:
+class VideoSparseOptions(SparseOptions):
     """sparsity: the share of key tiles that a query tile drops, in [0, 1]; at least one is kept. VSA_sparsity: another
     spelling of it. tile_size: tokens of a tile (frames, height, width), one of TILE_SIZES.
     dense_first_steps: steps that drop nothing. dense_layers: layers that drop nothing, as indexes or as ranges such as
-    `0-1,-1`; none by default. min_tokens: grids with fewer tokens drop nothing.
+    `0-1,-1`; none by default.
     """
 
     sparsity: float = 0.0
@@ -47,9 +47,9 @@ class VideoSparseOptions:
     tile_size: tuple[int, int, int] = (4, 4, 4)
     dense_first_steps: int = 0
     dense_layers: int | str | tuple[int | str, ...] = ()
-    min_tokens: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.VSA_sparsity is not None:
             if self.sparsity not in (0.0, self.VSA_sparsity):
                 raise ValueError(
@@ -63,19 +63,20 @@ class VideoSparseOptions:
         if self.tile_size not in TILE_SIZES:
             allowed = ", ".join(str(list(size)) for size in TILE_SIZES)
             raise ValueError(f"tile_size must be one of {allowed}, got {list(self.tile_size)}")
-        for name, value in (("dense_first_steps", self.dense_first_steps), ("min_tokens", self.min_tokens)):
-            if value < 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
-        _ = self._dense_ranges
+        if self.dense_first_steps < 0:
+            raise ValueError(f"dense_first_steps must be 0 or more, got {self.dense_first_steps}")
+        _ = self._layer_rules
 
     @cached_property
-    def _dense_ranges(self) -> IndexRanges | None:
-        """None for no layer: no ranges at all would mean every one."""
-        return None if self.dense_layers == () else IndexRanges.parse(self.dense_layers, "dense_layers")
+    def _layer_rules(self) -> tuple[DenseRule, ...]:
+        # No layer: no ranges at all would mean every one.
+        if self.dense_layers == ():
+            return ()
+        return (DenseRule("dense_layers", Window(layers=IndexRanges.parse(self.dense_layers, "dense_layers"))),)
 
-    def is_dense_layer(self, layer: LayerInfo) -> bool:
-        ranges = self._dense_ranges
-        return ranges is not None and ranges.contains(layer.index, layer.num_layers)
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
+        option = f"dense_first_steps {self.dense_first_steps}"
+        return (*dense_first_steps(self.dense_first_steps, option), *self._layer_rules)
 
 
 @register_backend
@@ -96,13 +97,7 @@ class VideoSparseBackend(SparseBackend):
     options_type = VideoSparseOptions
     self_test_options = MappingProxyType({"sparsity": 0.6})
 
-    def dense_reason(
-        self, options: VideoSparseOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo
-    ) -> str | None:
-        if step.index < options.dense_first_steps:
-            return f"steps before dense_first_steps {options.dense_first_steps}"
-        if options.is_dense_layer(layer):
-            return f"layers {options.dense_layers}"
+    def keeps_everything(self, options: VideoSparseOptions, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
         num_tiles = math.prod(tile_counts(layout.grid, options.tile_size))
         if num_kept_tiles(options.sparsity, num_tiles) == num_tiles:
             return "the sparsity drops no tile"
@@ -113,12 +108,12 @@ class VideoSparseBackend(SparseBackend):
         return self.select_tiles(call, tile_means(call.q, call.k, None, geometry))[0]
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        layout = check_grid(self.name, call)
+        check_grid(self.name, call)
         if call.gate is not None and call.gate.shape != call.q.shape:
             raise ConfigError(
                 f"{self.name}: expected a gate like q {tuple(call.q.shape)}, got {tuple(call.gate.shape)}"
             )
-        reason = self.why_dense(call.options, layout, call.layer, call.step)
+        reason = self.dense_reason(call)
         if reason is not None:
             result = self.run_dense(call, reason)
             return result if call.gate is None else self._add_coarse(result, call, call.gate)

@@ -15,24 +15,25 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.sparse.interface import SparseBackend
+from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions
 from diffusion_runtime.attention.sparse.tiles import text_lengths
 from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
 from diffusion_runtime.attention.sparse.vmoba_selection import select_chunks
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means.api import block_means
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 ChunkKind = Literal["temporal", "spatial", "st"]
 
 # Options that may be 0.
-_COUNTS = ("first_full_step", "first_full_layer", "temporal_layer", "spatial_layer", "st_layer", "min_tokens")
+_COUNTS = ("first_full_step", "first_full_layer", "temporal_layer", "spatial_layer", "st_layer")
 
 
 @dataclass(frozen=True)
-class VMobaOptions:
+class VMobaOptions(SparseOptions):
     """Chunk sizes are in tokens after patchify, and defaults those for Wan 2.1 at 480p.
 
     temporal_chunk_size: latent frames, not necessarily whole ones; spatial_chunk_size: (height, width), over all
@@ -43,7 +44,7 @@ class VMobaOptions:
     (`head_global`), all pairs (`overall`), or all queries of a chunk (`block`, with a threshold alone).
     first_full_step, first_full_layer: steps and layers before them attend to everything.
     temporal_layer, spatial_layer, st_layer: how many layers in a row have each kind of chunk, from first_full_layer on
-    and over again. min_tokens: grids with fewer tokens run dense.
+    and over again.
     """
 
     temporal_chunk_size: int | float = 2
@@ -60,9 +61,9 @@ class VMobaOptions:
     temporal_layer: int = 1
     spatial_layer: int = 1
     st_layer: int = 1
-    min_tokens: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (self.temporal_chunk_size > 0 and math.isfinite(self.temporal_chunk_size)):
             raise ValueError(f"temporal_chunk_size must be a number of frames above 0, got {self.temporal_chunk_size}")
         for name, sizes in (
@@ -91,6 +92,12 @@ class VMobaOptions:
     def top(self) -> dict[ChunkKind, int]:
         return {"temporal": self.temporal_topk, "spatial": self.spatial_topk, "st": self.st_topk}
 
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
+        return (
+            *dense_first_steps(self.first_full_step, f"first_full_step {self.first_full_step}"),
+            *dense_first_layers(self.first_full_layer, f"first_full_layer {self.first_full_layer}"),
+        )
+
 
 @register_backend
 class VMobaBackend(SparseBackend):
@@ -102,11 +109,7 @@ class VMobaBackend(SparseBackend):
     options_type = VMobaOptions
     self_test_options = MappingProxyType({"spatial_chunk_size": (2, 3), "st_chunk_size": (2, 3, 4)})
 
-    def dense_reason(self, options: VMobaOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
-        if step.index < options.first_full_step:
-            return f"steps before first_full_step {options.first_full_step}"
-        if layer.index < options.first_full_layer:
-            return f"layers before first_full_layer {options.first_full_layer}"
+    def keeps_everything(self, options: VMobaOptions, layout: TokenLayout, layer: LayerInfo) -> str | None:
         kind = chunk_kind(options, layer)
         num_chunks = chunk_count(layout.grid, chunk_shape(options, layout, kind))
         if num_chunks == 1:
