@@ -101,7 +101,8 @@ def attention(
     backend: a name, several in order of preference, or `auto` for the environment's or the platform's; it is a choice
         for this layer's role by name, so one that does not serve the role is an error. options: of that backend.
     layout: where the key tokens sit, with the padding as lengths. layer, step: which they are, for sparse backends.
-    state: what a backend keeps between calls and steps; pass one per request. gate: as q, for gated backends.
+    state: what a backend keeps between calls and steps, such as windows and offsets on the device; pass one per
+        request, as without one every call makes them anew. gate: as q, for gated backends.
     mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or in q's dtype and added to the scaled
         scores, beside what layout and causal hide. -inf hides, a large negative number is a number; hidden keys and
         values must be finite. Padding is better given as the layout's valid_lengths, which cost nothing: a boolean mask

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.requirements import requirements_of
 from diffusion_runtime.attention.schedule import DenseRule
 from diffusion_runtime.attention.select import resolve_dense, select_dense
-from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
+from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware
 from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
@@ -166,7 +165,7 @@ class SparseBackend(ImportingBackend):
         )
         out, lse = result.out, result.lse
         if call.layout is not None and call.layout.has_padding:
-            hidden = _padded_rows(call.layout, call.q.device)
+            hidden = call.state.request.compute_once(_padded_rows, call.layout, call.q.device)
             out = out.masked_fill(hidden[:, :, None, None], 0.0)
             lse = None if lse is None else lse.masked_fill(hidden[:, None], float("-inf"))
         who = "; ".join(filter(None, [result.implementation, dense.reason]))
@@ -178,9 +177,8 @@ def _platform_dense(call: AttentionCall) -> DenseAttention:
     return resolve_dense(select_dense(requirements_of(call)))
 
 
-@functools.lru_cache(maxsize=32)
 def _padded_rows(layout: TokenLayout, device: torch.device) -> torch.Tensor:
-    """bool [batch, seq], True for text tokens that are padding. Kept, so that steps copy nothing."""
+    """bool [batch, seq], True for text tokens that are padding."""
     assert layout.valid_lengths is not None, "only asked of padded layouts"
     hidden = torch.ones(len(layout.valid_lengths), layout.num_tokens, dtype=torch.bool, device="cpu")
     for sample in range(len(layout.valid_lengths)):
@@ -209,24 +207,50 @@ def check_grid(name: str, call: AttentionCall) -> TokenLayout:
 def dense_plan(method: str, call: AttentionCall) -> SparsePlan:
     """One block that holds the whole grid and lists itself."""
     layout, device = call.grid_layout, call.q.device
-    geometry = _whole_grid(layout.num_grid_tokens, layout.num_prefix_tokens, layout.num_suffix_tokens, device)
-    return SparsePlan(
-        method=method,
-        batch=call.batch,
-        num_heads=call.num_heads,
-        num_kv_heads=call.num_kv_heads,
+    text = (layout.num_prefix_tokens, layout.num_suffix_tokens)
+    geometry = call.state.request.compute_once(_whole_grid, layout.num_grid_tokens, *text, device)
+    return plan_of_call(
+        method,
+        call,
         q=geometry,
         kv=geometry,
         group_of=torch.zeros(call.batch, call.num_heads, dtype=torch.int32, device=device),
         kv_count=torch.ones(1, 1, dtype=torch.int32, device=device),
         kv_index=torch.zeros(1, 1, 1, dtype=torch.int32, device=device),
-        num_grid_tokens=layout.num_grid_tokens,
-        text_lengths=text_lengths(call.grid_layout, call.q.device),
         is_dense=True,
     )
 
 
-@functools.lru_cache(maxsize=8)
+def plan_of_call(
+    method: str,
+    call: AttentionCall,
+    *,
+    q: BlockGeometry,
+    kv: BlockGeometry,
+    group_of: torch.Tensor,
+    kv_count: torch.Tensor,
+    kv_index: torch.Tensor,
+    row_mask: torch.Tensor | None = None,
+    is_dense: bool = False,
+) -> SparsePlan:
+    """A SparsePlan whose batch, heads and tokens are those of a call; for the rest see SparsePlan."""
+    return SparsePlan(
+        method=method,
+        batch=call.batch,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        q=q,
+        kv=kv,
+        group_of=group_of,
+        kv_count=kv_count,
+        kv_index=kv_index,
+        num_grid_tokens=call.grid_layout.num_grid_tokens,
+        text_lengths=text_lengths_of(call),
+        row_mask=row_mask,
+        is_dense=is_dense,
+    )
+
+
 def _whole_grid(num_grid: int, num_prefix: int, num_suffix: int, device: torch.device) -> BlockGeometry:
     """The grid in raster order as one block. num_grid: 1 or more, as check_grid saw to."""
     grid_order = torch.arange(num_grid, device=device)

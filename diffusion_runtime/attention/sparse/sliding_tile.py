@@ -15,7 +15,7 @@ import torch
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.context import RequestCache
-from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid
+from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid, plan_of_call
 from diffusion_runtime.attention.sparse.sliding_tile_options import NONE, SEARCHING, TUNING_CFG, SlidingTileOptions
 from diffusion_runtime.attention.sparse.sliding_tile_search import (
     SearchRecorder,
@@ -36,7 +36,7 @@ from diffusion_runtime.attention.sparse.sliding_tile_windows import (
     default_candidates,
     window_selection,
 )
-from diffusion_runtime.attention.sparse.tiles import Extent, text_lengths, tile_counts, tile_geometry
+from diffusion_runtime.attention.sparse.tiles import Extent, tile_counts, tiles_of
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
@@ -101,7 +101,7 @@ class SlidingTileBackend(SparseBackend):
         if strategy is None:
             assert options.window is not None, "check_mode asks for one of the two"
             return _windowed_plan(call, (attended_tiles(num_tiles, options.window),))
-        groups = head_groups(strategy, num_tiles, run, call.q.device)
+        groups = call.state.request.compute_once(head_groups, strategy, num_tiles, run, call.q.device)
         place = (call.step.index, call.layer.index)
         group_of = groups.group_of[place]
         if call.num_heads < call.num_heads_of_layer:
@@ -169,25 +169,21 @@ def _windowed_plan(
     """group_of_head: int32 [heads], which of the windows each head uses; None when there is one."""
     device = call.q.device
     num_tiles = tile_counts(call.grid_layout.grid, call.options.tile_size)
-    geometry = tile_geometry(call.grid_layout, call.options.tile_size, device)
-    selection = window_selection(num_tiles, attended, device)
+    geometry = tiles_of(call, call.options.tile_size)
+    selection = call.state.request.compute_once(window_selection, num_tiles, attended, device)
     shape = (call.batch, call.num_heads)
     if group_of_head is None:
         group_of = torch.zeros(shape, dtype=torch.int32, device=device)
     else:
         group_of = group_of_head.expand(shape).contiguous()
-    return SparsePlan(
-        method=SlidingTileBackend.name,
-        batch=call.batch,
-        num_heads=call.num_heads,
-        num_kv_heads=call.num_kv_heads,
+    return plan_of_call(
+        SlidingTileBackend.name,
+        call,
         q=geometry,
         kv=geometry,
         group_of=group_of,
         kv_count=selection.kv_count,
         kv_index=selection.kv_index,
-        num_grid_tokens=call.grid_layout.num_grid_tokens,
-        text_lengths=text_lengths(call.grid_layout, call.q.device),
         is_dense=selection.is_full,
     )
 

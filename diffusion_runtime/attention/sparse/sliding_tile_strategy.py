@@ -99,7 +99,6 @@ class HeadGroups:
     group_of: torch.Tensor
 
 
-@functools.lru_cache(maxsize=16)
 def head_groups(strategy: MaskStrategy, num_tiles: Extent, run: RunSize, device: torch.device) -> HeadGroups:
     """The whole table at once, so that the steps of a request copy nothing to the device.
 

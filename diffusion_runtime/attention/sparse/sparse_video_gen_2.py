@@ -17,10 +17,10 @@ import torch
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
-from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid, plan_of_call
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_clustering import TokenClusters, cluster_tokens
 from diffusion_runtime.attention.sparse.sparse_video_gen_2_selection import keep_most_mass
-from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
+from diffusion_runtime.attention.sparse.tiles import sequence_order
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.step_info import LayerInfo
@@ -123,18 +123,14 @@ class SparseVideoGen2Backend(SparseBackend):
             int(options.svg2_min_kc_ratio * num_k_clusters),
         )
         rows = torch.arange(call.batch * num_heads, dtype=torch.int32, device=call.q.device)
-        return SparsePlan(
-            method=self.name,
-            batch=call.batch,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+        return plan_of_call(
+            self.name,
+            call,
             q=_geometry(call.grid_layout, q),
             kv=_geometry(call.grid_layout, k),
             group_of=rows.view(call.batch, num_heads),
             kv_count=kv_count,
             kv_index=kv_index,
-            num_grid_tokens=call.grid_layout.num_grid_tokens,
-            text_lengths=text_lengths(call.grid_layout, call.q.device),
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -17,8 +17,14 @@ import torch
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, IndexRanges, Window, dense_first_steps
-from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid, sparse_capability
-from diffusion_runtime.attention.sparse.tiles import text_lengths, tile_counts, tile_geometry
+from diffusion_runtime.attention.sparse.interface import (
+    SparseBackend,
+    SparseOptions,
+    check_grid,
+    plan_of_call,
+    sparse_capability,
+)
+from diffusion_runtime.attention.sparse.tiles import text_lengths_of, tile_counts, tiles_of
 from diffusion_runtime.attention.sparse.video_sparse_coarse import TileMeans, attend_tiles, num_kept_tiles, tile_means
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
@@ -104,7 +110,7 @@ class VideoSparseBackend(SparseBackend):
         return None
 
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
-        geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
+        geometry = tiles_of(call, call.options.tile_size)
         return self.select_tiles(call, tile_means(call.q, call.k, None, geometry))[0]
 
     def run(self, call: AttentionCall) -> AttentionResult:
@@ -131,7 +137,7 @@ class VideoSparseBackend(SparseBackend):
 
     def _add_coarse(self, result: AttentionResult, call: AttentionCall, gate: torch.Tensor) -> AttentionResult:
         """A dense result with the gated branch on top."""
-        geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
+        geometry = tiles_of(call, call.options.tile_size)
         means = tile_means(call.q, call.k, call.v, geometry)
         coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=None)
         assert coarse.pooled is not None
@@ -150,7 +156,7 @@ class VideoSparseBackend(SparseBackend):
 
 def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
     """The means of all tiles, those of values where there is a gate, and from the same pass the kernel's rows."""
-    geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
+    geometry = tiles_of(call, call.options.tile_size)
     num_grid_tokens = call.grid_layout.num_grid_tokens
     if not reads_packed_rows(call.q, geometry, geometry, num_grid_tokens):
         return tile_means(call.q, call.k, None if call.gate is None else call.v, geometry), None
@@ -161,7 +167,7 @@ def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
         geometry,
         geometry,
         num_grid_tokens=num_grid_tokens,
-        text_lengths=text_lengths(call.grid_layout, call.q.device),
+        text_lengths=text_lengths_of(call),
         averaged="qk" if call.gate is None else "qkv",
     )
     assert packed.q_means is not None
@@ -171,29 +177,27 @@ def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
 
 def _plan(method: str, call: AttentionCall, kept: torch.Tensor, *, is_dense: bool) -> SparsePlan:
     """kept: int32 [1 or B * H, tiles, kept tiles]."""
-    geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
-    group_of, kv_count = _lists_of_heads(call.batch, call.num_heads, *kept.shape, kept.device)
-    return SparsePlan(
-        method=method,
-        batch=call.batch,
-        num_heads=call.num_heads,
-        num_kv_heads=call.num_kv_heads,
+    geometry = tiles_of(call, call.options.tile_size)
+    num_rows, num_tiles, num_kept = kept.shape
+    group_of, kv_count = call.state.request.compute_once(
+        _lists_of_heads, call.batch, call.num_heads, num_rows, num_tiles, num_kept, kept.device
+    )
+    return plan_of_call(
+        method,
+        call,
         q=geometry,
         kv=geometry,
         group_of=group_of,
         kv_count=kv_count,
         kv_index=kept,
-        num_grid_tokens=call.grid_layout.num_grid_tokens,
-        text_lengths=text_lengths(call.grid_layout, call.q.device),
         is_dense=is_dense,
     )
 
 
-@lru_cache(maxsize=8)
 def _lists_of_heads(
     batch: int, num_heads: int, num_rows: int, num_tiles: int, num_kept: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """group_of and kv_count of a plan whose lists are all of one length; kept, since the shapes say it all."""
+    """group_of and kv_count of a plan whose lists are all of one length."""
     rows = torch.arange(batch * num_heads, dtype=torch.int32, device=device)
     counts = torch.full((num_rows, num_tiles), num_kept, dtype=torch.int32, device=device)
     return (rows % num_rows).view(batch, num_heads), counts

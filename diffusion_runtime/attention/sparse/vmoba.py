@@ -16,8 +16,7 @@ import torch
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
-from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions
-from diffusion_runtime.attention.sparse.tiles import text_lengths
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, plan_of_call
 from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
 from diffusion_runtime.attention.sparse.vmoba_selection import select_chunks
 from diffusion_runtime.errors import ConfigError
@@ -131,7 +130,9 @@ class VMobaBackend(SparseBackend):
         options: VMobaOptions = call.options
         kind = chunk_kind(options, call.layer)
         shape = chunk_shape(options, call.grid_layout, kind)
-        chunks = chunks_of(call.grid_layout, shape, call.q.device)
+        layout = call.grid_layout
+        grid = TokenLayout(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens)
+        chunks = call.state.request.compute_once(chunks_of, grid, shape, call.q.device)
         means = block_means(call.k, chunks.kv)
         in_order = chunks.q.order[0, : call.grid_layout.num_grid_tokens].long()
         batch, num_heads, num_chunks = call.batch, call.num_heads, chunks.num_chunks
@@ -154,18 +155,14 @@ class VMobaBackend(SparseBackend):
                 listed = selected[head][chunks.rows_of_block].any(dim=1)
                 kv_count[sample, head] = listed.sum(dim=-1, dtype=torch.int32)
                 kv_index[sample, head] = indexes_first(listed)
-        return SparsePlan(
-            method=self.name,
-            batch=batch,
-            num_heads=num_heads,
-            num_kv_heads=call.num_kv_heads,
+        return plan_of_call(
+            self.name,
+            call,
             q=chunks.q,
             kv=chunks.kv,
             group_of=torch.arange(batch * num_heads, dtype=torch.int32, device=device).view(batch, num_heads),
             kv_count=kv_count.flatten(0, 1),
             kv_index=kv_index.flatten(0, 1),
-            num_grid_tokens=call.grid_layout.num_grid_tokens,
-            text_lengths=text_lengths(call.grid_layout, call.q.device),
             row_mask=row_mask,
         )
 

@@ -5,7 +5,6 @@ arXiv:2506.23858, section 3: layers take turns with chunks in time, in space and
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -47,13 +46,7 @@ def chunk_count(grid: Extent, shape: ChunkShape) -> int:
 
 
 def chunks_of(layout: TokenLayout, shape: ChunkShape, device: torch.device) -> Chunks:
-    """The chunks of a layout's grid; kept for the layouts seen last."""
-    return _chunks_of(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens, shape, device)
-
-
-@functools.lru_cache(maxsize=8)
-def _chunks_of(grid: Extent, num_prefix: int, num_suffix: int, shape: ChunkShape, device: torch.device) -> Chunks:
-    layout = TokenLayout(grid, num_prefix, num_suffix)
+    """The chunks of a layout's grid."""
     if isinstance(shape, int):
         total = layout.num_grid_tokens
         sizes_of_runs = torch.tensor([min(shape, total - start) for start in range(0, total, shape)], device="cpu")
