@@ -13,17 +13,21 @@ import torch
 from diffusion_runtime.attention import LayerInfo, RequestCache, StepInfo, TokenLayout
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
-from diffusion_runtime.attention.sparse.video_sparse import VideoSparseBackend, VideoSparseOptions
-from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles, num_kept_tiles, tile_means
+from diffusion_runtime.attention.sparse.video_sparse import (
+    VideoSparseBackend,
+    VideoSparseOptions,
+    attend_tiles,
+    num_kept_tiles,
+    tile_means,
+)
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.tokens import Averaged, PackedTokens
+from diffusion_runtime.kernels.block_packing.reference import Averaged, PackedTokens
 from diffusion_runtime.kernels.block_sparse import triton_kernels
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
-from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
 from diffusion_runtime.kernels.block_sparse.triton import TileShape, prepare, tile_shape
-from diffusion_runtime.kernels.highest_blocks.api import highest
+from diffusion_runtime.kernels.highest_blocks import highest
 from diffusion_runtime.parallel.interface import AttentionInputs
 
 

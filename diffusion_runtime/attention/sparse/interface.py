@@ -25,12 +25,11 @@ from diffusion_runtime.attention.select import resolve_dense, select_dense
 from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware
-from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
+from diffusion_runtime.kernels.block_packing.reference import PackedTokens
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
-from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
 from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout

@@ -20,8 +20,10 @@ from diffusion_runtime.attention.sparse.sliding_tile_options import NONE, SEARCH
 from diffusion_runtime.attention.sparse.sliding_tile_search import (
     SearchRecorder,
     SearchSetup,
+    check_same_setup,
     find_search_logs,
     read_search_logs,
+    tune,
 )
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import (
     MaskStrategy,
@@ -30,7 +32,6 @@ from diffusion_runtime.attention.sparse.sliding_tile_strategy import (
     load_strategy,
     write_strategy,
 )
-from diffusion_runtime.attention.sparse.sliding_tile_tuning import check_same_setup, tune
 from diffusion_runtime.attention.sparse.sliding_tile_windows import (
     attended_tiles,
     default_candidates,

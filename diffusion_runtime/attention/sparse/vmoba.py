@@ -17,10 +17,9 @@ from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, plan_of_call
-from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
-from diffusion_runtime.attention.sparse.vmoba_selection import select_chunks
+from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of, select_chunks
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_means.api import block_means
+from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
