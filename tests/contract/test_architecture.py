@@ -255,8 +255,8 @@ RETIRED = (
     "Alone AttentionState Board DenoisingWatch EvenlyFalling InWorld Place Question QuickConvolutions RowBands "
     "ThreadObserver "
     "Together Watch Whereabouts _Patience blame competes end_without_a_word essence is_said judge_hangs "
-    "kept_for_text mourn_board read_place speaks_for telling_steps "
-    "AttentionReportLike PlanRequest ProgressLike SequenceLayout"
+    "capability_on is_dense_layer kept_for_text mourn_board read_place speaks_for telling_steps "
+    "AttentionReportLike PlanRequest ProgressLike SequenceLayout why_dense"
 ).split()
 
 

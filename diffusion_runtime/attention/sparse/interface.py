@@ -60,7 +60,7 @@ def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapabilit
 
 @dataclass(frozen=True)
 class SparseOptions:
-    """The options of every sparse method. min_tokens: grids with fewer tokens run dense, which the report says."""
+    """The options of every sparse method. min_tokens: grids with fewer tokens run dense, which the report states."""
 
     min_tokens: int = field(default=0, kw_only=True)
 
@@ -122,7 +122,7 @@ class SparseBackend(ImportingBackend):
         """The pattern of one call that is sparse."""
 
     def plan(self, call: AttentionCall) -> SparsePlan:
-        """The pattern of one call, the full one where the schedule says dense. Raises ConfigError."""
+        """The pattern of one call, the full one for a dense call. Raises ConfigError."""
         check_grid(self.name, call)
         if self.dense_reason(call) is not None:
             return dense_plan(self.name, call)
@@ -152,7 +152,7 @@ class SparseBackend(ImportingBackend):
         return AttentionResult(result.out, result.lse, f"block-sparse {result.implementation}")
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
-        """Every key, by the dense backend that goes with this choice, and why; said once a call.
+        """Every key, by the dense backend that goes with this choice, and why; logged once per request.
 
         Padded text rows are 0 with a log-sum-exp of -inf, as the kernel leaves them.
         """

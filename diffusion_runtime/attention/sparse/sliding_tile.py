@@ -54,7 +54,7 @@ class SlidingTileBackend(SparseBackend):
 
     name = "sliding_tile_attn"
     aliases = ("sta",)
-    summary = "sliding tile attention: a static window of tiles, one a head when tuned"
+    summary = "sliding tile attention: a static window of tiles, one per head when tuned"
     options_type = SlidingTileOptions
     self_test_options = MappingProxyType({"window": (1, 3, 3), "tile_size": (2, 2, 2)})
 
@@ -83,13 +83,13 @@ class SlidingTileBackend(SparseBackend):
 
     def plan(self, call: AttentionCall) -> SparsePlan:
         layout = check_grid(self.name, call)
-        self._settle(call.options, layout, call.layer, call.step, call.state, call.num_heads_of_layer)
+        self._check_run(call.options, layout, call.layer, call.step, call.state, call.num_heads_of_layer)
         return super().plan(call)
 
     def run(self, call: AttentionCall) -> AttentionResult:
         layout = check_grid(self.name, call)
         num_heads = call.num_heads_of_layer
-        self._settle(call.options, layout, call.layer, call.step, call.state, num_heads)
+        self._check_run(call.options, layout, call.layer, call.step, call.state, num_heads)
         if call.options.sta_mode == SEARCHING:
             return self._search(call, layout)
         return super().run(call)
@@ -103,13 +103,13 @@ class SlidingTileBackend(SparseBackend):
             assert options.window is not None, "check_mode asks for one of the two"
             return _windowed_plan(call, (attended_tiles(num_tiles, options.window),))
         groups = call.state.request.compute_once(head_groups, strategy, num_tiles, run, call.q.device)
-        place = (call.step.index, call.layer.index)
-        group_of = groups.group_of[place]
+        moment = (call.step.index, call.layer.index)
+        group_of = groups.group_of[moment]
         if call.num_heads < call.num_heads_of_layer:
             group_of = group_of[call.inputs.first_head : call.inputs.first_head + call.num_heads]
-        return _windowed_plan(call, groups.attended[place], group_of)
+        return _windowed_plan(call, groups.attended[moment], group_of)
 
-    def _settle(
+    def _check_run(
         self,
         options: SlidingTileOptions,
         layout: TokenLayout,
@@ -118,7 +118,7 @@ class SlidingTileBackend(SparseBackend):
         state: RequestCache,
         num_heads: int,
     ) -> None:
-        """What the first call is told, whether its step is full or not. Raises ConfigError."""
+        """Checks of mode, strategy and run, made for dense steps too. Raises ConfigError."""
         options.check_mode()
         run = RunSize(step.num_steps, layer.num_layers, num_heads)
         strategy = _strategy_of(options, layout, layer.role, run, state)

@@ -43,7 +43,7 @@ class SlidingTileOptions(SparseOptions):
     window: one window for every step, layer and head.
     candidates: the windows that a search tries; None takes five shapes like the paper's. Leave the full window out:
         tuning takes what is closest to full whatever it costs, so of windows that contain each other the largest wins.
-    search_log_folder: one file a request and guidance branch; searching adds to it, tuning reads all of it.
+    search_log_folder: one file per request and guidance branch; searching adds to it, tuning reads all of it.
     tuned_file_path: None is mask_strategy.json in search_log_folder; what is there is replaced.
     """
 
@@ -59,7 +59,7 @@ class SlidingTileOptions(SparseOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # What several options say together is for check_mode: they are also checked one by one, as they are parsed.
+        # What several options mean together is for check_mode: they are also checked one by one, as they are parsed.
         mode = {known.lower(): known for known in MODES}.get(str(self.sta_mode).lower())
         if mode is None:
             raise ValueError(f"sta_mode: unknown value {shown(self.sta_mode)}.{nearest(self.sta_mode, MODES)}")

@@ -67,7 +67,7 @@ def default_candidates(num_tiles: Extent) -> tuple[Extent, ...]:
 
 
 def window_selection(num_tiles: Extent, attended: tuple[Extent, ...], device: torch.device) -> WindowSelection:
-    """The key tiles of several windows, each given as `attended_tiles` says it."""
+    """The key tiles of several windows, each as `attended_tiles` gives it."""
     counts = [math.prod(extent) for extent in attended]
     total = math.prod(num_tiles)
     index = torch.zeros(len(attended), total, max(counts), dtype=torch.int32, device="cpu")

@@ -28,7 +28,7 @@ from diffusion_runtime.token_layout import TokenLayout
 
 @dataclass(frozen=True)
 class SparseVideoGen2Options(SparseOptions):
-    """svg2_num_q_centroids, svg2_num_k_centroids: clusters a head; no more than there are tokens.
+    """svg2_num_q_centroids, svg2_num_k_centroids: clusters per head; no more than there are tokens.
     svg2_top_p_kmeans: share of the estimated mass that each cluster of queries keeps; 1 keeps everything.
     svg2_min_kc_ratio: share of the key clusters that is kept whatever their mass.
     svg2_kmeans_iter_init, svg2_kmeans_iter_step: iterations at a layer's first clustering, and at the later ones.
@@ -163,7 +163,7 @@ def keep_most_mass(
     rank = kept.cumsum(dim=-1, dtype=torch.int32)
     count = rank[..., -1]
     cluster = torch.arange(num_clusters, dtype=torch.int32, device=scores.device)
-    # Each cluster knows its place, so the lists need no second sort and nothing has a size that the data decides.
-    place = torch.where(kept, rank - 1, count[..., None] + cluster - rank)
-    index = torch.empty_like(rank).scatter_(-1, place.long(), cluster.expand_as(rank))
+    # Each rank is a position, so the lists need no second sort and nothing has a size that the data decides.
+    position = torch.where(kept, rank - 1, count[..., None] + cluster - rank)
+    index = torch.empty_like(rank).scatter_(-1, position.long(), cluster.expand_as(rank))
     return count.contiguous(), index

@@ -1,6 +1,6 @@
 """Video Sparse Attention (Zhang et al., arXiv:2505.13389).
 
-The grid is cut into tiles. Attention among the tiles' means says which key tiles each query tile keeps (the fine
+The grid is cut into tiles. Attention among the tiles' means selects which key tiles each query tile keeps (the fine
 branch attends to their tokens exactly), and is added to the result itself, weighted by a gate that the model learned.
 """
 

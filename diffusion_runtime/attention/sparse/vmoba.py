@@ -99,7 +99,7 @@ class VMobaOptions(SparseOptions):
 
 @register_backend
 class VMobaBackend(SparseBackend):
-    """Chunks that any query of a block selected are listed for the block; a bit for each query says which it sees."""
+    """Chunks that any query of a block selected are listed for the block; one bit per query marks those it sees."""
 
     name = "vmoba_attn"
     aliases = ("vmoba",)
