@@ -13,16 +13,21 @@ import torch
 from diffusion_runtime.attention import LayerInfo, RequestCache, StepInfo, TokenLayout
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
-from diffusion_runtime.attention.sparse.video_sparse import VideoSparseBackend, VideoSparseOptions
-from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles, num_kept_tiles, tile_means
+from diffusion_runtime.attention.sparse.video_sparse import (
+    VideoSparseBackend,
+    VideoSparseOptions,
+    attend_tiles,
+    num_kept_tiles,
+    tile_means,
+)
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.tokens import Averaged, PackedTokens
+from diffusion_runtime.kernels.block_packing.reference import Averaged, PackedTokens
 from diffusion_runtime.kernels.block_sparse import triton_kernels
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
-from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
 from diffusion_runtime.kernels.block_sparse.triton import TileShape, prepare, tile_shape
-from diffusion_runtime.kernels.highest_blocks.api import highest
+from diffusion_runtime.kernels.highest_blocks import highest
 from diffusion_runtime.parallel.interface import AttentionInputs
 
 
@@ -36,9 +41,15 @@ class Call:
     gate: torch.Tensor
     layout: TokenLayout
     options: VideoSparseOptions
+    state: RequestCache = dataclasses.field(default_factory=RequestCache)
+
+    @property
+    def tiles(self) -> BlockGeometry:
+        request = self.state.request
+        return request.compute_once(tile_geometry, self.layout, self.options.tile_size, self.q.device)
 
     def pack(self, averaged: Averaged) -> PackedTokens:
-        geometry = tile_geometry(self.layout, self.options.tile_size, self.q.device)
+        geometry = self.tiles
         num_grid_tokens = self.layout.num_grid_tokens
         return pack_tokens(
             self.q, self.k, self.v, geometry, geometry, num_grid_tokens=num_grid_tokens, averaged=averaged
@@ -47,8 +58,8 @@ class Call:
     def select(self) -> tuple[SparsePlan, torch.Tensor]:
         """The plan and the pooled values, by means that are read in passes of their own."""
         inputs = AttentionInputs(self.q, self.k, self.v, self.layout)
-        call = AttentionCall(inputs, self.options, LayerInfo(10, 40), StepInfo(30, 50), RequestCache())
-        geometry = tile_geometry(self.layout, self.options.tile_size, self.q.device)
+        call = AttentionCall(inputs, self.options, LayerInfo(10, 40), StepInfo(30, 50), self.state)
+        geometry = self.tiles
         plan, pooled = VideoSparseBackend().select_tiles(call, tile_means(self.q, self.k, self.v, geometry))
         assert pooled is not None
         return plan, pooled
@@ -72,7 +83,7 @@ class Call:
 def parts(call: Call, milliseconds: Callable[[Callable[[], object]], float]) -> dict[str, float]:
     """Milliseconds by part; the names say what is in each."""
     scale = call.q.shape[3] ** -0.5
-    geometry = tile_geometry(call.layout, call.options.tile_size, call.q.device)
+    geometry = call.tiles
     means = tile_means(call.q, call.k, call.v, geometry)
     assert means.v is not None
     q_means, k_means, v_means = means.q[0], means.k[0], means.v[0]

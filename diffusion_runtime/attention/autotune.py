@@ -34,7 +34,7 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 def time_candidates(call: AttentionCall, backends: Sequence[Backend]) -> dict[str, float]:
     """Milliseconds of a call, by backend: of those that run and agree with the first that does.
 
-    A kernel that several backends end in is timed under the first one's name. Those that are left out are said. The
+    A kernel that several backends end in is timed under the first one's name. Those that are left out are logged. The
     call's own tensors are used and none is kept.
     """
     functions: dict[str, Callable[[], object]] = {}
@@ -52,8 +52,8 @@ def time_candidates(call: AttentionCall, backends: Sequence[Backend]) -> dict[st
         else:
             difference = float((rows - agreed).norm() / agreed.norm().clamp(min=1e-30))
             if not difference <= _DISAGREEMENT:
-                said = "measured leaves %s out: its result differs from that of %s by %.1e"
-                _logger.warning(said, backend.name, next(iter(functions)), difference)
+                message = "measured leaves %s out: its result differs from that of %s by %.1e"
+                _logger.warning(message, backend.name, next(iter(functions)), difference)
                 continue
         # The same kernel under another name, such as torch's own choice of cuDNN, is timed once.
         if implementation not in implementations:
@@ -112,7 +112,7 @@ def time_alternately(
     num_rounds: int,
     deadline: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Samples in milliseconds a call, one a function and round, every round in another order.
+    """Samples in milliseconds per call, one per function and round, every round in another order.
 
     The functions must have run before: what they compile or allocate at first is not to be timed. deadline: of
     time.monotonic(); past it no round begins, but there is always one sample of each.

@@ -1,4 +1,4 @@
-"""What each backend can do and whether it is usable here, as plain values."""
+"""Catalogue of backends as plain values: what each can do, whether it is usable here, and which a layer gets."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def select_backend(
 ) -> Decision:
     """Which backend would serve a layer, and why.
 
-    cli, config: what each level says, in any form that AttentionConfig.parse takes; forced: a spec, a name or a
+    cli, config: the choices of each level, in any form that AttentionConfig.parse takes; forced: a spec, a name or a
     mapping; an active force_attention_backend counts when `forced` is None.
     device: a Hardware value stands for any machine.
     needs: features the calls use, of backends.interface.FEATURES. Raises BackendUnavailableError, ConfigError.
@@ -122,9 +122,9 @@ def select_backend(
 
 
 def list_backends(device: str | Hardware = "auto", *, importing: bool = True) -> list[BackendInfo]:
-    """Every backend this version has, with whether it runs on `device`. One that cannot even be asked says so.
+    """Every backend this version has, with whether it runs on `device`. One that raises when asked is listed with that.
 
-    importing: also import the packages of those that this machine can run, which tells the broken ones.
+    importing: also import the packages of those that this machine can run, which finds the broken ones.
     """
     hardware = device if isinstance(device, Hardware) else detect_hardware(device)
     names = available_names()
@@ -173,12 +173,12 @@ def _describe(name: str, hardware: Hardware, importing: bool) -> BackendInfo:
 
 
 def _unusable(name: str, reason: str) -> BackendInfo:
-    """A backend of which nothing can be said but why."""
+    """A backend of which nothing is known but why."""
     return BackendInfo(name, _spellings(name, ()), "", Capability(), None, reason, "")
 
 
 def _availability(backend: Backend, hardware: Hardware, importing: bool) -> Availability:
-    """What the chip says, the packages and, with `importing`, their import; the chip first: no command changes it."""
+    """Availability by chip, by packages and, with `importing`, their import; the chip first: no command changes it."""
     requirements = _usual_question(backend, hardware)
     refused = backend.capability.refusals(requirements)
     if refused:

@@ -1,4 +1,4 @@
-"""What a user chose: a spec a role, a default, rules for steps and layers; and the one parser behind every form."""
+"""Attention config: the choices of a user by role, step and layer, and the one parser of every form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AttentionSpec:
         registry knows; kept in its canonical form.
     options: explicitly set options, each checked against what the named backends declare. With `auto` they configure
         the backend that a lower level chooses and are checked there. What they say together is checked where the set
-        is complete, when a layer settles its choice: another level may complete it.
+        is complete, when a layer makes its choice: another level may complete it.
 
     Raises ConfigError for an unknown name, an unknown option or a wrong type.
     """
@@ -192,28 +192,28 @@ class AttentionConfig:
         return hash((self.default, tuple(sorted(self.per_role.items(), key=str)), self.schedule))
 
     def choices(self, role: str, rules: tuple[int, ...] = ()) -> list[StatedChoice]:
-        """All that this level says for `role`, most specific first.
+        """The entries of this level that apply to `role`, most specific first.
 
         rules: indexes of the schedule rules that hold now. The first entry that names a backend which serves the role
         wins; one that holds options alone configures what a later one chooses.
         """
-        said: list[StatedChoice] = []
+        choices: list[StatedChoice] = []
         for index in rules:
             rule = self.schedule[index]
             if rule.applies_to(role):
-                said.append(StatedChoice(rule.spec, rule.role is not None, f"schedule[{index}] ({rule.window})"))
+                choices.append(StatedChoice(rule.spec, rule.role is not None, f"schedule[{index}] ({rule.window})"))
         for key in dict.fromkeys((role, role_category(role))):
             if key in self.per_role:
-                said.append(StatedChoice(self.per_role[key], True, f"per_role.{key}"))
-        return said if self.default is None else [*said, StatedChoice(self.default, False, "default")]
+                choices.append(StatedChoice(self.per_role[key], True, f"per_role.{key}"))
+        return choices if self.default is None else [*choices, StatedChoice(self.default, False, "default")]
 
     def check_roles(self, roles: Sequence[str], model: str) -> None:
         """Raises ConfigError for a choice by a role that is neither a category nor one of `roles`, those that the
         `model` has: it would choose nothing."""
-        said = [(f"per_role.{role}", role) for role in self.per_role]
-        said += [(f"schedule[{index}].role", rule.role) for index, rule in enumerate(self.schedule) if rule.role]
+        named = [(f"per_role.{role}", role) for role in self.per_role]
+        named += [(f"schedule[{index}].role", rule.role) for index, rule in enumerate(self.schedule) if rule.role]
         known = dict.fromkeys((*roles, *CATEGORIES))
-        for key, role in said:
+        for key, role in named:
             if role not in known:
                 raise ConfigError(
                     f"{key}: {model} models have no attention role {shown(role)}; theirs, and the categories: "
@@ -337,32 +337,32 @@ def _expand_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in values.items():
         path = _split_path(key)
-        place = nested
+        target = nested
         for part in path[:-1]:
-            inner = place.setdefault(part, {})
+            inner = target.setdefault(part, {})
             if isinstance(inner, str):
-                inner = place[part] = {"backend": inner}
+                inner = target[part] = {"backend": inner}
             if not isinstance(inner, Mapping):
                 raise ConfigError(f"attention config: {part[:80]}: expected a mapping, got {shown(inner)}")
             if not isinstance(inner, dict):
-                inner = place[part] = dict(inner)
-            place = inner
-        if isinstance(value, Mapping) and isinstance(place.get(path[-1]), dict):
-            _merge(place[path[-1]], value)
+                inner = target[part] = dict(inner)
+            target = inner
+        if isinstance(value, Mapping) and isinstance(target.get(path[-1]), dict):
+            _merge(target[path[-1]], value)
         else:
-            place[path[-1]] = dict(value) if isinstance(value, Mapping) else value
+            target[path[-1]] = dict(value) if isinstance(value, Mapping) else value
     return nested
 
 
-def _merge(place: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """`values` over those of `place`, mappings within them alike."""
+def _merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """`values` over those of `target`, mappings within them alike."""
     for key, value in values.items():
-        inner = place.get(key)
+        inner = target.get(key)
         if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            place[key] = dict(inner)
-            _merge(place[key], value)
+            target[key] = dict(inner)
+            _merge(target[key], value)
         else:
-            place[key] = value
+            target[key] = value
 
 
 def _split_path(key: str) -> list[str]:

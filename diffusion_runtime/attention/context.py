@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar, TypeVarTuple, cast
 
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.parallel.sharding import SequenceSharding
@@ -13,6 +13,7 @@ from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class CacheScope:
@@ -26,6 +27,10 @@ class CacheScope:
         if key not in self._values:
             self._values[key] = create()
         return cast(T, self._values[key])
+
+    def compute_once(self, function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+        """function(*arguments), computed at the first call with these arguments, which are hashable values."""
+        return self.get_or_create((function, arguments), lambda: function(*arguments))
 
     def put(self, key: Hashable, value: object) -> None:
         """Set the value under `key`."""

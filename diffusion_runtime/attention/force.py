@@ -66,7 +66,7 @@ class force_attention_backend:
     ) -> None:
         # No token of the entry is kept: each thread and task holds its own choices, of which the last like ours goes.
         forced = _forced.get()
-        entries = [place for place, choice in enumerate(forced) if choice is self._choice]
+        entries = [index for index, choice in enumerate(forced) if choice is self._choice]
         if not entries:
             raise DiffusionRuntimeError(
                 f"force_attention_backend({self._choice.spec.name!r}) is left in a thread or task that does not hold "

@@ -101,11 +101,12 @@ def attention(
     backend: a name, several in order of preference, or `auto` for the environment's or the platform's; it is a choice
         for this layer's role by name, so one that does not serve the role is an error. options: of that backend.
     layout: where the key tokens sit, with the padding as lengths. layer, step: which they are, for sparse backends.
-    state: what a backend keeps between calls and steps; pass one per request. gate: as q, for gated backends.
+    state: what a backend keeps between calls and steps, such as windows and offsets on the device; pass one per
+        request, as without one every call makes them anew. gate: as q, for gated backends.
     mask: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or in q's dtype and added to the scaled
         scores, beside what layout and causal hide. -inf hides, a large negative number is a number; hidden keys and
         values must be finite. Padding is better given as the layout's valid_lengths, which cost nothing: a boolean mask
-        of keys that is a plain prefix says no more, and its values are not looked at to find that out.
+        of keys that is a plain prefix means the same, and its values are not looked at to find that out.
     scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
 
     Returns out like q, and with return_lse also the log-sum-exp: natural log, float32, [batch, heads, seq_q]. A query
@@ -149,10 +150,10 @@ def _spec(backend: str) -> AttentionSpec:
 def _resolve(
     registered: int, spec: AttentionSpec, forced: tuple[ForcedChoice, ...], environment: str | None, kind: CallKind
 ) -> Resolved:
-    """registered: what num_changes says."""
+    """registered: num_changes()."""
     del registered
-    said = spec.candidates or spec.options
-    config = AttentionConfig(per_role={kind.role: spec}) if said else AttentionConfig()
+    is_choice = spec.candidates or spec.options
+    config = AttentionConfig(per_role={kind.role: spec}) if is_choice else AttentionConfig()
     return resolve_decision(select(kind.requirements(), Levels(forced, config=config, environment=environment)))
 
 
@@ -176,7 +177,7 @@ def plan_attention(
 
     q: [batch, seq, heads, head_dim]; k: [batch, seq, kv_heads, head_dim]. state: what the backend keeps between the
     steps of a request; the plan of a step depends on the steps before it for methods that warm-start. Where the
-    backend's schedule says dense, the plan keeps everything and `is_dense` is True.
+    backend's rules make a call dense, the plan keeps everything and `is_dense` is True.
 
     Raises ConfigError for a backend that has no plan, options it does not have and a layout that does not fit.
     """

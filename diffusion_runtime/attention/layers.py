@@ -133,7 +133,7 @@ class AttentionLayer(nn.Module, ABC):
 
         context: where the keys sit, which step it is, the request's state and its recorder. gate: [batch, seq_q, heads,
         head_dim] for backends with a gated branch. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], as `attention`
-        takes it. block_mask: a BlockMask of torch's FlexAttention, which says all that is hidden, so it comes without
+        takes it. block_mask: a BlockMask of torch's FlexAttention, which holds all that is hidden, so it comes without
         layout, mask and causality. Raises ConfigError for shapes that do not fit each other or what the layer was built
         for.
 
@@ -298,7 +298,7 @@ class AttentionLayer(nn.Module, ABC):
         """How a layer of this class shares a sequence on a mesh."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what was settled here: a copy may run on another machine, or with other backends registered.
+        # Without the decisions made here: a copy may run on another machine, or with other backends registered.
         return {**self.__dict__, "_known": {}}
 
     def extra_repr(self) -> str:

@@ -79,7 +79,7 @@ class MeasuredCache:
         return cache_folder() / self._name / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', shape_class)}.json"
 
     def read(self, shape_class: str) -> Choice | None:
-        """What was measured; None when nothing was, or when the file is damaged, which is said."""
+        """What was measured; None when nothing was, or when the file is damaged, which is logged."""
         path = self.path(shape_class)
         try:
             return Choice.from_file(path)
@@ -147,7 +147,7 @@ def machine_facts(hardware: Hardware, candidates: Sequence[Backend]) -> dict[str
 
 @functools.cache
 def _driver(platform: str) -> str:
-    """The version of the GPU's driver as its kernel module says it, and of the CUDA that torch was built for."""
+    """The version of the GPU's driver as its kernel module states it, and of the CUDA that torch was built for."""
     module = {"cuda": "nvidia", "rocm": "amdgpu"}.get(platform, "")
     path = Path("/sys/module") / module / "version"
     version = path.read_text().strip() if module and path.is_file() else ""
@@ -178,7 +178,7 @@ class SelfCheckCache:
         self.path: Path = cache_folder() / "self_check" / f"{backend.name}-{digest}.json"
 
     def read(self) -> KeptCheck | None:
-        """None when this check was not made, or when its file is damaged, which is said."""
+        """None when this check was not made, or when its file is damaged, which is logged."""
         try:
             values = json.loads(self.path.read_bytes())
             if (

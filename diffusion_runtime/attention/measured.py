@@ -1,4 +1,4 @@
-"""`measured`: of the lossless backends that can serve a call, the one that was fastest on this machine.
+"""Autotune (`measured`): of the lossless backends that can serve a call, the one that was fastest on this machine.
 
 The first call of a shape class runs and times them all, on its own tensors, and what was found is kept on disk: later
 calls, and later processes, take it without measuring. Nothing is measured while a CUDA graph is captured; a call
@@ -95,7 +95,7 @@ def _on(hardware: Hardware) -> Capability:
 
 @register_backend
 class MeasuredBackend(Backend):
-    """Picks one of the others, call shape by call shape; the report says which, and that it was measured."""
+    """Autotune: picks one of the others per call shape; the report names it, and that it was measured."""
 
     name = "measured"
     summary = "the fastest lossless backend for each call shape, measured once and remembered on disk"
@@ -127,14 +127,14 @@ class MeasuredBackend(Backend):
         return _pick(call).run(call)
 
 
-# By exact shape: what this process has settled. A shape class may have many shapes, and a lookup must be quick.
-_settled: dict[tuple[object, ...], _Pick] = {}
+# By exact shape: the choices of this process. A shape class may have many shapes, and a lookup must be quick.
+_picks: dict[tuple[object, ...], _Pick] = {}
 _measuring = threading.Lock()
 
 
 def forget() -> None:
-    """Settle every shape anew, from the disk or by measuring: for a process that moved its cache."""
-    _settled.clear()
+    """Choose for every shape anew, from the disk or by measuring: for a process that moved its cache."""
+    _picks.clear()
 
 
 when_backends_change(forget)
@@ -152,16 +152,16 @@ def _pick(call: AttentionCall) -> _Pick:
         None if call.mask is None else call.mask.shape,
         call.options.measure,
     )
-    pick = _settled.get(key)
+    pick = _picks.get(key)
     if pick is None:
         with _measuring:
-            pick, is_final = _settle(call)
+            pick, is_final = _pick_anew(call)
         if is_final:
-            _settled[key] = pick
+            _picks[key] = pick
     return pick
 
 
-def _settle(call: AttentionCall) -> tuple[_Pick, bool]:
+def _pick_anew(call: AttentionCall) -> tuple[_Pick, bool]:
     """Who serves a call, and whether that holds for later ones: remembered, measured, or next best."""
     hardware = detect_hardware(str(call.q.device))
     requirements = requirements_of(call)
@@ -186,8 +186,8 @@ def _settle(call: AttentionCall) -> tuple[_Pick, bool]:
     choice = cache.write(kind, Choice(fastest, times))
     # Those of the file, which another process may have written meanwhile, with other backends left out than here.
     kept = sorted(choice.milliseconds.items(), key=lambda item: item[1])
-    said = ", ".join(f"{name} {time:.3g} ms" for name, time in kept)
-    _logger.info("measured attention for %s: %s", kind, said)
+    times_text = ", ".join(f"{name} {time:.3g} ms" for name, time in kept)
+    _logger.info("measured attention for %s: %s", kind, times_text)
     # Of two processes that measured at once, the first decided.
     return _Pick(names.get(choice.backend, names[fastest]), "measured"), True
 

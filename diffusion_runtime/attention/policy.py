@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -28,17 +28,30 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 HeldRules = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+class DecisionLog:
+    """Logs lines, each once."""
+
+    def __init__(self) -> None:
+        self._lines: set[str] = set()
+
+    def add(self, line: str) -> None:
+        if line not in self._lines:
+            self._lines.add(line)
+            _logger.info(line)
+
+
 @dataclass(frozen=True)
 class AttentionPolicy:
     """What the command line and the config say, for one model on one device.
 
-    cli, config: the two levels' choices. device, dtype: where and in what the model will run, which may be settled
+    cli, config: the two levels' choices. device, dtype: where and in what the model will run, known
     before any weight is there. environment: the value of DIFFUSION_ATTENTION_BACKEND when the policy was made.
     forced: the choices that were forced when it was made; layers built with it keep them.
     mesh: the processes that run the model together; what a model is given to cut its tokens with is mesh.sharding.
     self_check: whether a backend whose numbers a self-check found wrong is refused.
     num_head_groups: groups of heads in which Ulysses computes a call, sending one while it computes the one before;
     1 sends all heads before it computes.
+    decision_log: which of its decisions were logged.
     no_grid: as in AttentionRequirements, for a model of which it is not known where its tokens sit.
     """
 
@@ -52,14 +65,7 @@ class AttentionPolicy:
     num_head_groups: int = 1
     no_grid: str = ""
     self_check: bool = True
-
-    @cached_property
-    def _said(self) -> set[str]:
-        return set()
-
-    @cached_property
-    def _held(self) -> dict[tuple[HeldRules, int | None], tuple[HeldRules, ...]]:
-        return {}
+    decision_log: DecisionLog = field(default_factory=DecisionLog, compare=False, repr=False)
 
     def requirements(
         self, layer: LayerInfo, *, head_dim: int, num_heads: int, num_kv_heads: int
@@ -96,17 +102,13 @@ class AttentionPolicy:
 
         Options may be spread over rules and levels, so a rule is judged with those that hold beside it.
         """
-        in_layer = [
-            tuple(index for index, rule in enumerate(level.schedule) if rule.window.holds_in_layer(layer))
-            for level in (self.cli, self.config)
-        ]
-        key = ((in_layer[0], in_layer[1]), num_steps)
-        if key not in self._held:
-            levels = zip((self.cli, self.config), in_layer, strict=True)
-            windows = [level.schedule[index].window.steps for level, held in levels for index in held]
-            steps = representative_steps(windows, num_steps)
-            self._held[key] = tuple(dict.fromkeys(self.rules_now(layer, step) for step in steps))
-        return self._held[key]
+        cli, config = (
+            tuple(
+                (index, rule.window.steps) for index, rule in enumerate(schedule) if rule.window.holds_in_layer(layer)
+            )
+            for schedule in (self.cli.schedule, self.config.schedule)
+        )
+        return _combinations(cli, config, num_steps)
 
     def check_rules(self, layers: Iterable[LayerInfo]) -> None:
         """Raises ConfigError for a schedule rule that holds in none of a model's layers."""
@@ -146,11 +148,21 @@ class AttentionPolicy:
                     yield str(rule.window), select(requirements, self.levels(rules))
 
     def announce(self, decision: Decision, role: str) -> None:
-        """Log a decision, once for every policy."""
-        line = decision.log_line(role, self.hardware)
-        if line not in self._said:
-            self._said.add(line)
-            _logger.info(line)
+        """Log a decision, once per policy."""
+        self.decision_log.add(decision.log_line(role, self.hardware))
+
+
+@functools.lru_cache(maxsize=256)
+def _combinations(
+    cli: tuple[tuple[int, IndexRanges], ...], config: tuple[tuple[int, IndexRanges], ...], num_steps: int | None
+) -> tuple[HeldRules, ...]:
+    """The rules that can hold together. cli, config: index and steps of each level's rules."""
+
+    def held(rules: tuple[tuple[int, IndexRanges], ...], step: StepInfo) -> tuple[int, ...]:
+        return tuple(index for index, steps in rules if steps.contains(step.index, step.num_steps))
+
+    steps = representative_steps([ranges for _, ranges in (*cli, *config)], num_steps)
+    return tuple(dict.fromkeys((held(cli, step), held(config, step)) for step in steps))
 
 
 def representative_steps(windows: Sequence[IndexRanges], num_steps: int | None) -> Iterator[StepInfo]:

@@ -34,8 +34,8 @@ def known_roles() -> tuple[str, ...]:
 def is_role(name: object) -> bool:
     """Whether `name` is a role, of a category, registered, or of any model there is."""
     if isinstance(name, str) and name not in _category_of:
-        for place in _DECLARED_IN:
-            importlib.import_module(place).register_declared_roles()
+        for module in _DECLARED_IN:
+            importlib.import_module(module).register_declared_roles()
     return isinstance(name, str) and name in _category_of
 
 

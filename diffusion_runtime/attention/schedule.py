@@ -1,4 +1,7 @@
-"""Which spec at which step and layer: rules over inclusive ranges, negative numbers counted from the end."""
+"""Schedule: windows of steps and layers, for rules of a config and for the dense calls of sparse methods.
+
+Ranges are inclusive, negative numbers count from the end.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,16 @@ class IndexRanges:
             ranges.append((first, last))
         return cls(tuple(ranges))
 
+    @classmethod
+    def first(cls, count: int) -> Self:
+        """The first `count` indexes, 1 or more."""
+        return cls(((0, count - 1),))
+
+    @property
+    def is_every(self) -> bool:
+        """Whether it names no range, and so contains every index."""
+        return not self.ranges
+
     def contains(self, index: int, count: int) -> bool:
         if not self.ranges:
             return True
@@ -68,3 +81,34 @@ class Window:
 
     def __str__(self) -> str:
         return f"steps {self.steps}, layers {self.layers}"
+
+
+@dataclass(frozen=True)
+class DenseRule:
+    """Calls of a sparse method that attend to every key: those within window, of grids with fewer than min_tokens
+    tokens where that is above 0. option: the option that makes the rule, with its value, for the report."""
+
+    option: str
+    window: Window = Window()
+    min_tokens: int = 0
+
+    def holds(self, layer: LayerInfo, step: StepInfo, num_tokens: int) -> bool:
+        """num_tokens: of the grid."""
+        return (not self.min_tokens or num_tokens < self.min_tokens) and self.window.holds(layer, step)
+
+    def __str__(self) -> str:
+        if self.min_tokens:
+            return f"below {self.option}"
+        named = {"steps": self.window.steps, "layers": self.window.layers}
+        where = ", ".join(f"{what} {ranges}" for what, ranges in named.items() if not ranges.is_every)
+        return f"{where or 'every call'} ({self.option})"
+
+
+def dense_first_steps(count: int, option: str) -> tuple[DenseRule, ...]:
+    """The rule of an option that keeps the first `count` steps dense; none for 0."""
+    return (DenseRule(option, Window(steps=IndexRanges.first(count))),) if count > 0 else ()
+
+
+def dense_first_layers(count: int, option: str) -> tuple[DenseRule, ...]:
+    """The rule of an option that keeps the first `count` layers dense; none for 0."""
+    return (DenseRule(option, Window(layers=IndexRanges.first(count))),) if count > 0 else ()

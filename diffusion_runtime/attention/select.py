@@ -47,17 +47,17 @@ class Decision:
     dense: Decision | None = None
 
     def log_line(self, role: str, hardware: Hardware) -> str:
-        """What is logged once when a role's backend is settled."""
+        """What is logged once when a role's backend is chosen."""
         if self.source == "platform":
             backend = find_backend(self.backend)
             versions = "" if backend is None else backend.versions(hardware)
-            place = f"{hardware.describe()}, {versions}" if versions else hardware.describe()
-            return f"Defaulting to attention backend '{self.backend}' for role={role} ({place})"
+            machine = f"{hardware.describe()}, {versions}" if versions else hardware.describe()
+            return f"Defaulting to attention backend '{self.backend}' for role={role} ({machine})"
         return f"Using attention backend '{self.backend}' for role={role} ({self.source})"
 
 
 class Choice(NamedTuple):
-    """What one entry of a level says. source: its level; by_name: it is made for the role, or for the role's category,
+    """One entry of a level. source: its level; by_name: it is made for the role, or for the role's category,
     by name; key: where it stands, for people."""
 
     source: str
@@ -68,7 +68,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Levels:
-    """What each level says, highest first. rules: for cli and config, the schedule rules that hold now."""
+    """The choices of each level, highest first. rules: for cli and config, the schedule rules that hold now."""
 
     forced: tuple[ForcedChoice, ...] = ()
     cli: AttentionConfig = field(default_factory=AttentionConfig)
@@ -78,15 +78,17 @@ class Levels:
     config_rules: tuple[int, ...] = ()
 
     def choices(self, role: str) -> list[Choice]:
-        """Every choice that could speak for `role`, in order."""
+        """Every choice that applies to `role`, in order."""
         forced = [choice for choice in reversed(self.forced) if choice.applies_to(role)]
-        said = [Choice("force", choice.spec, choice.role is not None, "force_attention_backend") for choice in forced]
-        said += [Choice("cli", *choice) for choice in self.cli.choices(role, self.cli_rules)]
-        said += [Choice("config", *choice) for choice in self.config.choices(role, self.config_rules)]
+        choices = [
+            Choice("force", choice.spec, choice.role is not None, "force_attention_backend") for choice in forced
+        ]
+        choices += [Choice("cli", *choice) for choice in self.cli.choices(role, self.cli_rules)]
+        choices += [Choice("config", *choice) for choice in self.config.choices(role, self.config_rules)]
         default = self.config.default
         if self.environment and (default is None or not default.candidates):
-            said.append(Choice("environment", _environment_spec(self.environment), False, ENVIRONMENT_VARIABLE))
-        return said
+            choices.append(Choice("environment", _environment_spec(self.environment), False, ENVIRONMENT_VARIABLE))
+        return choices
 
 
 def _environment_spec(text: str) -> AttentionSpec:
@@ -100,21 +102,21 @@ def select(requirements: AttentionRequirements, levels: Levels) -> Decision:
     """The backend for a layer. Pure: equal arguments give equal decisions.
 
     The first choice that names a backend for the role decides. A general choice whose backend is not made for the role
-    is passed over, which `rejected` says. Raises BackendUnavailableError with every reason when an explicit choice
+    is passed over, which `rejected` lists. Raises BackendUnavailableError with every reason when an explicit choice
     cannot run, ConfigError for options that the chosen backend does not have.
     """
     rejected: list[tuple[str, str]] = []
     overlays: list[Choice] = []
     passed_over: list[Backend] = []
     choices = levels.choices(requirements.role)
-    for place, choice in enumerate(choices):
+    for index, choice in enumerate(choices):
         if not choice.spec.candidates:
             overlays.append(choice)
             continue
         decision, skipped = _try_choice(requirements, choice, rejected)
         if decision is not None:
             decision = _with_overlays(decision, overlays, passed_over)
-            return _with_dense(decision, requirements, choices[place:])
+            return _with_dense(decision, requirements, choices[index:])
         passed_over += skipped
     return _with_overlays(_platform_default(requirements, rejected), overlays, passed_over)
 
@@ -144,8 +146,8 @@ def _try_choice(
 
 
 def _taken(name: str, choice: Choice, rejected: list[tuple[str, str]]) -> Decision:
-    place = f"{choice.key} says {choice.spec.name}"
-    return Decision(name, choice.spec.options_for(name), choice.source, place, rejected)
+    reason = f"{choice.key} says {choice.spec.name}"
+    return Decision(name, choice.spec.options_for(name), choice.source, reason, rejected)
 
 
 def _with_dense(decision: Decision, requirements: AttentionRequirements, choices: list[Choice]) -> Decision:
@@ -238,7 +240,7 @@ def _with_overlays(decision: Decision, overlays: list[Choice], passed_over: list
 
 @dataclass(frozen=True)
 class Resolved:
-    """A decision with what running it takes. dense: what serves its dense calls, where the decision says so."""
+    """A decision with what running it takes. dense: what serves its dense calls, where the decision names it."""
 
     decision: Decision
     backend: Backend

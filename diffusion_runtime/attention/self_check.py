@@ -70,14 +70,14 @@ class SelfCheck:
 
     def __str__(self) -> str:
         figures = "" if self.error is None else f": error {self.error:.1e}, {self.bound:.1e} allowed"
-        said = {
+        outcomes = {
             "passed": f"passed{figures}",
             "kept": f"passed on an earlier load{figures}",
             "failed": f"failed: {self.problem}",
             "due": "made when the model is loaded",
             "off": "off: its numbers are not checked on this machine",
         }
-        return f"self-check of {self.use}: {said[self.status]}"
+        return f"self-check of {self.use}: {outcomes[self.status]}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,7 +93,7 @@ class SelfCheck:
 class SelfChecker:
     """Checks what the layers of a model chose.
 
-    enabled: False checks nothing, and what failed before is not refused either, where the layers' policy says the same.
+    enabled: False checks nothing, and what failed before is not refused either, where the policy turns it off too.
     may_run: False makes no check: what was kept of earlier ones is all that is known. from_first: what its argument
     returns on the first of several processes, which alone runs the checks. num_keys: of the model's self-attention.
     """
@@ -103,7 +103,7 @@ class SelfChecker:
     from_first: FromFirst | None = None
     num_keys: tuple[int, ...] = ()
 
-    def settle(
+    def build_checked(
         self,
         build: Callable[[], Built],
         layers_of: Callable[[Built], Iterable[AttentionLayer]],
@@ -141,8 +141,8 @@ class SelfChecker:
         def check_all() -> str:
             return json.dumps([self._check_use(use, requirements.hardware, device).to_dict() for use in uses])
 
-        told = check_all() if self.from_first is None else self.from_first(check_all)
-        return [SelfCheck.from_dict(values) for values in json.loads(told)]
+        text = check_all() if self.from_first is None else self.from_first(check_all)
+        return [SelfCheck.from_dict(values) for values in json.loads(text)]
 
     def _check_use(self, use: CheckedUse, hardware: Hardware, device: str) -> SelfCheck:
         from diffusion_runtime.attention.machine_cache import SelfCheckCache
@@ -191,7 +191,7 @@ def uses_of(layers: Iterable[AttentionLayer]) -> tuple[CheckedUse, ...]:
 
 
 def remarks_on(checks: Iterable[SelfCheck]) -> tuple[str, ...]:
-    """What the report of a generation says of them; one that failed is said as the reason for another choice."""
+    """Notes on the checks for the report; a failed one stands there as the reason for another choice."""
     return tuple(dict.fromkeys(str(check) for check in checks if check.status != "failed"))
 
 
@@ -231,8 +231,8 @@ def _run(use: CheckedUse, tests: Sequence[SelfTest], device: str) -> SelfCheck:
             _logger.warning("%s", check)
             if not device_answers(device):
                 # Whatever comes next would fail alike, so there is nothing to fall back to.
-                said = f"{check}; it took the device {device} down. Start again with another backend"
-                raise BackendUnavailableError(said, [(use.backend, check.problem)])
+                message = f"{check}; it took the device {device} down. Start again with another backend"
+                raise BackendUnavailableError(message, [(use.backend, check.problem)])
             return check
         if result.error is not None and (worst is None or result.error / result.bound > worst[0] / worst[1]):
             worst = result.error, result.bound

@@ -54,7 +54,7 @@ class SelfTest:
 class SelfTestResult:
     """error: |out - exact| / |exact| in the Frobenius norm, or the largest difference of the log-sum-exp where that is
     too large; None when there is no finite result. bound: what error may be. implementation: who computed it, as the
-    backend says. problem: why the test failed, empty when it passed."""
+    backend states. problem: why the test failed, empty when it passed."""
 
     test: SelfTest
     error: float | None
@@ -278,8 +278,8 @@ def _judge(
     """(error, problem) of a result."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if result.out.shape != q.shape or result.out.dtype != q.dtype:
-        said = f"{list(result.out.shape)} {result.out.dtype}"
-        return None, f"the result is {said}, expected {list(q.shape)} {q.dtype}"
+        found = f"{list(result.out.shape)} {result.out.dtype}"
+        return None, f"the result is {found}, expected {list(q.shape)} {q.dtype}"
     if any(not torch.equal(used.cpu(), given) for used, given in ((call.q, q), (call.k, k), (call.v, v))):
         return None, "it changes q, k or v, which belong to the caller"
     bias = None

@@ -1,4 +1,4 @@
-"""What the self-test tries: small inputs for everything a backend may declare."""
+"""Cases of the self-test: small inputs for everything a backend may declare."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def plan_attachment(
     }
     reached = {name: [module for module in modules if not module.unreached] for name, modules in found.items()}
     check_choices([(policies[name], modules) for name, modules in reached.items()])
-    handle, self_checks = checker.settle(
+    handle, self_checks = checker.build_checked(
         lambda: AttachedAttention(denoisers, found, others, policies, StepFollower(scheduler)),
         lambda built: (layer for module in built.modules for layer in module.layers),
     )

@@ -102,7 +102,7 @@ class PreparedModel:
         checker = dataclasses.replace(checker, may_run=True, from_first=from_first)
         # Loading fills the transformer, so a second `load` needs another one.
         is_empty = all(parameter.is_meta for parameter in self.transformer.parameters())
-        transformer, self_checks = checker.settle(
+        transformer, self_checks = checker.build_checked(
             lambda: build_transformer(self.model, self.policy),
             lambda built: built.attention_layers(),
             self.transformer if is_empty else None,

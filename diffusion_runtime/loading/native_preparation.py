@@ -64,7 +64,7 @@ def prepare_native(
         self_check=config.self_check,
     )
     # Every attention layer decides when it is made, so a choice that cannot run ends here.
-    transformer, self_checks = self_checker_of(config, rules, degrees).settle(
+    transformer, self_checks = self_checker_of(config, rules, degrees).build_checked(
         lambda: build_transformer(model, policy), lambda built: built.attention_layers()
     )
     layers = tuple(transformer.attention_layers())

@@ -68,7 +68,7 @@ class PreparedPassthrough:
         config = self.description.config
         bound_primitive_cache()
         say("choosing attention")
-        plan, self_checks = SelfChecker(enabled=config.self_check).settle(
+        plan, self_checks = SelfChecker(enabled=config.self_check).build_checked(
             lambda: _plan_passthrough(config, self.description.model_folder, self.device, self.dtype),
             lambda built: built.layers,
             self.plan,

@@ -36,6 +36,7 @@ from diffusion_runtime.attention.backends.calling import numbers_of_keys, run_ba
 from diffusion_runtime.attention.backends.capability import KeyCounts
 from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.token_layout import TokenLayout
 
@@ -55,7 +56,6 @@ PACKAGES: dict[str, tuple[str, str, Callable[[], types.ModuleType]]] = {
 }
 CACHES = (
     *(module._kernels for module in (aiter, fa2, fa3, fa4)),
-    *(flashinfer_attn._planned, flashinfer_attn._workspace),
     *(sage_attn._kernel, sage_attn_3._kernel, xformers._operators, calling._key_counts),
 )
 
@@ -147,21 +147,26 @@ def test_what_is_declared_is_what_comes_out(package: str, layout_name: str, feat
 
 
 @pytest.mark.parametrize("backend", ["flashinfer"], indirect=True)
-def test_flashinfer_plans_once_a_form_in_one_workspace_a_device(backend: Backend) -> None:
+def test_flashinfer_plans_once_per_form_and_request_in_one_workspace(backend: Backend) -> None:
+    state = RequestCache()
     for layout_name in ("none", "suffix", "none", "suffix", "suffix"):
         for _layer in range(3):
-            backend.run(make_call(layout_name))
+            backend.run(make_call(layout_name)._replace(state=state))
     plans = sys.modules["flashinfer"].BatchPrefillWithRaggedKVCacheWrapper.plans
     assert len(plans) == 2
     assert len(set(plans)) == 1
+    # Nothing outlives the request.
+    backend.run(make_call("none"))
+    assert len(plans) == 3
 
 
 @pytest.mark.parametrize("backend", ["flashinfer"], indirect=True)
 def test_flashinfer_has_a_workspace_for_every_stream(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two streams run at once: what one writes into its scratch space the other must not read."""
+    state = RequestCache()
     for stream in (7, 8, 7, 8):
         monkeypatch.setattr(flashinfer_attn, "_stream", lambda device, stream=stream: stream)
-        backend.run(make_call("none"))
+        backend.run(make_call("none")._replace(state=state))
     plans = sys.modules["flashinfer"].BatchPrefillWithRaggedKVCacheWrapper.plans
     assert len(plans) == len(set(plans)) == 2
 

@@ -157,7 +157,7 @@ def test_another_machine_or_form_is_another_check(
     def check(head_dim: int = 16, dtype: torch.dtype = torch.float32) -> int:
         policy = AttentionPolicy(config=AttentionConfig.parse("foreign"), dtype=dtype, environment=None)
         foreign.calls.clear()
-        SelfChecker().settle(lambda: [LocalAttention(2, head_dim, policy=policy)], lambda built: built)
+        SelfChecker().build_checked(lambda: [LocalAttention(2, head_dim, policy=policy)], lambda built: built)
         return len(foreign.calls)
 
     assert check() > 0
@@ -269,7 +269,7 @@ def test_processes_agree_on_what_the_first_one_found(foreign: type[Foreign]) -> 
     policy = AttentionPolicy(config=AttentionConfig.parse("foreign,torch_sdpa"), environment=None)
 
     def settle(from_first: Callable[[Callable[[], str]], str]) -> tuple[str, list[str]]:
-        layers, checks = SelfChecker(from_first=from_first).settle(
+        layers, checks = SelfChecker(from_first=from_first).build_checked(
             lambda: [LocalAttention(2, 16, policy=policy)], lambda built: built
         )
         return layers[0].decisions[0][1].backend, [check.status for check in checks]

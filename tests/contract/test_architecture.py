@@ -200,6 +200,27 @@ def scattered_readers() -> Iterator[str]:
                 yield f"{here(path)}:{node.lineno}: {called}"
 
 
+# What a cache of the whole process may hold in attention/ and kernels/ though it is asked per device: plain values.
+PLAIN_VALUES = {"KeyCounts", "FlashAttention", "str | None"}
+
+
+def process_wide_device_caches() -> Iterator[str]:
+    """Cached functions of a device whose result is not a plain value: tensors belong to a RequestCache."""
+    for path in MODULES:
+        if not here(path).startswith(("attention/", "kernels/")):
+            continue
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.FunctionDef) or "cache" not in " ".join(map(ast.unparse, node.decorator_list)):
+                continue
+            takes_device = any(each.annotation and "device" in ast.unparse(each.annotation) for each in node.args.args)
+            if takes_device and node.returns is not None and ast.unparse(node.returns) not in PLAIN_VALUES:
+                yield f"{here(path)}:{node.lineno}: {node.name}"
+
+
+def test_no_device_tensor_lives_in_a_cache_of_the_process() -> None:
+    assert list(process_wide_device_caches()) == []
+
+
 def test_imports_point_down() -> None:
     assert list(upward_imports()) == []
 
@@ -234,8 +255,8 @@ RETIRED = (
     "Alone AttentionState Board DenoisingWatch EvenlyFalling InWorld Place Question QuickConvolutions RowBands "
     "ThreadObserver "
     "Together Watch Whereabouts _Patience blame competes end_without_a_word essence is_said judge_hangs "
-    "kept_for_text mourn_board read_place speaks_for telling_steps "
-    "AttentionReportLike PlanRequest ProgressLike SequenceLayout"
+    "capability_on is_dense_layer kept_for_text mourn_board read_place speaks_for telling_steps "
+    "AttentionReportLike PlanRequest ProgressLike SequenceLayout why_dense"
 ).split()
 
 

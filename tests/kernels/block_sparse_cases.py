@@ -16,7 +16,7 @@ from sparse_oracle import random_qkv  # noqa: E402
 from sparse_plans import cluster_plan, row_mask_plan, tile_plan  # noqa: E402
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout  # noqa: E402
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch  # noqa: E402
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, add_branch  # noqa: E402
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference  # noqa: E402
 from diffusion_runtime.kernels.block_sparse.triton import TileShape, block_sparse_triton  # noqa: E402
 

@@ -10,8 +10,8 @@ import torch
 from diffusion_runtime.attention import TokenLayout
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_means import reference
-from diffusion_runtime.kernels.block_means.api import block_means
+from diffusion_runtime.kernels import block_means as reference
+from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 

@@ -19,13 +19,18 @@ from sparse_plans import cluster_plan, tile_plan
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_means.triton import block_means_triton
+from diffusion_runtime.kernels.block_means import block_means_triton
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.reference import pack_tokens_reference
-from diffusion_runtime.kernels.block_packing.tokens import TAIL_ROWS, Averaged, PackedTokens, row_width
+from diffusion_runtime.kernels.block_packing.reference import (
+    TAIL_ROWS,
+    Averaged,
+    PackedTokens,
+    pack_tokens_reference,
+    row_width,
+)
 from diffusion_runtime.kernels.block_packing.triton import pack_tokens_triton, reorder_tokens
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, reads_packed_rows
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch
 
 # A tile of 4 x 8 x 8 is more than one program reads at a time.
 LAYOUTS = {

@@ -17,7 +17,7 @@ from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.pieces import list_tiles
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, add_branch
 
 GRID = (5, 6, 7)
 LAYOUTS = {

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.highest_blocks.api import highest
-from diffusion_runtime.kernels.highest_blocks.reference import highest_reference
+from diffusion_runtime.kernels.highest_blocks import highest, highest_reference
 
 
 def rows() -> torch.Tensor:
@@ -49,7 +48,7 @@ def test_kernel_under_the_interpreter() -> None:
     script = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from kernels.test_highest_blocks import expected, rows\n"
-        "from diffusion_runtime.kernels.highest_blocks.triton import highest_triton\n"
+        "from diffusion_runtime.kernels.highest_blocks import highest_triton\n"
         "for kept in (1, 2, 18, 36, 37):\n"
         "    assert highest_triton(rows(), kept).tolist() == expected(rows(), kept).tolist(), kept\n"
     )

@@ -8,7 +8,7 @@ from kmeans_oracle import cluster_means, excess, inertia, squared_distances
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.kmeans.api import assign, lloyd, update
-from diffusion_runtime.kernels.kmeans.grouping import group_by_label
+from diffusion_runtime.kernels.kmeans.reference import group_by_label
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

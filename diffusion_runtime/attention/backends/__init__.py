@@ -1,1 +1,1 @@
-"""Attention backends: one file a backend, the interface they share and the registry that finds them."""
+"""Attention backends: one file per backend, the interface they share and the registry that finds them."""

@@ -6,7 +6,7 @@ word on an H200 (relative error 1.3), and torch's flash kernel lost the device; 
 log-sum-exp ignores the stride of the last dimension.
 
 A detour is declared, not a silent fallback: a package's documentation sends a kind of call elsewhere (SageAttention 3
-and grouped queries), or a capability says which numbers of keys its kernels compute correctly. It is logged and
+and grouped queries), or a capability declares which numbers of keys its kernels compute correctly. It is logged and
 counted.
 """
 
@@ -33,7 +33,7 @@ def run_backend(backend: Backend, call: AttentionCall) -> AttentionResult:
 
     A call without keys gives 0 and -inf, as every query does that sees no key, and one without queries empty tensors;
     `backend.run` sees neither. It sees heads whose numbers lie side by side, on a GPU from a multiple of 16 bytes on.
-    A number of keys that is none of the capability's key_counts is computed elsewhere, which the result says.
+    A number of keys that is none of the capability's key_counts is computed elsewhere, which the result states.
     """
     if call.k.shape[1] == 0:
         return _empty_result(call, "no keys")

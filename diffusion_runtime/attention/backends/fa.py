@@ -71,8 +71,8 @@ def _generation_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> 
 
 
 @functools.cache
-def _say_passed_over(generation: FlashAttention, reason: str, taken: str) -> None:
-    """Said once per process: who installed the fastest generation expects it to run."""
+def _log_passed_over(generation: FlashAttention, reason: str, taken: str) -> None:
+    """Logged once per process: who installed the fastest generation expects it to run."""
     _logger.warning("fa takes %s and passes over %s: %s", taken, generation.name, reason)
 
 
@@ -128,7 +128,7 @@ class AnyFlashAttention(ImportingBackend):
         generation, broken = serving_generation(requirements)
         if generation is not None:
             for other, found in broken:
-                _say_passed_over(other, found.reason, generation.name)
+                _log_passed_over(other, found.reason, generation.name)
             return Availability(f"{generation.name} {generation.probe(requirements.hardware).version}")
         reasons, fixes = [found.reason for _, found in broken], [found.fix for _, found in broken]
         return Availability(None, "; ".join(reasons), fixes[0])

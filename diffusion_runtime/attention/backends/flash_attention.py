@@ -1,4 +1,4 @@
-"""What the generations of FlashAttention share (Dao et al., arXiv:2205.14135, 2307.08691, 2407.08608).
+"""The base of all FlashAttention generations (Dao et al., arXiv:2205.14135, 2307.08691, 2407.08608).
 
 Inputs are [batch, seq, heads, head_dim], grouped queries and a scale of one's own are native, the log-sum-exp is
 natural, and a varlen form takes batches of unequal lengths.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -19,9 +18,8 @@ from diffusion_runtime.hardware import Hardware
 _WORKSPACE_SIZE = 128 * 1024 * 1024
 
 
-@functools.cache
 def _workspace(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001
-    """Scratch space that all layers of a stream share, where one call runs after the other; two streams would race."""
+    """Scratch space that the calls of a request on one stream share, one after the other; two streams would race."""
     return torch.empty(_WORKSPACE_SIZE, dtype=torch.uint8, device=device)
 
 
@@ -30,10 +28,8 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-@functools.lru_cache(maxsize=8)
 def _planned(
-    device: torch.device,
-    stream: int,
+    workspace: torch.Tensor,
     dtype: torch.dtype,
     seq_q: int,
     lengths: tuple[int, ...],
@@ -43,15 +39,15 @@ def _planned(
     causal: bool,
     scale: float | None,
 ) -> Any:
-    """A wrapper planned for calls of one form on one stream. Planning waits for the device, so plans are kept."""
+    """A wrapper planned for calls of one form. Planning waits for the device."""
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(_workspace(device, stream), "NHD")
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     packed_q = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cpu") * seq_q
     packed_k = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32)
     wrapper.plan(
-        packed_q.to(device),
-        packed_k.to(device),
+        packed_q.to(workspace.device),
+        packed_k.to(workspace.device),
         num_heads,
         num_kv_heads,
         head_dim,
@@ -102,7 +98,7 @@ class FlashInferBackend(PackageBackend):
 def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> AttentionResult:
     batch = q.shape[0]
     lengths = (k.shape[1],) * batch
-    packed = PackedCall(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), q.shape[1], lengths)
+    packed = PackedCall(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), q.shape[1], lengths, call.state)
     result = _run(call, packed, causal, "flashinfer")
     out, lse = unpack_rows(result, batch)
     return AttentionResult(out, lse, result.implementation)
@@ -113,18 +109,12 @@ def _attend_packed(call: AttentionCall, packed: PackedCall) -> AttentionResult:
 
 
 def _run(call: AttentionCall, packed: PackedCall, causal: bool, implementation: str) -> AttentionResult:
-    wrapper = _planned(
-        packed.q.device,
-        _stream(packed.q.device),
-        packed.q.dtype,
-        packed.seq_q,
-        packed.lengths,
-        packed.q.shape[1],
-        packed.k.shape[1],
-        packed.q.shape[2],
-        causal,
-        call.scale,
-    )
+    where = (packed.q.device, _stream(packed.q.device))
+    num_heads, head_dim = packed.q.shape[1:]
+    form = (packed.q.dtype, packed.seq_q, packed.lengths, num_heads, packed.k.shape[1], head_dim, causal, call.scale)
+    workspace = call.state.request.compute_once(_workspace, *where)
+    # Plans are made once per request, form and stream.
+    wrapper = call.state.request.get_or_create((_planned, where, form), lambda: _planned(workspace, *form))
     # Its kernels read rows of heads without a gap, which a slice of a fused qkv does not have.
     q, k, v = packed.q.contiguous(), packed.k.contiguous(), packed.v.contiguous()
     if not call.return_lse:

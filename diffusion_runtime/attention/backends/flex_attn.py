@@ -9,7 +9,6 @@ each form is a function of its own instead.
 
 from __future__ import annotations
 
-import functools
 import logging
 import types
 from collections.abc import Callable
@@ -141,7 +140,7 @@ def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
         k.transpose(1, 2),
         v.transpose(1, 2),
         None if mask is None else masking(mask.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
-        causal_blocks(q.shape[1], q.device) if causal else call.block_mask,
+        call.state.request.compute_once(causal_blocks, q.shape[1], q.device) if causal else call.block_mask,
         call.scale,
         None if call.block_mask is None else _tiles_within(call.block_mask, q.dtype),
         q.shape[2] != k.shape[2],
@@ -180,7 +179,6 @@ def _is_not_later(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
     return query >= key
 
 
-@functools.lru_cache(maxsize=16)
 def causal_blocks(seq: int, device: torch.device) -> BlockMask:
     """Causal attention as blocks: those below the diagonal are full, those on it are masked.
 

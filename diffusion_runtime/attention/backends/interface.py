@@ -1,4 +1,4 @@
-"""What an attention backend is: a name, a declared capability, typed options, a probe and `run`.
+"""The attention backend interface: a name, a declared capability, typed options, a probe and `run`.
 
 Adding one is one file that defines a `Backend` and a `@register_backend` above it; nothing else changes.
 """
@@ -54,7 +54,7 @@ class AttentionCall(NamedTuple):
     call.layout and so on; a call with other inputs is call._replace(inputs=call.inputs._replace(...)).
     options: an instance of the backend's options_type. scale: None is 1 / sqrt(head_dim). causal: query i sees keys
     0..i; needs seq_q == seq_k. block_mask: a BlockMask of torch's FlexAttention [batch or 1, heads or 1, seq_q, seq_k],
-    which says all that is hidden: such a call has neither layout nor mask and is not causal.
+    which describes all that is hidden: such a call has neither layout nor mask and is not causal.
     state: the cache of the request, with a scope per request, branch and layer.
     dense: for a backend that chooses among keys, what serves a call for which it chooses all; None for the platform's
     default.
@@ -170,11 +170,11 @@ class Backend(ABC):
         """Whether its packages are there, read off `hardware` without importing anything heavy."""
 
     def versions(self, hardware: Hardware) -> str:
-        """What a log line says of its versions beside the platform's: `flash-attn-4 4.0.0b36`; may be empty."""
+        """Versions for a log line, beside the platform's: `flash-attn-4 4.0.0b36`; may be empty."""
         version = self.probe(hardware).version
         return "" if version in (None, hardware.torch_version) else f"{self.name} {version}"
 
-    # Not abstract: most backends serve whatever their capability says.
+    # Not abstract: most backends serve whatever their capability declares.
     def check(self, options: Any, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:  # noqa: B027
         """Whether a complete set of options can serve a layer, asked before any weight is read.
 

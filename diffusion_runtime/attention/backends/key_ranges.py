@@ -7,7 +7,6 @@ the padding cut off), so keys are cut, and samples with equal ranges are compute
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 
 from diffusion_runtime.attention.backends.calling import no_visible_keys
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
+from diffusion_runtime.attention.context import RequestCache
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -127,7 +127,7 @@ class PackedCall:
     """One call without its padding: sample after sample, nothing between.
 
     q: [batch * seq_q, heads, head_dim]; k, v: [sum of lengths, kv_heads, head_dim]. lengths: keys of each sample, 0 for
-    a sample that has none. q_offsets, k_offsets: int32 [batch + 1] on the device.
+    a sample that has none. q_offsets, k_offsets: int32 [batch + 1] on the device, copied there once per request: state.
     """
 
     q: torch.Tensor
@@ -135,6 +135,7 @@ class PackedCall:
     v: torch.Tensor
     seq_q: int
     lengths: tuple[int, ...]
+    state: RequestCache
 
     @property
     def q_lengths(self) -> tuple[int, ...]:
@@ -142,11 +143,11 @@ class PackedCall:
 
     @property
     def q_offsets(self) -> torch.Tensor:
-        return _offsets(self.q_lengths, self.q.device)
+        return self.state.request.compute_once(_offsets, self.q_lengths, self.q.device)
 
     @property
     def k_offsets(self) -> torch.Tensor:
-        return _offsets(self.lengths, self.q.device)
+        return self.state.request.compute_once(_offsets, self.lengths, self.q.device)
 
     @property
     def max_length(self) -> int:
@@ -171,7 +172,7 @@ def attend_by_lengths(call: AttentionCall, attend: Attend, attend_packed: Attend
         for x in (call.k, call.v)
     )
     lengths = tuple(sum(stop - start for start, stop in of_sample) for of_sample in ranges)
-    result = attend_packed(call, PackedCall(call.q.flatten(0, 1), k, v, call.q.shape[1], lengths))
+    result = attend_packed(call, PackedCall(call.q.flatten(0, 1), k, v, call.q.shape[1], lengths, call.state))
     out, lse = unpack_rows(result, batch)
     for sample, length in enumerate(lengths):
         if length == 0:
@@ -191,7 +192,6 @@ def unpack_rows(result: AttentionResult, batch: int) -> tuple[torch.Tensor, torc
     return out, result.lse.reshape(heads, batch, rows // batch).transpose(0, 1).contiguous()
 
 
-@functools.lru_cache(maxsize=64)
 def _offsets(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where each sample begins, and where the last one ends; copied to the device once."""
+    """Where each sample begins, and where the last one ends: int32 [batch + 1]."""
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device)

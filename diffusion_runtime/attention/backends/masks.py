@@ -1,6 +1,6 @@
 """Masks in general: [batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or added to the scaled scores.
 
-Padding is better said as lengths (`TokenLayout.valid_lengths`), which cuts keys instead of hiding them. Nothing here
+Padding is better given as lengths (`TokenLayout.valid_lengths`), which cuts keys instead of hiding them. Nothing here
 reads the values of a mask on the host: that would wait for the device at every call.
 """
 
@@ -40,7 +40,7 @@ def check_mask(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
 def block_mask_as_boolean(blocks: BlockMask) -> torch.Tensor:
     """What a BlockMask lets be seen, pair by pair: bool [batch or 1, heads or 1, seq_q, seq_k].
 
-    Its full blocks are seen as they are, its partial ones as far as its mask_mod says.
+    Its full blocks are seen as they are, its partial ones as far as its mask_mod allows.
     """
     seq_q, seq_k = blocks.seq_lengths
     seen = _listed_pairs(blocks.kv_num_blocks, blocks.kv_indices, blocks)

@@ -15,7 +15,7 @@ from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.kernels.importing import raised_line
 
-# Names may be known here before this version has the backend: choosing it then fails and says so.
+# Names may be known here before this version has the backend: choosing it then fails with that reason.
 KNOWN_NAMES = (
     "fa",
     "fa2",
@@ -139,7 +139,7 @@ _entry_points_read = False
 # Those that are there and cannot be loaded: name -> why.
 _broken: dict[str, str] = {}
 
-# How often the backends behind names have changed, and what is told of it.
+# How often the backends behind names have changed, and what is called then.
 _num_changes = 0
 _listeners: list[Callable[[], object]] = []
 
@@ -162,7 +162,7 @@ def register_backend(backend_class: BackendClass) -> BackendClass:
     name = plain(backend_class.name)
     _backends[name] = backend_class()
     _aliases.update({plain(alias): name for alias in backend_class.aliases})
-    _say_changed()
+    _notify_changed()
     return backend_class
 
 
@@ -172,11 +172,11 @@ def unregister_backend(name: str) -> None:
     _backends.pop(canonical, None)
     for alias in [alias for alias, target in _aliases.items() if target == canonical and alias not in PEER_SPELLINGS]:
         del _aliases[alias]
-    _say_changed()
+    _notify_changed()
 
 
 def num_changes() -> int:
-    """How often a backend was registered or unregistered so far. What was settled at another number is settled anew:
+    """How often a backend was registered or unregistered so far. Decisions made at another number are made anew:
     the same name may mean another backend by now."""
     return _num_changes
 
@@ -186,7 +186,7 @@ def when_backends_change(forget: Callable[[], object]) -> None:
     _listeners.append(forget)
 
 
-def _say_changed() -> None:
+def _notify_changed() -> None:
     global _num_changes
     _num_changes += 1
     for forget in _listeners:
@@ -215,7 +215,7 @@ def canonical_name(name: str) -> str:
 
 @functools.cache
 def _remark(spelled: str, canonical: str) -> None:
-    """Cached, so that it is said once."""
+    """Cached, so that it is logged once."""
     _logger.warning(
         "attention backend '%s' is '%s' here: %s; the report says what ran",
         spelled,

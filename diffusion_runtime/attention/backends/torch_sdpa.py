@@ -17,7 +17,7 @@ from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
 
 # What torch answers when asked which kernel it takes; the numbers are those of its SDPBackend enum.
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
-# What the report says where torch does not tell.
+# In the report where torch does not name its kernel.
 _UNTOLD = "torch"
 # The kernel of each form of call that was asked about. A run has few forms; a long process may see many sizes.
 _known_kernels: dict[tuple[object, ...], str] = {}

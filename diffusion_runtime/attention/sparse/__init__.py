@@ -1,1 +1,1 @@
-"""Sparse attention: one planner a method says which key blocks each query block sees; one kernel computes them."""
+"""Sparse attention: one planner per method selects the key blocks of each query block; one kernel computes them."""

@@ -1,11 +1,10 @@
-"""What the sparse backends share: a planner, the schedule under which they stay dense, and the one kernel."""
+"""The interface of sparse attention: options with a dense schedule, a planner, and the block-sparse kernel for all."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,16 +20,16 @@ from diffusion_runtime.attention.backends.capability import (
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, DenseAttention
 from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.requirements import requirements_of
+from diffusion_runtime.attention.schedule import DenseRule
 from diffusion_runtime.attention.select import resolve_dense, select_dense
-from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths
+from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware
-from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
+from diffusion_runtime.kernels.block_packing.reference import PackedTokens
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
-from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
 from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -59,10 +58,31 @@ def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapabilit
     return narrowed(everywhere, lambda hardware: on_gpu if hardware.platform in GPU_PLATFORMS else everywhere)
 
 
+@dataclass(frozen=True)
+class SparseOptions:
+    """The options of every sparse method. min_tokens: grids with fewer tokens run dense, which the report states."""
+
+    min_tokens: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens: expected 0 or more, got {self.min_tokens}")
+
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
+        """The rules of the method's own options, such as dense first steps. num_layers, num_steps: of the run."""
+        return ()
+
+    def dense_rules(self, layer: LayerInfo, step: StepInfo, num_tokens: int) -> tuple[DenseRule, ...]:
+        """The rules that hold for a call; empty when it is sparse. num_tokens: of the grid."""
+        size = (DenseRule(f"min_tokens {self.min_tokens}", min_tokens=self.min_tokens),) if self.min_tokens else ()
+        rules = (*size, *self.dense_schedule(layer.num_layers, step.num_steps))
+        return tuple(rule for rule in rules if rule.holds(layer, step, num_tokens))
+
+
 class SparseBackend(ImportingBackend):
     """A backend that plans which blocks to keep and hands the rest to the block-sparse kernel.
 
-    Every options_type has `min_tokens`: grids with fewer tokens run dense, and the report says so.
+    Every options_type derives from SparseOptions, whose rules decide which calls are dense.
     """
 
     capability: ClassVar[Capability] = sparse_capability()
@@ -85,30 +105,32 @@ class SparseBackend(ImportingBackend):
                 flash4.package_refusal()
         return self.probe(requirements.hardware)
 
-    @abstractmethod
-    def dense_reason(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
-        """Why this layer at this step attends to everything; None when it is sparse."""
+    def keeps_everything(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
+        """Why a layer's pattern keeps every pair whatever the tokens are, such as a sparsity of 0; None where it does
+        not."""
+        return None
 
-    def why_dense(self, options: Any, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
-        """Why a call attends to everything, by size or by schedule; None when it is sparse."""
-        if layout.num_grid_tokens < options.min_tokens:
-            return f"below min_tokens {options.min_tokens}"
-        return self.dense_reason(options, layout, layer, step)
+    def dense_reason(self, call: AttentionCall) -> str | None:
+        """Why a call attends to every key, by a rule of its options or by its pattern; None when it is sparse."""
+        options: SparseOptions = call.options
+        for rule in options.dense_rules(call.layer, call.step, call.grid_layout.num_grid_tokens):
+            return str(rule)
+        return self.keeps_everything(options, call.grid_layout, call.layer)
 
     @abstractmethod
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
         """The pattern of one call that is sparse."""
 
     def plan(self, call: AttentionCall) -> SparsePlan:
-        """The pattern of one call, the full one where the schedule says dense. Raises ConfigError."""
+        """The pattern of one call, the full one for a dense call. Raises ConfigError."""
         check_grid(self.name, call)
-        if self.why_dense(call.options, call.grid_layout, call.layer, call.step) is not None:
+        if self.dense_reason(call) is not None:
             return dense_plan(self.name, call)
         return self.select_blocks(call)
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        layout = check_grid(self.name, call)
-        reason = self.why_dense(call.options, layout, call.layer, call.step)
+        check_grid(self.name, call)
+        reason = self.dense_reason(call)
         if reason is not None:
             return self.run_dense(call, reason)
         plan = self.select_blocks(call)
@@ -130,7 +152,7 @@ class SparseBackend(ImportingBackend):
         return AttentionResult(result.out, result.lse, f"block-sparse {result.implementation}")
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
-        """Every key, by the dense backend that goes with this choice, and why; said once a call.
+        """Every key, by the dense backend that goes with this choice, and why; logged once per request.
 
         Padded text rows are 0 with a log-sum-exp of -inf, as the kernel leaves them.
         """
@@ -142,7 +164,7 @@ class SparseBackend(ImportingBackend):
         )
         out, lse = result.out, result.lse
         if call.layout is not None and call.layout.has_padding:
-            hidden = _padded_rows(call.layout, call.q.device)
+            hidden = call.state.request.compute_once(_padded_rows, call.layout, call.q.device)
             out = out.masked_fill(hidden[:, :, None, None], 0.0)
             lse = None if lse is None else lse.masked_fill(hidden[:, None], float("-inf"))
         who = "; ".join(filter(None, [result.implementation, dense.reason]))
@@ -154,9 +176,8 @@ def _platform_dense(call: AttentionCall) -> DenseAttention:
     return resolve_dense(select_dense(requirements_of(call)))
 
 
-@functools.lru_cache(maxsize=32)
 def _padded_rows(layout: TokenLayout, device: torch.device) -> torch.Tensor:
-    """bool [batch, seq], True for text tokens that are padding. Kept, so that steps copy nothing."""
+    """bool [batch, seq], True for text tokens that are padding."""
     assert layout.valid_lengths is not None, "only asked of padded layouts"
     hidden = torch.ones(len(layout.valid_lengths), layout.num_tokens, dtype=torch.bool, device="cpu")
     for sample in range(len(layout.valid_lengths)):
@@ -185,24 +206,50 @@ def check_grid(name: str, call: AttentionCall) -> TokenLayout:
 def dense_plan(method: str, call: AttentionCall) -> SparsePlan:
     """One block that holds the whole grid and lists itself."""
     layout, device = call.grid_layout, call.q.device
-    geometry = _whole_grid(layout.num_grid_tokens, layout.num_prefix_tokens, layout.num_suffix_tokens, device)
-    return SparsePlan(
-        method=method,
-        batch=call.batch,
-        num_heads=call.num_heads,
-        num_kv_heads=call.num_kv_heads,
+    text = (layout.num_prefix_tokens, layout.num_suffix_tokens)
+    geometry = call.state.request.compute_once(_whole_grid, layout.num_grid_tokens, *text, device)
+    return plan_of_call(
+        method,
+        call,
         q=geometry,
         kv=geometry,
         group_of=torch.zeros(call.batch, call.num_heads, dtype=torch.int32, device=device),
         kv_count=torch.ones(1, 1, dtype=torch.int32, device=device),
         kv_index=torch.zeros(1, 1, 1, dtype=torch.int32, device=device),
-        num_grid_tokens=layout.num_grid_tokens,
-        text_lengths=text_lengths(call.grid_layout, call.q.device),
         is_dense=True,
     )
 
 
-@functools.lru_cache(maxsize=8)
+def plan_of_call(
+    method: str,
+    call: AttentionCall,
+    *,
+    q: BlockGeometry,
+    kv: BlockGeometry,
+    group_of: torch.Tensor,
+    kv_count: torch.Tensor,
+    kv_index: torch.Tensor,
+    row_mask: torch.Tensor | None = None,
+    is_dense: bool = False,
+) -> SparsePlan:
+    """A SparsePlan whose batch, heads and tokens are those of a call; for the rest see SparsePlan."""
+    return SparsePlan(
+        method=method,
+        batch=call.batch,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        q=q,
+        kv=kv,
+        group_of=group_of,
+        kv_count=kv_count,
+        kv_index=kv_index,
+        num_grid_tokens=call.grid_layout.num_grid_tokens,
+        text_lengths=text_lengths_of(call),
+        row_mask=row_mask,
+        is_dense=is_dense,
+    )
+
+
 def _whole_grid(num_grid: int, num_prefix: int, num_suffix: int, device: torch.device) -> BlockGeometry:
     """The grid in raster order as one block. num_grid: 1 or more, as check_grid saw to."""
     grid_order = torch.arange(num_grid, device=device)

@@ -15,13 +15,15 @@ import torch
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.context import RequestCache
-from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid
+from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid, plan_of_call
 from diffusion_runtime.attention.sparse.sliding_tile_options import NONE, SEARCHING, TUNING_CFG, SlidingTileOptions
 from diffusion_runtime.attention.sparse.sliding_tile_search import (
     SearchRecorder,
     SearchSetup,
+    check_same_setup,
     find_search_logs,
     read_search_logs,
+    tune,
 )
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import (
     MaskStrategy,
@@ -30,13 +32,12 @@ from diffusion_runtime.attention.sparse.sliding_tile_strategy import (
     load_strategy,
     write_strategy,
 )
-from diffusion_runtime.attention.sparse.sliding_tile_tuning import check_same_setup, tune
 from diffusion_runtime.attention.sparse.sliding_tile_windows import (
     attended_tiles,
     default_candidates,
     window_selection,
 )
-from diffusion_runtime.attention.sparse.tiles import Extent, text_lengths, tile_counts, tile_geometry
+from diffusion_runtime.attention.sparse.tiles import Extent, tile_counts, tiles_of
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
@@ -44,6 +45,7 @@ from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 _logger = logging.getLogger("diffusion_runtime.attention")
+_SEARCH = "a search measures windows and goes on with full attention"
 
 
 @register_backend
@@ -52,20 +54,15 @@ class SlidingTileBackend(SparseBackend):
 
     name = "sliding_tile_attn"
     aliases = ("sta",)
-    summary = "sliding tile attention: a static window of tiles, one a head when tuned"
+    summary = "sliding tile attention: a static window of tiles, one per head when tuned"
     options_type = SlidingTileOptions
     self_test_options = MappingProxyType({"window": (1, 3, 3), "tile_size": (2, 2, 2)})
 
-    def dense_reason(
-        self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo
-    ) -> str | None:
-        del layout, layer
+    def keeps_everything(self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
         if options.sta_mode == NONE:
             return "sta_mode is none"
         if options.sta_mode == SEARCHING:
-            return "a search measures windows and goes on with full attention"
-        if step.index < options.num_full_steps:
-            return f"the first {options.num_full_steps} steps are full (skip_time_steps)"
+            return _SEARCH
         return None
 
     def check(self, options: SlidingTileOptions, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
@@ -86,13 +83,13 @@ class SlidingTileBackend(SparseBackend):
 
     def plan(self, call: AttentionCall) -> SparsePlan:
         layout = check_grid(self.name, call)
-        self._settle(call.options, layout, call.layer, call.step, call.state, call.num_heads_of_layer)
+        self._check_run(call.options, layout, call.layer, call.step, call.state, call.num_heads_of_layer)
         return super().plan(call)
 
     def run(self, call: AttentionCall) -> AttentionResult:
         layout = check_grid(self.name, call)
         num_heads = call.num_heads_of_layer
-        self._settle(call.options, layout, call.layer, call.step, call.state, num_heads)
+        self._check_run(call.options, layout, call.layer, call.step, call.state, num_heads)
         if call.options.sta_mode == SEARCHING:
             return self._search(call, layout)
         return super().run(call)
@@ -105,14 +102,14 @@ class SlidingTileBackend(SparseBackend):
         if strategy is None:
             assert options.window is not None, "check_mode asks for one of the two"
             return _windowed_plan(call, (attended_tiles(num_tiles, options.window),))
-        groups = head_groups(strategy, num_tiles, run, call.q.device)
-        place = (call.step.index, call.layer.index)
-        group_of = groups.group_of[place]
+        groups = call.state.request.compute_once(head_groups, strategy, num_tiles, run, call.q.device)
+        moment = (call.step.index, call.layer.index)
+        group_of = groups.group_of[moment]
         if call.num_heads < call.num_heads_of_layer:
             group_of = group_of[call.inputs.first_head : call.inputs.first_head + call.num_heads]
-        return _windowed_plan(call, groups.attended[place], group_of)
+        return _windowed_plan(call, groups.attended[moment], group_of)
 
-    def _settle(
+    def _check_run(
         self,
         options: SlidingTileOptions,
         layout: TokenLayout,
@@ -121,7 +118,7 @@ class SlidingTileBackend(SparseBackend):
         state: RequestCache,
         num_heads: int,
     ) -> None:
-        """What the first call is told, whether its step is full or not. Raises ConfigError."""
+        """Checks of mode, strategy and run, made for dense steps too. Raises ConfigError."""
         options.check_mode()
         run = RunSize(step.num_steps, layer.num_layers, num_heads)
         strategy = _strategy_of(options, layout, layer.role, run, state)
@@ -147,9 +144,7 @@ class SlidingTileBackend(SparseBackend):
 
     def _search(self, call: AttentionCall, layout: TokenLayout) -> AttentionResult:
         """Full attention; every candidate window is run beside it and its distance recorded."""
-        reason = self.dense_reason(call.options, layout, call.layer, call.step)
-        assert reason is not None
-        result = self.run_dense(call, reason)
+        result = self.run_dense(call, _SEARCH)
         # One log per branch, whichever experts take its steps.
         recorder = call.state.request.get_or_create(
             (self.name, "search", call.options, call.layer.role, call.step.branch), lambda: _new_recorder(call, layout)
@@ -175,25 +170,21 @@ def _windowed_plan(
     """group_of_head: int32 [heads], which of the windows each head uses; None when there is one."""
     device = call.q.device
     num_tiles = tile_counts(call.grid_layout.grid, call.options.tile_size)
-    geometry = tile_geometry(call.grid_layout, call.options.tile_size, device)
-    selection = window_selection(num_tiles, attended, device)
+    geometry = tiles_of(call, call.options.tile_size)
+    selection = call.state.request.compute_once(window_selection, num_tiles, attended, device)
     shape = (call.batch, call.num_heads)
     if group_of_head is None:
         group_of = torch.zeros(shape, dtype=torch.int32, device=device)
     else:
         group_of = group_of_head.expand(shape).contiguous()
-    return SparsePlan(
-        method=SlidingTileBackend.name,
-        batch=call.batch,
-        num_heads=call.num_heads,
-        num_kv_heads=call.num_kv_heads,
+    return plan_of_call(
+        SlidingTileBackend.name,
+        call,
         q=geometry,
         kv=geometry,
         group_of=group_of,
         kv_count=selection.kv_count,
         kv_index=selection.kv_index,
-        num_grid_tokens=call.grid_layout.num_grid_tokens,
-        text_lengths=text_lengths(call.grid_layout, call.q.device),
         is_dense=selection.is_full,
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion_runtime.attention.schedule import DenseRule, dense_first_steps
+from diffusion_runtime.attention.sparse.interface import SparseOptions
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import load_strategy
 from diffusion_runtime.attention.sparse.sliding_tile_windows import checked_extent
 from diffusion_runtime.attention.sparse.tiles import Extent
@@ -22,7 +24,7 @@ DEFAULT_SKIP_TIME_STEPS = 15
 
 
 @dataclass(frozen=True)
-class SlidingTileOptions:
+class SlidingTileOptions(SparseOptions):
     """Windows in tiles of tile_size tokens; sizes are (frames, height, width).
 
     sta_mode: one of these, upper or lower case.
@@ -39,10 +41,9 @@ class SlidingTileOptions:
     skip_time_steps: how many of the first steps are full. None is 15 with a strategy file and while tuning, as the
         paper has it, and 0 with a plain window, which would otherwise do nothing in a run of few steps.
     window: one window for every step, layer and head.
-    min_tokens: grids with fewer tokens are full.
     candidates: the windows that a search tries; None takes five shapes like the paper's. Leave the full window out:
         tuning takes what is closest to full whatever it costs, so of windows that contain each other the largest wins.
-    search_log_folder: one file a request and guidance branch; searching adds to it, tuning reads all of it.
+    search_log_folder: one file per request and guidance branch; searching adds to it, tuning reads all of it.
     tuned_file_path: None is mask_strategy.json in search_log_folder; what is there is replaced.
     """
 
@@ -52,13 +53,13 @@ class SlidingTileOptions:
     skip_time_steps: int | None = None
     window: Extent | None = None
     tile_size: Extent = (6, 8, 8)
-    min_tokens: int = 0
     candidates: tuple[Extent, ...] | None = None
     search_log_folder: str | None = None
     tuned_file_path: str | None = None
 
     def __post_init__(self) -> None:
-        # What several options say together is for check_mode: they are also checked one by one, as they are parsed.
+        super().__post_init__()
+        # What several options mean together is for check_mode: they are also checked one by one, as they are parsed.
         mode = {known.lower(): known for known in MODES}.get(str(self.sta_mode).lower())
         if mode is None:
             raise ValueError(f"sta_mode: unknown value {shown(self.sta_mode)}.{nearest(self.sta_mode, MODES)}")
@@ -71,9 +72,8 @@ class SlidingTileOptions:
                 raise ValueError("candidates: expected one window or more, got none")
             extents = tuple(checked_extent(item, f"candidates[{i}]") for i, item in enumerate(self.candidates))
             object.__setattr__(self, "candidates", extents)
-        for name, count in (("skip_time_steps", self.skip_time_steps), ("min_tokens", self.min_tokens)):
-            if count is not None and count < 0:
-                raise ValueError(f"{name}: expected 0 or more, got {count}")
+        if self.skip_time_steps is not None and self.skip_time_steps < 0:
+            raise ValueError(f"skip_time_steps: expected 0 or more, got {self.skip_time_steps}")
         for name in ("search_log_folder", "tuned_file_path"):
             if getattr(self, name) is not None:
                 check_place(getattr(self, name), name)
@@ -90,10 +90,15 @@ class SlidingTileOptions:
 
     @property
     def num_full_steps(self) -> int:
-        """`skip_time_steps` with its default settled."""
+        """`skip_time_steps`, or its default for the mode."""
         if self.skip_time_steps is not None:
             return self.skip_time_steps
         return DEFAULT_SKIP_TIME_STEPS if self.is_tuning or self.mask_strategy_file_path is not None else 0
+
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
+        if self.sta_mode in (NONE, SEARCHING):
+            return ()
+        return dense_first_steps(self.num_full_steps, f"skip_time_steps {self.num_full_steps}")
 
     @property
     def tuned_file(self) -> Path:

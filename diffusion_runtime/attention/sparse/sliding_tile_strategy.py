@@ -91,7 +91,7 @@ class MaskStrategy:
 class HeadGroups:
     """Which heads share a window, on one grid.
 
-    attended: for each (step, layer) its distinct windows, as `attended_tiles` says them; group_of: int32 [steps,
+    attended: for each (step, layer) its distinct windows, as `attended_tiles` gives them; group_of: int32 [steps,
     layers, heads], which of them a head uses.
     """
 
@@ -99,7 +99,6 @@ class HeadGroups:
     group_of: torch.Tensor
 
 
-@functools.lru_cache(maxsize=16)
 def head_groups(strategy: MaskStrategy, num_tiles: Extent, run: RunSize, device: torch.device) -> HeadGroups:
     """The whole table at once, so that the steps of a request copy nothing to the device.
 
@@ -133,7 +132,7 @@ def load_strategy(path: str) -> MaskStrategy:
 
 @functools.lru_cache(maxsize=8)
 def _load(path: str, mtime_ns: int, num_bytes: int, inode: int) -> MaskStrategy:
-    """mtime_ns, num_bytes, inode: what tells one state of the file from the next."""
+    """mtime_ns, num_bytes, inode: which change with the content of the file."""
     del mtime_ns, num_bytes, inode
     return parse_strategy(read_json_file(path, _KEY_NAME), path)
 

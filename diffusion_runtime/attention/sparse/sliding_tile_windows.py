@@ -7,7 +7,6 @@ among them: borders shift a window and never shrink it, and an even w is the nex
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -67,9 +66,8 @@ def default_candidates(num_tiles: Extent) -> tuple[Extent, ...]:
     return tuple(window for attended, window in distinct.items() if attended != num_tiles)
 
 
-@functools.lru_cache(maxsize=64)
 def window_selection(num_tiles: Extent, attended: tuple[Extent, ...], device: torch.device) -> WindowSelection:
-    """The key tiles of several windows, each given as `attended_tiles` says it. Kept: it depends on nothing else."""
+    """The key tiles of several windows, each as `attended_tiles` gives it."""
     counts = [math.prod(extent) for extent in attended]
     total = math.prod(num_tiles)
     index = torch.zeros(len(attended), total, max(counts), dtype=torch.int32, device="cpu")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
+from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.token_layout import TokenLayout
 
@@ -19,11 +18,22 @@ def tile_counts(grid: Extent, tile: Extent) -> Extent:
 
 
 def tile_geometry(layout: TokenLayout, tile: Extent, device: torch.device | str) -> BlockGeometry:
-    """Tiles in raster order, tokens in raster order inside a tile, shared by all heads; text after the grid.
+    """Tiles in raster order, tokens in raster order inside a tile, shared by all heads; text after the grid."""
+    counts = tile_counts(layout.grid, tile)
+    axes = [torch.arange(extent, device="cpu") // size for extent, size in zip(layout.grid, tile, strict=True)]
+    t, h, w = torch.meshgrid(*axes, indexing="ij")
+    tile_of_token = ((t * counts[1] + h) * counts[2] + w).flatten()
+    order = tile_of_token.argsort(stable=True)
+    sizes = tile_of_token.bincount(minlength=counts[0] * counts[1] * counts[2])
+    return order_geometry(layout, order, sizes).to(device)
 
-    Kept for the layouts seen last: a plan of tiles depends on nothing else.
-    """
-    return _tile_geometry(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens, tile, torch.device(device))
+
+def tiles_of(call: AttentionCall, tile: Extent) -> BlockGeometry:
+    """The tiles of a call's grid on its device, made once per request."""
+    layout, device = call.grid_layout, call.q.device
+    # Without the lengths of the text, which tiles do not depend on.
+    grid = TokenLayout(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens)
+    return call.state.request.compute_once(tile_geometry, grid, tile, device)
 
 
 def order_geometry(layout: TokenLayout, order: torch.Tensor, sizes: torch.Tensor) -> BlockGeometry:
@@ -47,21 +57,14 @@ def sequence_order(num_prefix: int, num_suffix: int, grid_order: torch.Tensor) -
     return torch.cat([grid_order + num_prefix, prefix.to(grid_order.dtype), suffix.to(grid_order.dtype)], dim=-1)
 
 
-@functools.lru_cache(maxsize=32)
 def text_lengths(layout: TokenLayout, device: torch.device) -> torch.Tensor | None:
-    """int32 [batch], valid text tokens of each sample; None when all are valid. Kept, so that steps copy nothing."""
+    """int32 [batch], valid text tokens of each sample; None when all are valid."""
     if not layout.has_padding:
         return None
     return torch.tensor(layout.valid_lengths, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=8)
-def _tile_geometry(grid: Extent, num_prefix: int, num_suffix: int, tile: Extent, device: torch.device) -> BlockGeometry:
-    counts = tile_counts(grid, tile)
-    axes = [torch.arange(extent, device="cpu") // size for extent, size in zip(grid, tile, strict=True)]
-    t, h, w = torch.meshgrid(*axes, indexing="ij")
-    tile_of_token = ((t * counts[1] + h) * counts[2] + w).flatten()
-    order = tile_of_token.argsort(stable=True)
-    sizes = tile_of_token.bincount(minlength=counts[0] * counts[1] * counts[2])
-    layout = TokenLayout(grid, num_prefix, num_suffix)
-    return order_geometry(layout, order, sizes).to(device)
+def text_lengths_of(call: AttentionCall) -> torch.Tensor | None:
+    """The text lengths of a call on its device, copied there once per request."""
+    layout = call.grid_layout
+    return call.state.request.compute_once(text_lengths, layout, call.q.device) if layout.has_padding else None

@@ -1,6 +1,6 @@
 """Video Sparse Attention (Zhang et al., arXiv:2505.13389).
 
-The grid is cut into tiles. Attention among the tiles' means says which key tiles each query tile keeps (the fine
+The grid is cut into tiles. Attention among the tiles' means selects which key tiles each query tile keeps (the fine
 branch attends to their tokens exactly), and is added to the result itself, weighted by a gate that the model learned.
 """
 
@@ -9,24 +9,31 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.schedule import IndexRanges
-from diffusion_runtime.attention.sparse.interface import SparseBackend, check_grid, sparse_capability
-from diffusion_runtime.attention.sparse.tiles import text_lengths, tile_counts, tile_geometry
-from diffusion_runtime.attention.sparse.video_sparse_coarse import TileMeans, attend_tiles, num_kept_tiles, tile_means
+from diffusion_runtime.attention.schedule import DenseRule, IndexRanges, Window, dense_first_steps
+from diffusion_runtime.attention.sparse.interface import (
+    SparseBackend,
+    SparseOptions,
+    check_grid,
+    plan_of_call,
+    sparse_capability,
+)
+from diffusion_runtime.attention.sparse.tiles import text_lengths_of, tile_counts, tiles_of
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.tokens import PackedTokens
+from diffusion_runtime.kernels.block_packing.reference import PackedTokens
 from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
-from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
+from diffusion_runtime.kernels.highest_blocks import highest
+from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
@@ -35,11 +42,11 @@ _logger = logging.getLogger("diffusion_runtime.attention")
 
 
 @dataclass(frozen=True)
-class VideoSparseOptions:
+class VideoSparseOptions(SparseOptions):
     """sparsity: the share of key tiles that a query tile drops, in [0, 1]; at least one is kept. VSA_sparsity: another
     spelling of it. tile_size: tokens of a tile (frames, height, width), one of TILE_SIZES.
     dense_first_steps: steps that drop nothing. dense_layers: layers that drop nothing, as indexes or as ranges such as
-    `0-1,-1`; none by default. min_tokens: grids with fewer tokens drop nothing.
+    `0-1,-1`; none by default.
     """
 
     sparsity: float = 0.0
@@ -47,9 +54,9 @@ class VideoSparseOptions:
     tile_size: tuple[int, int, int] = (4, 4, 4)
     dense_first_steps: int = 0
     dense_layers: int | str | tuple[int | str, ...] = ()
-    min_tokens: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.VSA_sparsity is not None:
             if self.sparsity not in (0.0, self.VSA_sparsity):
                 raise ValueError(
@@ -63,19 +70,20 @@ class VideoSparseOptions:
         if self.tile_size not in TILE_SIZES:
             allowed = ", ".join(str(list(size)) for size in TILE_SIZES)
             raise ValueError(f"tile_size must be one of {allowed}, got {list(self.tile_size)}")
-        for name, value in (("dense_first_steps", self.dense_first_steps), ("min_tokens", self.min_tokens)):
-            if value < 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
-        _ = self._dense_ranges
+        if self.dense_first_steps < 0:
+            raise ValueError(f"dense_first_steps must be 0 or more, got {self.dense_first_steps}")
+        _ = self._layer_rules
 
     @cached_property
-    def _dense_ranges(self) -> IndexRanges | None:
-        """None for no layer: no ranges at all would mean every one."""
-        return None if self.dense_layers == () else IndexRanges.parse(self.dense_layers, "dense_layers")
+    def _layer_rules(self) -> tuple[DenseRule, ...]:
+        # No layer: no ranges at all would mean every one.
+        if self.dense_layers == ():
+            return ()
+        return (DenseRule("dense_layers", Window(layers=IndexRanges.parse(self.dense_layers, "dense_layers"))),)
 
-    def is_dense_layer(self, layer: LayerInfo) -> bool:
-        ranges = self._dense_ranges
-        return ranges is not None and ranges.contains(layer.index, layer.num_layers)
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
+        option = f"dense_first_steps {self.dense_first_steps}"
+        return (*dense_first_steps(self.dense_first_steps, option), *self._layer_rules)
 
 
 @register_backend
@@ -96,29 +104,23 @@ class VideoSparseBackend(SparseBackend):
     options_type = VideoSparseOptions
     self_test_options = MappingProxyType({"sparsity": 0.6})
 
-    def dense_reason(
-        self, options: VideoSparseOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo
-    ) -> str | None:
-        if step.index < options.dense_first_steps:
-            return f"steps before dense_first_steps {options.dense_first_steps}"
-        if options.is_dense_layer(layer):
-            return f"layers {options.dense_layers}"
+    def keeps_everything(self, options: VideoSparseOptions, layout: TokenLayout, layer: LayerInfo) -> str | None:  # noqa: ARG002
         num_tiles = math.prod(tile_counts(layout.grid, options.tile_size))
         if num_kept_tiles(options.sparsity, num_tiles) == num_tiles:
             return "the sparsity drops no tile"
         return None
 
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
-        geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
+        geometry = tiles_of(call, call.options.tile_size)
         return self.select_tiles(call, tile_means(call.q, call.k, None, geometry))[0]
 
     def run(self, call: AttentionCall) -> AttentionResult:
-        layout = check_grid(self.name, call)
+        check_grid(self.name, call)
         if call.gate is not None and call.gate.shape != call.q.shape:
             raise ConfigError(
                 f"{self.name}: expected a gate like q {tuple(call.q.shape)}, got {tuple(call.gate.shape)}"
             )
-        reason = self.why_dense(call.options, layout, call.layer, call.step)
+        reason = self.dense_reason(call)
         if reason is not None:
             result = self.run_dense(call, reason)
             return result if call.gate is None else self._add_coarse(result, call, call.gate)
@@ -136,7 +138,7 @@ class VideoSparseBackend(SparseBackend):
 
     def _add_coarse(self, result: AttentionResult, call: AttentionCall, gate: torch.Tensor) -> AttentionResult:
         """A dense result with the gated branch on top."""
-        geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
+        geometry = tiles_of(call, call.options.tile_size)
         means = tile_means(call.q, call.k, call.v, geometry)
         coarse = attend_tiles(means, scale=call.softmax_scale, num_kept=None)
         assert coarse.pooled is not None
@@ -155,7 +157,7 @@ class VideoSparseBackend(SparseBackend):
 
 def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
     """The means of all tiles, those of values where there is a gate, and from the same pass the kernel's rows."""
-    geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
+    geometry = tiles_of(call, call.options.tile_size)
     num_grid_tokens = call.grid_layout.num_grid_tokens
     if not reads_packed_rows(call.q, geometry, geometry, num_grid_tokens):
         return tile_means(call.q, call.k, None if call.gate is None else call.v, geometry), None
@@ -166,7 +168,7 @@ def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
         geometry,
         geometry,
         num_grid_tokens=num_grid_tokens,
-        text_lengths=text_lengths(call.grid_layout, call.q.device),
+        text_lengths=text_lengths_of(call),
         averaged="qk" if call.gate is None else "qkv",
     )
     assert packed.q_means is not None
@@ -176,29 +178,92 @@ def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
 
 def _plan(method: str, call: AttentionCall, kept: torch.Tensor, *, is_dense: bool) -> SparsePlan:
     """kept: int32 [1 or B * H, tiles, kept tiles]."""
-    geometry = tile_geometry(call.grid_layout, call.options.tile_size, call.q.device)
-    group_of, kv_count = _lists_of_heads(call.batch, call.num_heads, *kept.shape, kept.device)
-    return SparsePlan(
-        method=method,
-        batch=call.batch,
-        num_heads=call.num_heads,
-        num_kv_heads=call.num_kv_heads,
+    geometry = tiles_of(call, call.options.tile_size)
+    num_rows, num_tiles, num_kept = kept.shape
+    group_of, kv_count = call.state.request.compute_once(
+        _lists_of_heads, call.batch, call.num_heads, num_rows, num_tiles, num_kept, kept.device
+    )
+    return plan_of_call(
+        method,
+        call,
         q=geometry,
         kv=geometry,
         group_of=group_of,
         kv_count=kv_count,
         kv_index=kept,
-        num_grid_tokens=call.grid_layout.num_grid_tokens,
-        text_lengths=text_lengths(call.grid_layout, call.q.device),
         is_dense=is_dense,
     )
 
 
-@lru_cache(maxsize=8)
 def _lists_of_heads(
     batch: int, num_heads: int, num_rows: int, num_tiles: int, num_kept: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """group_of and kv_count of a plan whose lists are all of one length; kept, since the shapes say it all."""
+    """group_of and kv_count of a plan whose lists are all of one length."""
     rows = torch.arange(batch * num_heads, dtype=torch.int32, device=device)
     counts = torch.full((num_rows, num_tiles), num_kept, dtype=torch.int32, device=device)
     return (rows % num_rows).view(batch, num_heads), counts
+
+
+# Scores of tiles that are held in float32 at a time.
+_CHUNK = 1 << 25
+
+
+@dataclass(frozen=True)
+class TileMeans:
+    """float32 [B, heads, N, head_dim]; v: None where the selection alone is wanted."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class CoarseResult:
+    """B batch, H query heads, N tiles.
+
+    kept: int32 [B, H, N, num_kept], the key tiles of each query tile, ascending; None when none were asked for.
+    pooled: float32 [B, H, N, head_dim], what attention among tiles gives each; None without values.
+    """
+
+    kept: torch.Tensor | None
+    pooled: torch.Tensor | None
+
+
+def num_kept_tiles(sparsity: float, num_tiles: int) -> int:
+    """How many key tiles a query tile keeps: the share 1 - sparsity, rounded up, at least one."""
+    # (1 - 0.7) * 10 is a little more than 3 in floating point, and must not become 4.
+    return min(max(math.ceil((1.0 - sparsity) * num_tiles - 1e-6), 1), num_tiles)
+
+
+def tile_means(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, geometry: BlockGeometry) -> TileMeans:
+    """q: [B, seq, H, head_dim]; k, v: [B, seq, kv_heads, head_dim]; geometry: the tiles, shared by all heads."""
+    v_means = None if v is None else block_means(v, geometry)
+    return TileMeans(block_means(q, geometry), block_means(k, geometry), v_means)
+
+
+def attend_tiles(means: TileMeans, *, scale: float, num_kept: int | None) -> CoarseResult:
+    """Attention among tiles' means in float32; scores are not weighted by how many tokens a tile holds.
+
+    num_kept: key tiles to keep for each query tile; None for the pooled values alone.
+    """
+    q_means, k_means, v_means = means.q, means.k, means.v
+    batch, num_heads, num_tiles, head_dim = q_means.shape
+    repeats = num_heads // k_means.shape[1]
+    kept = None
+    if num_kept is not None:
+        kept = torch.empty(batch, num_heads, num_tiles, num_kept, dtype=torch.int32, device=q_means.device)
+    pooled = None if v_means is None else torch.empty_like(q_means)
+    step = max(1, _CHUNK // (num_tiles * num_tiles * repeats))
+    for sample in range(batch):
+        for start in range(0, k_means.shape[1], step):
+            kv_heads = slice(start, min(start + step, k_means.shape[1]))
+            heads = slice(kv_heads.start * repeats, kv_heads.stop * repeats)
+            # Query heads that share a key head stand below each other, so that keys are not repeated.
+            stacked = q_means[sample, heads].reshape(-1, repeats * num_tiles, head_dim)
+            scores = scale * stacked @ k_means[sample, kv_heads].transpose(1, 2)
+            if kept is not None and num_kept is not None:
+                kept[sample, heads] = highest(scores, num_kept).view(-1, num_tiles, num_kept)
+            if pooled is not None and v_means is not None:
+                values = scores.softmax(dim=-1) @ v_means[sample, kv_heads]
+                pooled[sample, heads] = values.view(-1, *pooled.shape[2:])
+    return CoarseResult(kept, pooled)

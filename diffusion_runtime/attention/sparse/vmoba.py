@@ -15,24 +15,23 @@ import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import register_backend
-from diffusion_runtime.attention.sparse.interface import SparseBackend
-from diffusion_runtime.attention.sparse.tiles import text_lengths
-from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
-from diffusion_runtime.attention.sparse.vmoba_selection import select_chunks
+from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, plan_of_call
+from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of, select_chunks
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_means.api import block_means
+from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 ChunkKind = Literal["temporal", "spatial", "st"]
 
 # Options that may be 0.
-_COUNTS = ("first_full_step", "first_full_layer", "temporal_layer", "spatial_layer", "st_layer", "min_tokens")
+_COUNTS = ("first_full_step", "first_full_layer", "temporal_layer", "spatial_layer", "st_layer")
 
 
 @dataclass(frozen=True)
-class VMobaOptions:
+class VMobaOptions(SparseOptions):
     """Chunk sizes are in tokens after patchify, and defaults those for Wan 2.1 at 480p.
 
     temporal_chunk_size: latent frames, not necessarily whole ones; spatial_chunk_size: (height, width), over all
@@ -43,7 +42,7 @@ class VMobaOptions:
     (`head_global`), all pairs (`overall`), or all queries of a chunk (`block`, with a threshold alone).
     first_full_step, first_full_layer: steps and layers before them attend to everything.
     temporal_layer, spatial_layer, st_layer: how many layers in a row have each kind of chunk, from first_full_layer on
-    and over again. min_tokens: grids with fewer tokens run dense.
+    and over again.
     """
 
     temporal_chunk_size: int | float = 2
@@ -60,9 +59,9 @@ class VMobaOptions:
     temporal_layer: int = 1
     spatial_layer: int = 1
     st_layer: int = 1
-    min_tokens: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (self.temporal_chunk_size > 0 and math.isfinite(self.temporal_chunk_size)):
             raise ValueError(f"temporal_chunk_size must be a number of frames above 0, got {self.temporal_chunk_size}")
         for name, sizes in (
@@ -91,10 +90,16 @@ class VMobaOptions:
     def top(self) -> dict[ChunkKind, int]:
         return {"temporal": self.temporal_topk, "spatial": self.spatial_topk, "st": self.st_topk}
 
+    def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
+        return (
+            *dense_first_steps(self.first_full_step, f"first_full_step {self.first_full_step}"),
+            *dense_first_layers(self.first_full_layer, f"first_full_layer {self.first_full_layer}"),
+        )
+
 
 @register_backend
 class VMobaBackend(SparseBackend):
-    """Chunks that any query of a block selected are listed for the block; a bit for each query says which it sees."""
+    """Chunks that any query of a block selected are listed for the block; one bit per query marks those it sees."""
 
     name = "vmoba_attn"
     aliases = ("vmoba",)
@@ -102,11 +107,7 @@ class VMobaBackend(SparseBackend):
     options_type = VMobaOptions
     self_test_options = MappingProxyType({"spatial_chunk_size": (2, 3), "st_chunk_size": (2, 3, 4)})
 
-    def dense_reason(self, options: VMobaOptions, layout: TokenLayout, layer: LayerInfo, step: StepInfo) -> str | None:
-        if step.index < options.first_full_step:
-            return f"steps before first_full_step {options.first_full_step}"
-        if layer.index < options.first_full_layer:
-            return f"layers before first_full_layer {options.first_full_layer}"
+    def keeps_everything(self, options: VMobaOptions, layout: TokenLayout, layer: LayerInfo) -> str | None:
         kind = chunk_kind(options, layer)
         num_chunks = chunk_count(layout.grid, chunk_shape(options, layout, kind))
         if num_chunks == 1:
@@ -128,7 +129,9 @@ class VMobaBackend(SparseBackend):
         options: VMobaOptions = call.options
         kind = chunk_kind(options, call.layer)
         shape = chunk_shape(options, call.grid_layout, kind)
-        chunks = chunks_of(call.grid_layout, shape, call.q.device)
+        layout = call.grid_layout
+        grid = TokenLayout(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens)
+        chunks = call.state.request.compute_once(chunks_of, grid, shape, call.q.device)
         means = block_means(call.k, chunks.kv)
         in_order = chunks.q.order[0, : call.grid_layout.num_grid_tokens].long()
         batch, num_heads, num_chunks = call.batch, call.num_heads, chunks.num_chunks
@@ -151,18 +154,14 @@ class VMobaBackend(SparseBackend):
                 listed = selected[head][chunks.rows_of_block].any(dim=1)
                 kv_count[sample, head] = listed.sum(dim=-1, dtype=torch.int32)
                 kv_index[sample, head] = indexes_first(listed)
-        return SparsePlan(
-            method=self.name,
-            batch=batch,
-            num_heads=num_heads,
-            num_kv_heads=call.num_kv_heads,
+        return plan_of_call(
+            self.name,
+            call,
             q=chunks.q,
             kv=chunks.kv,
             group_of=torch.arange(batch * num_heads, dtype=torch.int32, device=device).view(batch, num_heads),
             kv_count=kv_count.flatten(0, 1),
             kv_index=kv_index.flatten(0, 1),
-            num_grid_tokens=call.grid_layout.num_grid_tokens,
-            text_lengths=text_lengths(call.grid_layout, call.q.device),
             row_mask=row_mask,
         )
 

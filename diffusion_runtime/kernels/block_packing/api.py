@@ -6,8 +6,7 @@ import torch
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_packing import triton
-from diffusion_runtime.kernels.block_packing.reference import pack_tokens_reference
-from diffusion_runtime.kernels.block_packing.tokens import Averaged, PackedTokens
+from diffusion_runtime.kernels.block_packing.reference import Averaged, PackedTokens, pack_tokens_reference
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 

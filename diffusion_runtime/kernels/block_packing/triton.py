@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from diffusion_runtime.kernels.block_packing.tokens import TAIL_ROWS, Averaged, PackedTokens, row_width
+from diffusion_runtime.kernels.block_packing.reference import TAIL_ROWS, Averaged, PackedTokens, row_width
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 
 

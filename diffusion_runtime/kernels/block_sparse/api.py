@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_packing.tokens import TAIL_ROWS, PackedTokens, row_width
+from diffusion_runtime.kernels.block_packing.reference import TAIL_ROWS, PackedTokens, row_width
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
-from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
 
 IMPLEMENTATIONS = ("reference", "triton", "flash4")

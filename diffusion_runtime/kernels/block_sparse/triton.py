@@ -16,11 +16,10 @@ import torch
 
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.tokens import PackedTokens, row_width
+from diffusion_runtime.kernels.block_packing.reference import PackedTokens, row_width
 from diffusion_runtime.kernels.block_packing.triton import rows_contiguous
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
-from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
 
 MINIMUM_CAPABILITY = (8, 0)
 # The dtypes the kernels compute; the reference computes any other.

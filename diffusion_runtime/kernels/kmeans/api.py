@@ -12,8 +12,7 @@ import torch
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.kmeans import triton
-from diffusion_runtime.kernels.kmeans.grouping import Grouping, group_by_label
-from diffusion_runtime.kernels.kmeans.reference import assign_reference, update_reference
+from diffusion_runtime.kernels.kmeans.reference import Grouping, assign_reference, group_by_label, update_reference
 
 IMPLEMENTATIONS = ("reference", "triton")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.kernels.kmeans.grouping import Grouping
+from diffusion_runtime.kernels.kmeans.reference import Grouping
 
 # Numbers that one step of the segment sums reads: 64 points of 128.
 _SUM_STEP = 8192

@@ -42,7 +42,7 @@ ALONE = [
     (VSA, {"sparsity": "lots"}, r"video_sparse_attn\.sparsity: expected float, got 'lots'"),
     (VSA, {"tile_size": [6, 8, 8]}, r"tile_size must be one of \[4, 4, 4\], .*got \[6, 8, 8\]"),
     (VSA, {"dense_layers": "first"}, "dense_layers: expected ranges such as .*got 'first'"),
-    (VSA, {"min_tokens": -5}, "min_tokens must be 0 or more, got -5"),
+    (VSA, {"min_tokens": -5}, "min_tokens: expected 0 or more, got -5"),
     (VSA, {"sparsty": 0.5}, "unknown option 'sparsty'. Did you mean 'sparsity'"),
     (VSA, {1: 0.5}, "unknown option 1"),
     (STA, {"window": [3, 0, 5]}, r"window: expected three whole numbers of 1 or more .*got \(3, 0, 5\)"),

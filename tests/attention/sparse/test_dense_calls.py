@@ -17,6 +17,8 @@ from diffusion_runtime.attention import (
     TokenLayout,
     attention,
 )
+from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions
 
 GRID = TokenLayout((2, 8, 8))
 # Text before and after the grid, some of it padding.
@@ -28,16 +30,16 @@ PADDED = (
 METHODS: dict[str, tuple[dict[str, Any], str]] = {
     "sliding_tile_attn": (
         {"window": [1, 1, 1], "tile_size": [2, 2, 2], "skip_time_steps": 1},
-        "the first 1 steps are full (skip_time_steps)",
+        "steps 0 (skip_time_steps 1)",
     ),
-    "video_sparse_attn": ({"sparsity": 0.5, "dense_first_steps": 1}, "steps before dense_first_steps 1"),
+    "video_sparse_attn": ({"sparsity": 0.5, "dense_first_steps": 1}, "steps 0 (dense_first_steps 1)"),
     "vmoba_attn": (
         {"temporal_chunk_size": 1, "moba_threshold": 0.1, "first_full_step": 1},
-        "steps before first_full_step 1",
+        "steps 0 (first_full_step 1)",
     ),
     "sparse_video_gen_2_attn": (
         {"svg2_first_times_fp": 0.5, "svg2_first_layers_fp": 0.0},
-        "one of the first 1 steps (svg2_first_times_fp)",
+        "steps 0 (svg2_first_times_fp 0.5)",
     ),
 }
 
@@ -109,3 +111,14 @@ def test_padded_text_rows_are_zero_in_dense_and_in_sparse_steps(layout: TokenLay
                 if not out[sample, ~padding].any(-1).all() or not lse[sample][:, ~padding].isfinite().all():
                     wrong.append((method, step, sample))
     assert wrong == []
+
+
+def test_no_method_has_a_dense_schedule_of_its_own() -> None:
+    others = []
+    for method in METHODS:
+        backend = find_backend(method)
+        assert isinstance(backend, SparseBackend)
+        has_rules = issubclass(backend.options_type, SparseOptions)
+        if not has_rules or type(backend).dense_reason is not SparseBackend.dense_reason:
+            others.append(method)
+    assert others == []

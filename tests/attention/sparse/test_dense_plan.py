@@ -10,6 +10,7 @@ from tables import table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout, plan_attention
+from diffusion_runtime.attention.context import RequestCache
 
 LAYOUTS = [
     TokenLayout((1, 1, 1)),
@@ -47,11 +48,12 @@ def test_everything_valid_sees_everything_valid(layout: TokenLayout) -> None:
         assert torch.equal(mask, (valid[:, None] & valid).expand(2, -1, -1))
 
 
-def test_it_is_made_once_for_a_layout() -> None:
+def test_it_is_made_once_per_request_and_layout() -> None:
     """Afterwards nothing but three fills runs, and no tensor comes from a list."""
     layout = TokenLayout((3, 4, 7), num_suffix_tokens=2)
     q, k, _ = random_qkv(layout)
     arguments: dict[str, Any] = {"backend": "vmoba_attn", "options": {"first_full_step": 1}, "layout": layout}
+    arguments["state"] = RequestCache()
     first = plan_attention(q, k, **arguments)
     with Operators() as operators:
         second = plan_attention(q, k, **arguments)

@@ -15,6 +15,7 @@ from tables import table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_runtime.attention import LayerInfo, SparsePlan, StepInfo, TokenLayout, attention, plan_attention
+from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.sparse.sliding_tile_windows import default_candidates
 
 Extent = tuple[int, int, int]
@@ -363,9 +364,10 @@ def test_planning_waits_for_nothing_once_it_is_warm(tmp_path: Path) -> None:
     q, k, _ = random_qkv(layout, batch=2, num_heads=4)
 
     def plan(index: int) -> SparsePlan:
-        step, layer = StepInfo(index, 4), LayerInfo()
-        return plan_attention(q, k, backend=NAME, options=file_options(path), layout=layout, step=step, layer=layer)
+        given: dict[str, Any] = {"options": file_options(path), "step": StepInfo(index, 4), "state": state}
+        return plan_attention(q, k, backend=NAME, layout=layout, layer=LayerInfo(), **given)
 
+    state = RequestCache()
     plan(0)
     with Operators() as operators:
         plans = [plan(index) for index in (1, 2, 3)]

@@ -83,7 +83,7 @@ def test_search_tune_and_inference_on_a_pipeline(
     assert not numpy.array_equal(inference.frames, full.frames)
     for media in (tuned, inference):
         dense, sparse = rows_of(media)
-        assert "the first 1 steps are full" in dense[0]
+        assert "steps 0 (skip_time_steps 1)" in dense[0]
         assert dense[1:] == (num_forwards // NUM_STEPS, "0")
         assert sparse == ("block-sparse reference", num_forwards // NUM_STEPS * 3, "1-3")
 

@@ -28,9 +28,9 @@ from diffusion_runtime.attention.sparse.sliding_tile_search import (
     SearchRecorder,
     SearchSetup,
     read_search_logs,
+    tune,
 )
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import load_strategy
-from diffusion_runtime.attention.sparse.sliding_tile_tuning import tune
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, OutputError
 
 NAME = "sliding_tile_attn"

@@ -209,7 +209,7 @@ def test_full_steps_are_computed_by_the_dense_backend_and_said(caplog: pytest.Lo
             out = run(options, step=StepInfo(index, 3), state=state)
             assert torch.equal(out, attention(q, k, v, layout=LAYOUT)) == (index < 2)
     said = [line for line in caplog.messages if "runs dense" in line]
-    assert said == ["sliding_tile_attn runs dense: the first 2 steps are full (skip_time_steps)"]
+    assert said == ["sliding_tile_attn runs dense: steps 0-1 (skip_time_steps 2)"]
 
 
 def test_a_skip_of_every_step_is_warned_of_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

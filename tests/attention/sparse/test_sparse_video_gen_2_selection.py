@@ -8,7 +8,7 @@ import math
 import torch
 from tables import table
 
-from diffusion_runtime.attention.sparse.sparse_video_gen_2_selection import keep_most_mass
+from diffusion_runtime.attention.sparse.sparse_video_gen_2 import keep_most_mass
 
 
 def kept_sets(scores: torch.Tensor, sizes: torch.Tensor, top_p: float, minimum: int = 0) -> list[list[set[int]]]:

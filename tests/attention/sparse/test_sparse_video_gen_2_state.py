@@ -89,7 +89,7 @@ def test_a_dense_call_is_the_dense_backend_to_the_bit_and_says_why(caplog: pytes
         for index in (0, 1):
             out = attention(q, k, v, options=options, step=StepInfo(index, 10), **arguments)
             assert torch.equal(out, attention(q, k, v, backend="torch_sdpa", layout=GRID))
-    assert caplog.messages == [f"{NAME} runs dense: one of the first 2 steps (svg2_first_times_fp)"]
+    assert caplog.messages == [f"{NAME} runs dense: steps 0-1 (svg2_first_times_fp 0.2)"]
     sparse = attention(q, k, v, options=options, step=StepInfo(2, 10), **arguments)
     assert not torch.allclose(sparse, out, atol=1e-3)
 

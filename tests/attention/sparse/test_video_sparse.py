@@ -13,10 +13,10 @@ from sparse_oracle import masked_attention, random_qkv
 from tables import table
 
 from diffusion_runtime.attention import TokenLayout, attention, plan_attention
-from diffusion_runtime.attention.sparse import video_sparse_coarse
+from diffusion_runtime.attention.sparse import video_sparse as video_sparse_coarse
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
-from diffusion_runtime.attention.sparse.video_sparse_coarse import num_kept_tiles
-from diffusion_runtime.kernels.highest_blocks.api import highest
+from diffusion_runtime.attention.sparse.video_sparse import num_kept_tiles
+from diffusion_runtime.kernels.highest_blocks import highest
 
 VSA = "video_sparse_attn"
 RAGGED = TokenLayout((5, 6, 7))

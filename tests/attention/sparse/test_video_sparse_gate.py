@@ -162,8 +162,8 @@ def test_the_report_says_why_it_was_dense_and_that_the_gate_stayed() -> None:
     layer(q, k, v, context, gate=gate)
     names = {row.implementation for row in context.recorder.report().rows}
     assert names == {
-        "dense torch_sdpa (flash): steps before dense_first_steps 1",
-        "dense torch_sdpa (flash): steps before dense_first_steps 1, with the gated branch",
+        "dense torch_sdpa (flash): steps 0 (dense_first_steps 1)",
+        "dense torch_sdpa (flash): steps 0 (dense_first_steps 1), with the gated branch",
     }
 
 
@@ -225,7 +225,7 @@ def test_both_spellings_of_sparsity_and_a_pair_list() -> None:
         ({"tile_size": (4, 4)}, "tile_size: expected"),
         ({"dense_first_steps": -1}, "dense_first_steps must be 0 or more"),
         ({"dense_layers": "first"}, "expected ranges such as"),
-        ({"min_tokens": -5}, "min_tokens must be 0 or more"),
+        ({"min_tokens": -5}, "min_tokens: expected 0 or more"),
         ({"tile": 4}, "unknown option 'tile'"),
     ],
 )

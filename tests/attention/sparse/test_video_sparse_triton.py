@@ -24,10 +24,14 @@ from diffusion_runtime.attention import (
     plan_attention,
 )
 from diffusion_runtime.attention.sparse.tiles import tile_geometry
-from diffusion_runtime.attention.sparse.video_sparse import VideoSparseBackend, VideoSparseOptions
-from diffusion_runtime.attention.sparse.video_sparse_coarse import attend_tiles, tile_means
+from diffusion_runtime.attention.sparse.video_sparse import (
+    VideoSparseBackend,
+    VideoSparseOptions,
+    attend_tiles,
+    tile_means,
+)
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_sparse.pooled_branch import PooledBranch, add_branch
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, add_branch
 
 # Ragged on every axis; tiles of 128 leave rests of 1 to 64 queries.
 GRID = TokenLayout((5, 6, 11))

@@ -217,7 +217,7 @@ def test_a_layer_reports_dense_steps_and_sparse_ones() -> None:
         layer(q, k, v, AttentionContext(RAGGED, StepInfo(index, 4), RequestCache(), context.recorder))
     rows = [(row.backend, row.implementation, row.steps) for row in context.recorder.report().rows]
     assert rows == [
-        (VMOBA, "dense torch_sdpa (flash): steps before first_full_step 2", "0-1"),
+        (VMOBA, "dense torch_sdpa (flash): steps 0-1 (first_full_step 2)", "0-1"),
         (VMOBA, "block-sparse reference", "2-3"),
     ]
 
@@ -254,7 +254,7 @@ def test_defaults_are_the_documented_ones() -> None:
         ({"moba_select_mode": "topk", "moba_threshold_type": "block"}, "has no moba_threshold_type block"),
         ({"first_full_step": -1}, "first_full_step must be 0 or more"),
         ({"temporal_layer": 0, "spatial_layer": 0, "st_layer": 0}, "all are 0"),
-        ({"min_tokens": -1}, "min_tokens must be 0 or more"),
+        ({"min_tokens": -1}, "min_tokens: expected 0 or more"),
         ({"temporal_chunk": 2}, "unknown option 'temporal_chunk'"),
     ],
 )

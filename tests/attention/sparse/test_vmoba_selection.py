@@ -12,7 +12,7 @@ from sparse_oracle import random_qkv
 from tables import table
 
 from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout, plan_attention
-from diffusion_runtime.attention.sparse import vmoba_selection
+from diffusion_runtime.attention.sparse import vmoba_chunks as vmoba_selection
 from diffusion_runtime.attention.sparse.vmoba import VMobaOptions, chunk_kind
 from diffusion_runtime.attention.sparse.vmoba_chunks import chunks_of
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan

@@ -1,1 +1,0 @@
-"""Top-k: the indexes of the highest scores of each row."""
