@@ -277,6 +277,10 @@ def _run_main(words: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if words[0] == "-u":
+        # As torchrun starts its ranks.
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        words = words[1:]
     is_module, is_code = words[0] == "-m", words[0] == "-c"
     sys.argv = list(words[1:] if is_module else words)
     sys.path[0] = "" if is_code else cwd if is_module else str(Path(words[0]).parent)
