@@ -112,13 +112,13 @@ def meddle() -> None:
     World.join = watched_join  # type: ignore[method-assign]
     native_model.check_component_files = watched_check
 
-    say_end = generation._say_end
+    report_end = generation._report_end
 
     def watched_end(*arguments: Any) -> None:
         misbehave("end")
-        say_end(*arguments)
+        report_end(*arguments)
 
-    generation._say_end = watched_end
+    generation._report_end = watched_end
     Pipeline.__call__ = watched_call  # type: ignore[method-assign]
     decoder.decode = heard_decode  # type: ignore[method-assign]
     generated.publish_pair = watched_publish
