@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warm_python import run_python
+
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -44,10 +46,16 @@ def process_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "80", **changes}
 
 
-def command_process(*arguments: object, cwd: Path, input_text: str | None = None, **environment: str) -> Result:
-    """Run `python -m diffusion_runtime` as a process of its own."""
+def command_process(
+    *arguments: object, cwd: Path, input_text: str = "", warm: bool = True, **environment: str
+) -> Result:
+    """Run `python -m diffusion_runtime` in a process of its own. warm: it is forked from a warm interpreter."""
+    words = ("-m", "diffusion_runtime", *map(str, arguments))
+    if warm:
+        done = run_python(*words, cwd=cwd, env=process_environment(**environment), input_text=input_text)
+        return Result(done.returncode, done.stdout, done.stderr)
     finished = subprocess.run(
-        [sys.executable, "-m", "diffusion_runtime", *map(str, arguments)],
+        [sys.executable, *words],
         cwd=cwd,
         env=process_environment(**environment),
         input=input_text,

@@ -15,19 +15,23 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("DIFFUSION_ATTENTION_BACKEND", None)
 
 # The files that take longest, in this order and before all others: a worker that takes a long one last ends alone.
-# Those that start processes of two ranks come first; `scripts/check` keeps the order.
+# By seconds of CPU time; `scripts/check` keeps the order.
 LONGEST = (
+    "kernels/test_block_sparse_triton.py",
     "cli/test_process_faults.py",
-    "attention/test_packages.py",
     "cli/test_several_processes.py",
-    "cli/test_families.py",
-    "parallel/test_exchanges.py",
-    "models/test_model_folder.py",
-    "models/ltx2/test_pipeline.py",
-    "kernels/test_block_packing.py",
+    "test_embedded_model.py",
+    "cli/test_doctor.py",
     "kernels/test_kmeans_triton.py",
+    "parallel/test_exchanges.py",
+    "cli/test_self_check.py",
     "parallel/test_world.py",
+    "models/test_folder_layouts.py",
     "quality/test_auxiliary.py",
+    "cli/test_processes.py",
+    "cli/test_interruptions.py",
+    "models/test_model_folder.py",
+    "kernels/test_block_packing.py",
 )
 
 

@@ -67,8 +67,8 @@ def meddle() -> None:
     """Put hooks around the parts that a process has."""
     import numpy
 
-    from diffusion_runtime import loading
     from diffusion_runtime.cli import generation
+    from diffusion_runtime.loading import native_model
     from diffusion_runtime.media import generated
     from diffusion_runtime.models.interface import LatentDecoder
     from diffusion_runtime.models.shared_decoder import SharedDecoder
@@ -99,26 +99,26 @@ def meddle() -> None:
 
     for name, seconds in PLAN.get("seconds", {}).items():
         setattr(signs_of_life, name, seconds)
-    join, check = World.join, loading.check_component_files
+    join, check = World.join, native_model.check_component_files
 
     def watched_join(*arguments: Any, **options: Any) -> World:
         misbehave("join")
         return join(*arguments, **options)
 
-    def watched_check(folder: Path) -> None:
+    def watched_check(folder: Any) -> None:
         misbehave("load")
         check(folder)
 
     World.join = watched_join  # type: ignore[method-assign]
-    loading.check_component_files = watched_check
+    native_model.check_component_files = watched_check
 
-    say_end = generation._say_end
+    report_end = generation._report_end
 
     def watched_end(*arguments: Any) -> None:
         misbehave("end")
-        say_end(*arguments)
+        report_end(*arguments)
 
-    generation._say_end = watched_end
+    generation._report_end = watched_end
     Pipeline.__call__ = watched_call  # type: ignore[method-assign]
     decoder.decode = heard_decode  # type: ignore[method-assign]
     generated.publish_pair = watched_publish

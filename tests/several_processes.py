@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cli_support import Result, process_environment
+from warm_python import WarmProcess, start_python
 
 PROGRAM = Path(__file__).with_name("faulty_program.py")
 GENERATE = (
@@ -31,7 +32,7 @@ GENERATE = (
 class Running:
     """A command that was started as `faulty_program.py` in `folder`, whose plan it follows."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | WarmProcess
     program: Path
 
     def finish(self, timeout: float = 600) -> Result:
@@ -47,13 +48,20 @@ class Running:
 
 
 def start(
-    folder: Path, *arguments: object, plan: dict[str, Any] | None = None, num_torchrun: int | None = None
+    folder: Path,
+    *arguments: object,
+    plan: dict[str, Any] | None = None,
+    num_torchrun: int | None = None,
+    warm: bool = True,
 ) -> Running:
     """Start a command line in `folder`. num_torchrun: processes that torchrun starts, None for one process, whose
-    `--num-gpus` may start more."""
+    `--num-gpus` may start more. warm: not by torchrun, the processes are forked from a warm interpreter."""
     folder.mkdir(parents=True, exist_ok=True)
     program = Path(shutil.copy(PROGRAM, folder / PROGRAM.name))
     (folder / "plan.json").write_text(json.dumps(plan or {}))
+    if warm and num_torchrun is None:
+        warm_process = start_python(program, *arguments, cwd=folder, env=process_environment(), max_ranks=4)
+        return Running(warm_process, program)
     launcher: Sequence[str] = ()
     if num_torchrun is not None:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_torchrun))
@@ -106,15 +114,15 @@ def files_in(folder: Path) -> list[str]:
 
 
 def _processes_of(program: Path) -> list[int]:
-    """Processes that were started with this very script, whoever their parent is."""
+    """Processes that work in the folder of this very script, whoever their parent is."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                folder = Path(os.readlink(entry / "cwd"))
                 is_zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
             except OSError:
                 continue
-            if str(program).encode() in words and not is_zombie:
+            if folder == program.parent and not is_zombie and int(entry.name) != os.getpid():
                 found.append(int(entry.name))
     return found

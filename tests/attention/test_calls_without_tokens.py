@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from attention_calls import attention_call
+from warm_python import run_python
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -47,7 +46,7 @@ print(len(usable), wrong)
 
 
 def test_every_backend_that_runs_here() -> None:
-    done = subprocess.run([sys.executable, "-c", _EVERY_BACKEND], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", _EVERY_BACKEND)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
     num_usable, _, wrong = done.stdout.partition(" ")
     assert int(num_usable) >= 6

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tables import table
+from warm_python import run_python
 
 SCRIPT = """
 import dataclasses, json, sys
@@ -50,9 +49,7 @@ def install(folder: Path, distribution: str, version: str, module: str, text: st
 
 
 def ask(folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = run_python("-c", SCRIPT, folder)
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)
     return said
@@ -115,8 +112,7 @@ print(json.dumps(said))
 
 def run(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """What a script says in a process of its own, and what it logs."""
-    command = [sys.executable, "-c", script, str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", script, folder, *arguments)
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)
     return said, done.stderr

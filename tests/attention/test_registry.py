@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from dense_backends import ALL
+from warm_python import run_python
 
 from diffusion_runtime.attention import (
     AttentionCall,
@@ -72,13 +71,7 @@ def test_a_published_backend_is_found_and_a_broken_one_is_only_reported(tmp_path
     (info / "entry_points.txt").write_text(
         "[diffusion_runtime.attention_backends]\nbroken_attn = broken_package:Broken\nplugin = plugin_package:Plugin\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SCRIPT}"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_python("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SCRIPT}")
     assert done.returncode == 0, done.stderr
     reason = "entry point 'broken_package:Broken' of package 'plugin-package' cannot be used: OSError: libbroken.so: "
     reason += "cannot open shared object file"

@@ -48,16 +48,16 @@ def after_publishing() -> None:
 
 
 def at_the_summary() -> None:
-    say_end = generation._say_end
+    report_end = generation._report_end
     calls: list[int] = []
 
     def said(*arguments: Any) -> None:
         calls.append(1)
         if len(calls) == 1:
             interrupt()
-        say_end(*arguments)
+        report_end(*arguments)
 
-    generation._say_end = said
+    generation._report_end = said
 
 
 def while_it_exits() -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy
 import pytest
 from cli_support import command_process, process_environment, tiny_arguments
+from warm_python import start_python
 
 
 def test_paths_on_standard_output_and_prompts_from_standard_input(tiny_wan_folder: Path, tmp_path: Path) -> None:
     arguments = ("generate", *tiny_arguments(tiny_wan_folder), "--prompt-file", "-", "--format", "npy")
-    result = command_process(*arguments, cwd=tmp_path, input_text="a star\n# no\na red ring\n")
+    result = command_process(*arguments, cwd=tmp_path, input_text="a star\n# no\na red ring\n", warm=False)
     assert result.code == 0, result.err
     assert result.out == "outputs/a-star-seed0.npy\noutputs/a-red-ring-seed0.npy\n"
     assert numpy.load(tmp_path / "outputs" / "a-star-seed0.npy").shape == (5, 32, 32, 3)
@@ -33,14 +34,10 @@ def test_paths_on_standard_output_and_prompts_from_standard_input(tiny_wan_folde
 
 
 def test_an_interrupted_batch_keeps_what_is_finished(tiny_wan_folder: Path, tmp_path: Path) -> None:
-    arguments = ["generate", "a star", *tiny_arguments(tiny_wan_folder), "--seed", "1-50"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "diffusion_runtime", *arguments, "--num-inference-steps", "60"],
-        cwd=tmp_path,
-        env=process_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    arguments = ("generate", "a star", *tiny_arguments(tiny_wan_folder), "--seed", "1-50")
+    steps = ("--num-inference-steps", "60")
+    with start_python(
+        "-m", "diffusion_runtime", *arguments, *steps, cwd=tmp_path, env=process_environment()
     ) as process:
         assert process.stdout is not None
         first = process.stdout.readline().strip()
@@ -88,10 +85,8 @@ def test_a_disk_that_fills_up_fails_the_rest_of_the_batch(tiny_wan_folder: Path,
 
 
 def test_a_reader_that_leaves_is_no_error(tiny_wan_folder: Path, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "diffusion_runtime", "generate", "a star", *tiny_arguments(tiny_wan_folder)]
-    with subprocess.Popen(
-        arguments, cwd=tmp_path, env=process_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    arguments = ("-m", "diffusion_runtime", "generate", "a star", *tiny_arguments(tiny_wan_folder))
+    with start_python(*arguments, cwd=tmp_path, env=process_environment()) as process:
         assert process.stdout is not None
         process.stdout.close()
         assert process.stderr is not None
@@ -102,18 +97,8 @@ def test_a_reader_that_leaves_is_no_error(tiny_wan_folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_while_loading_leaves_nothing(number: int, tiny_wan_folder: Path, tmp_path: Path) -> None:
-    arguments = [
-        sys.executable,
-        "-m",
-        "diffusion_runtime",
-        "generate",
-        "a star",
-        *tiny_arguments(tiny_wan_folder),
-        "--json",
-    ]
-    with subprocess.Popen(
-        arguments, cwd=tmp_path, env=process_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    arguments = ("-m", "diffusion_runtime", "generate", "a star", *tiny_arguments(tiny_wan_folder), "--json")
+    with start_python(*arguments, cwd=tmp_path, env=process_environment()) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == f"loading {tiny_wan_folder}\n"
         process.send_signal(number)

@@ -120,6 +120,8 @@ def test_several_processes_take_what_the_first_found(tmp_path: Path, tiny_flags:
         *("generate", "a star", *tiny_flags, "--device", "cpu", "--num-gpus", 2, "--ulysses-degree", 2),
         *("--attention-backend", "wrong_on_the_first,torch_sdpa"),
         cwd=tmp_path,
+        # One run of the installed command whose launcher starts interpreters.
+        warm=False,
         PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(tmp_path)]),
     )
     assert result.code == 0, result.err

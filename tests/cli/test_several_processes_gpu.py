@@ -29,7 +29,7 @@ GENERATE = (
 )
 def test_a_fault_ends_both_with_one_error(fault: str, code: int, said: str, tmp_path: Path) -> None:
     plan = {"faults": [{"rank": 1, "stage": "denoise", "step": 1, "fault": fault}]}
-    running = start(tmp_path, *GENERATE, plan=plan)
+    running = start(tmp_path, *GENERATE, plan=plan, warm=False)
     try:
         wait_for(tmp_path / "happened", running)
         began = time.monotonic()

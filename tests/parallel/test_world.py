@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 from cli_support import process_environment
+from warm_python import run_python, start_python
 
 SCRIPT = Path(__file__).with_name("world_script.py")
 LEAVING_SCRIPT = Path(__file__).with_name("leaving_script.py")
@@ -20,13 +19,8 @@ def test_a_world_holds_several_pipelines_on_one_device() -> None:
     """With different degrees: the same picture."""
     environment = process_environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    finished = run_python(*launcher, SCRIPT, env=environment, max_ranks=2)
     assert finished.returncode == 0, finished.stderr
     said = sorted(line for line in finished.stdout.splitlines() if line.startswith("rank "))
     assert len(said) == 2
@@ -46,9 +40,7 @@ def run_without_launcher(what: str) -> list[tuple[int, str, str]]:
         environment = {**process_environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "FATAL"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-        arguments = [sys.executable, str(LEAVING_SCRIPT), what]
-        pipe = subprocess.PIPE
-        running.append(subprocess.Popen(arguments, env=environment, stdout=pipe, stderr=pipe, text=True))
+        running.append(start_python(LEAVING_SCRIPT, what, cwd=Path.cwd(), env=environment))
     try:
         said = [process.communicate(timeout=600) for process in running]
     finally:

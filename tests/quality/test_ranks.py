@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from quality.ranks_worker import squared_error_gradients
+from warm_python import run_python
 
 from scripts.train_shapes.ranks import Ranks
 
@@ -16,20 +15,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_two_processes_take_the_same_steps_on_different_data(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [*command, str(ROOT / "tests/quality/ranks_worker.py"), str(tmp_path)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
+    done = run_python(
+        *launcher, ROOT / "tests/quality/ranks_worker.py", tmp_path, env=environment, cwd=ROOT, max_ranks=2
     )
     assert done.returncode == 0, done.stderr
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))

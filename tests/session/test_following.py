@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import process_environment
+from warm_python import run_python
 
 SCRIPT = Path(__file__).with_name("follow_script.py")
 ROOT = Path(__file__).parents[2]
@@ -22,13 +23,7 @@ def test_ranks_follow_until_they_are_told_to_stop(num_processes: int) -> None:
     environment = process_environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    finished = subprocess.run(
-        [sys.executable, *(launcher if num_processes > 1 else ()), str(SCRIPT)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    finished = run_python(*(launcher if num_processes > 1 else ()), SCRIPT, env=environment, max_ranks=num_processes)
     assert finished.returncode == 0, finished.stderr
     said = sorted(line for line in finished.stdout.splitlines() if line.startswith("rank "))
     first, *others = [line.partition(": ")[2] for line in said]

@@ -6,8 +6,6 @@ Its further terms of guidance are off on their side: see models/ltx2/family.py.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import wave
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from diffusers import LTX2Pipeline
 from family_parity import load_theirs, record_latents
 from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, TINY_SIZES, write_tiny_ltx2
+from warm_python import run_python
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.denoising.noise import initial_noise
@@ -216,14 +215,12 @@ def test_two_processes_write_the_same_pictures_and_sound(tiny_folder: Path, tmp_
     """12 tokens of video, half on each; the text and both decoders on the first."""
     values = {**TINY_SIZES, "num_inference_steps": 2, "seed": 5, "negative_prompt": NEGATIVE_PROMPTS[0]}
     flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "diffusion_runtime", "generate", PROMPTS[0], "--model-path", str(tiny_folder)]
+    command = ["-m", "diffusion_runtime", "generate", PROMPTS[0], "--model-path", str(tiny_folder)]
     parallel = ["--device", "cpu", "--num-gpus", "2", "--ulysses-degree", "2"]
-    done = subprocess.run(
-        [*command, *parallel, *flags, "--output-path", str(tmp_path / "two.npy")],
+    done = run_python(
+        *(*command, *parallel, *flags, "--output-path", str(tmp_path / "two.npy")),
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
+        max_ranks=2,
     )
     assert done.returncode == 0, done.stderr
     assert "cannot carry sound; it is in" in done.stderr
