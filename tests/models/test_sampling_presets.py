@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_runtime.denoising.flow_schedule import token_shift
 from tables import table
 
 from diffusion_runtime import GenerationRequest
+from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.loading import load_pipeline
