@@ -71,7 +71,7 @@ class PipelineInterface:
         ]  # `self` is the first
         notes = inspect.getdoc(call) or ""
         also = ALSO_NEEDED.get(pipeline_class.__name__, ())
-        if "controlnet" in inspect.signature(pipeline_class.__init__).parameters:
+        if "controlnet" in inspect.signature(pipeline_class).parameters:
             also = (*also, *_CONTROL_INPUTS)
         return cls(
             name=pipeline_class.__name__,
