@@ -167,20 +167,21 @@ def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-LORA_COMPONENTS = ("transformer", "transformer_2")
+LORA_COMPONENTS = ("auto", "transformer", "transformer_2", "both")
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """A LoRA file that is merged into the transformer when it is loaded.
 
-    path: a safetensors file in diffusers' format. scale: the factor of its weights. component: which transformer its
-    keys for `transformer` go to, in models with two.
+    path: a safetensors file of any trainer, or a folder of PEFT's. scale: the strength, a factor of all that it adds.
+    component: in models with two transformers, which one it is for: `transformer` (high noise, the first steps),
+    `transformer_2` (low noise) or `both`; `auto` follows the keys, and is an error where these do not say.
     """
 
     path: str
     scale: float = 1.0
-    component: str = "transformer"
+    component: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:

@@ -59,5 +59,9 @@ class GenerationPipeline(Protocol):
         """Several, in the order of the requests. on_progress: may raise Cancelled for some of them, which the result
         leaves out."""
 
+    def set_loras(self, loras: Sequence[Any]) -> None:
+        """Other LoRA files for the generations from here on, instead of those before, without loading the model
+        again."""
+
     def close(self) -> None:
         """Give the memory of the model back; a later generation is a PipelineClosedError."""

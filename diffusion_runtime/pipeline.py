@@ -12,11 +12,12 @@ import torch
 
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention_report import AttentionRecorder
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.device_guard import device_guard
-from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.media import Audio, GeneratedMedia
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
@@ -27,6 +28,7 @@ from diffusion_runtime.models.interface import (
     ImageConditioner,
     LatentDecoder,
 )
+from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -45,7 +47,7 @@ class Pipeline:
     defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
     has an image. recipe: the part of every generation's recipe about the model and its attention. mesh: the processes
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
-    attention report.
+    attention report. loras: the LoRA files of the transformer.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Pipeline:
         recipe: Mapping[str, Any],
         mesh: ProcessMesh | None = None,
         remarks: Sequence[str] = (),
+        loras: LoraSwitch | None = None,
     ) -> None:
         self.text_encoder = text_encoder
         self.transformer = transformer
@@ -71,6 +74,7 @@ class Pipeline:
         self.recipe = recipe
         self.mesh = ProcessMesh() if mesh is None else mesh
         self._remarks = tuple(remarks)
+        self._loras = loras
         self.defaults = rules.defaults
         self.presets = rules.presets
         self._load_image_conditioner = load_image_conditioner
@@ -101,6 +105,24 @@ class Pipeline:
         with self._one_generation.held():
             return self._generate(requests, on_progress)
 
+    def set_loras(self, loras: Sequence[Any]) -> None:
+        """Other LoRA files for the generations from here on, instead of those before; none for the model alone.
+
+        loras: each in any form that LoraConfig.parse takes. The weights of the layers concerned are kept on the CPU, so
+        that nothing is loaded again; what follows is bit for bit what a pipeline loaded with these files makes. Where
+        several processes run the model together, each must be given the same files, as with `generate`.
+
+        Raises ConfigError and ModelLoadError for files that cannot be used, and leaves everything as it was;
+        PipelineBusyError while a generation runs.
+        """
+        configs = RuntimeConfig(lora=loras).lora
+        with self._one_generation.held(), device_guard(self.device):
+            if self._loras is None:
+                raise ConfigError("set_loras: this pipeline does not know its model's folder: use load_pipeline")
+            self._loras.switch(configs)
+            runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
+            self.recipe = {**self.recipe, "runtime": runtime}
+
     def close(self) -> None:
         """Give the memory of the model back. A later generation raises PipelineClosedError.
 
@@ -109,6 +131,7 @@ class Pipeline:
         with self._one_generation.held():
             self._one_generation.close()
             del self.text_encoder, self.transformer, self.decoder, self._image_conditioner, self._load_image_conditioner
+            self._loras = None
             release_device_memory(self.device)
 
     @torch.inference_mode()
@@ -119,6 +142,9 @@ class Pipeline:
         watch = None if on_progress is None else cancellations.watch
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
         for remark in self._remarks:
+            recorder.note(remark)
+        for remark in self._lora_remarks(settings):
+            logger.warning(remark)
             recorder.note(remark)
         if self.mesh.branch.size > 1 and not settings.is_guided:
             remark = "no guidance to share: the processes of one half repeat the other's work; leave out --cfg-parallel"
@@ -181,6 +207,16 @@ class Pipeline:
             for index, request in enumerate(batch)
             if cancellations.is_wanted(index)
         ]
+
+    def _lora_remarks(self, settings: BatchSettings) -> list[str]:
+        """What of the LoRA files was not applied, and settings that a distilled one is not made for."""
+        remarks: list[str | None] = []
+        for lora in () if self._loras is None else self._loras.loras:
+            remarks += lora.remarks
+            if lora.few_step_hint is not None:
+                steps = settings.num_inference_steps
+                remarks.append(lora.few_step_hint.remark(str(lora.path), steps, is_guided=settings.is_guided))
+        return [remark for remark in remarks if remark is not None]
 
     def _sound(self, latents: torch.Tensor | None, recorder: AttentionRecorder) -> Audio | None:
         """The sound of one sample, [1, channels, length, bins]; a note records audio latents that the decoder cannot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import fetch_weights
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
-from diffusion_runtime.models.lora import Lora
+from diffusion_runtime.models.lora.binding import Lora
+from diffusion_runtime.models.lora.switching import LoraSwitch
+from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.shared_decoder import SharedDecoder
 from diffusion_runtime.models.weight_files import check_component_files
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -93,6 +96,11 @@ class PreparedModel:
             recipe=description.to_dict(),
             mesh=self.mesh,
             remarks=remarks_on(description.self_checks),
+            loras=LoraSwitch(
+                functools.partial(opened.rewrite_transformer, transformer),
+                opened.lora_target(lora_names_of_families),
+                self.loras,
+            ),
         )
 
     def _check_attention(self) -> PreparedModel:

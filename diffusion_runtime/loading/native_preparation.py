@@ -18,9 +18,10 @@ from diffusion_runtime.hardware import device_of_process, resolve_device, resolv
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.lora import read_lora
+from diffusion_runtime.models.lora.binding import bind
+from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.published import model_of_name
-from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.models.sampling_presets import presets_of, recognise, recognise_lora
 from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
@@ -84,9 +85,8 @@ def prepare_native(
         degrees=degrees,
         self_checks=self_checks,
     )
-    loras = tuple(read_lora(lora) for lora in config.lora)
-    for lora in loras:
-        lora.check_components(model.transformer_components)
+    target = model.lora_target(lora_names_of_families)
+    loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora)
     return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world)
 
 

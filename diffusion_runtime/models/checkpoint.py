@@ -10,11 +10,11 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import torch
 from torch import nn
@@ -57,6 +57,10 @@ class Piece:
     shape: tuple[int, ...]
 
 
+# (module, name of a parameter, its values): changes the values in place.
+Arrange: TypeAlias = Callable[[nn.Module, str, torch.Tensor], None]
+
+
 class WeightChange(ABC):
     """Something that is added to a checkpoint's weights while they are read, such as a LoRA."""
 
@@ -66,24 +70,37 @@ class WeightChange(ABC):
         does not."""
 
     @abstractmethod
-    def apply(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Tensor `name` of a component as it is to be; `weight` itself where nothing changes."""
+    def changed(self, component: str) -> frozenset[str]:
+        """The tensors of a component that it changes, by name."""
+
+    @abstractmethod
+    def delta(self, component: str, name: str, weight: torch.Tensor) -> torch.Tensor | None:
+        """What is added to tensor `name` of a component, in float32; None where nothing changes. weight: the tensor
+        without any change, in float32."""
 
 
 class Checkpoint:
     """The tensors of a component's folder. Close it, or use it as a context manager.
 
     folder: holds `{stem}.safetensors`, `{stem}.safetensors.index.json` with its shards, or a variant of either such as
-    `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they are read.
+    `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they are read: each
+    adds to the tensor as it is in the file, and the sum is rounded once. kept: tensors as they are in the file, which
+    is not read for them again; those that are read are added.
 
     Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised, or Git-LFS pointers.
     """
 
     def __init__(
-        self, folder: Path, stem: str = "diffusion_pytorch_model", *, changes: Sequence[WeightChange] = ()
+        self,
+        folder: Path,
+        stem: str = "diffusion_pytorch_model",
+        *,
+        changes: Sequence[WeightChange] = (),
+        kept: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.folder = folder
         self._changes = changes
+        self._kept = kept
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, tuple[Path, safe_open]] = {}
         self._stack = contextlib.ExitStack()
@@ -101,14 +118,36 @@ class Checkpoint:
 
         Raises ModelLoadError for numbers that nothing can be computed with (layers/weight_range.py).
         """
+        source = self._source(name, target.dtype)
+        component = self.folder.name
+        if not any(name in change.changed(component) for change in self._changes):
+            target.copy_(source)
+            return
+        base = source.float()
+        total = base.clone()
+        for change in self._changes:
+            delta = change.delta(component, name, base)
+            if delta is not None:
+                total += delta
+        wrong = unusable_numbers(total, target.dtype)
+        if wrong is not None:
+            raise ModelLoadError(
+                f"{self.folder}: tensor {name} with its LoRA {wrong}: use a smaller scale, or dtype bfloat16 or float32"
+            )
+        target.copy_(total)
+
+    def _source(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Tensor `name` as it is in its file."""
+        if self._kept is not None and name in self._kept:
+            return self._kept[name]
         path, file = self._file_of[name]
         source: torch.Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
-        wrong = unusable_numbers(source, target.dtype)
+        wrong = unusable_numbers(source, dtype)
         if wrong is not None:
             raise ModelLoadError(f"{path}: tensor {name} {wrong}. {DAMAGED}")
-        for change in self._changes:
-            source = change.apply(self.folder.name, name, source)
-        target.copy_(source)
+        if self._kept is not None:
+            self._kept[name] = source
+        return source
 
     def close(self) -> None:
         self._stack.close()
@@ -147,31 +186,58 @@ def load_weights(
     dtype: torch.dtype,
     stays_float32: Callable[[str], bool] = lambda _: False,
     ignored: Callable[[str], bool] = lambda _: False,
+    arrange: Arrange | None = None,
 ) -> None:
     """Fill `module` in place, each parameter once, on its device and in its dtype, without gradients.
 
-    pieces: every parameter and buffer of the state dict -> the checkpoint's tensors that fill it, one after the other.
+    pieces: at least every parameter and buffer of the state dict -> the checkpoint's tensors that fill it, in order.
     stays_float32: parameters that are not converted to `dtype`; integers never are. ignored: checkpoint tensors that
-        nothing reads.
+        nothing reads. arrange: puts the rows of a parameter in the order that our layers have.
 
     Raises ModelLoadError that lists what is missing, unexpected or of another shape.
     """
-    _check_names(checkpoint, [piece for group in pieces.values() for piece in group], ignored)
+    parameters = module.state_dict()
+    _check_names(checkpoint, [piece for name in parameters for piece in pieces[name]], ignored)
     state = {}
-    for name, parameter in module.state_dict().items():
+    for name, parameter in parameters.items():
         floating = torch.float32 if stays_float32(name) else dtype
         target = torch.empty(
             parameter.shape, dtype=floating if parameter.is_floating_point() else parameter.dtype, device=device
         )
-        flat, start = target.view(-1), 0
-        for piece in pieces[name]:
-            stop = start + math.prod(piece.shape)
-            checkpoint.copy_into(piece.name, flat[start:stop].view(piece.shape))
-            start = stop
-        assert start == target.numel(), f"{name}: its pieces hold {start} numbers, it has {target.numel()}"
+        _fill(target, name, checkpoint, pieces[name])
+        if arrange is not None:
+            arrange(module, name, target)
         state[name] = target
     module.load_state_dict(state, assign=True)
     module.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def rewrite_weights(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    pieces: Mapping[str, tuple[Piece, ...]],
+    changed: Collection[str],
+    arrange: Arrange | None = None,
+) -> None:
+    """Fill the parameters of a loaded module that hold any of the checkpoint's tensors `changed`, one after the other
+    and in place, with what `load_weights` would put there."""
+    for name, parameter in module.state_dict(keep_vars=True).items():
+        if any(piece.name in changed for piece in pieces[name]):
+            target = torch.empty_like(parameter)
+            _fill(target, name, checkpoint, pieces[name])
+            if arrange is not None:
+                arrange(module, name, target)
+            parameter.copy_(target)
+
+
+def _fill(target: torch.Tensor, name: str, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
+    flat, start = target.view(-1), 0
+    for piece in pieces:
+        stop = start + math.prod(piece.shape)
+        checkpoint.copy_into(piece.name, flat[start:stop].view(piece.shape))
+        start = stop
+    assert start == target.numel(), f"{name}: its pieces hold {start} numbers, it has {target.numel()}"
 
 
 def read_tensors(path: Path, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
@@ -18,10 +19,19 @@ from diffusion_runtime.model_folder import (
     refuse_unknown_index_keys,
 )
 from diffusion_runtime.models.autoencoder import DiffusersComponent
-from diffusion_runtime.models.checkpoint import Checkpoint, Piece, WeightChange, load_weights
+from diffusion_runtime.models.checkpoint import (
+    Arrange,
+    Checkpoint,
+    Piece,
+    WeightChange,
+    load_weights,
+    rewrite_weights,
+)
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
+from diffusion_runtime.models.lora.binding import LoraTarget
+from diffusion_runtime.models.lora.names import LoraNames
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 # The transformer's config and the latents' geometry of a family.
@@ -36,7 +46,8 @@ class Model(Generic[C, G]):
     config: of the transformer. generation: of generation.json. schedule: how noise levels are spaced. defaults: request
     values where neither a request nor generation.json says any. num_shared_heads: heads of the self-attention that
     processes can share; None for a transformer that does not cut its tokens with `context.sharding`.
-    transformer_components: folders of its transformers' weights.
+    transformer_components: folders of its transformers' weights. pieces: by component, our parameter name -> the
+    checkpoint tensors that fill it. modules: by component, the part of a transformer that it fills.
 
     embeds_guidance: the transformer takes the guidance scale as an input; `guidance_scale` is then that, and
     `true_cfg_scale` is the scale of classifier-free guidance. takes_guidance: False for a model that was distilled to
@@ -44,7 +55,8 @@ class Model(Generic[C, G]):
     and must, bring an image that the video starts from.
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
-    make_transformer: see build_transformer. read_weights: see load_transformer.
+    make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
+    checkpoint's tensors say; is_ignored: tensors of a checkpoint that nothing reads; arrange: see load_weights.
     """
 
     family: ModelFamily[C, G]
@@ -57,11 +69,15 @@ class Model(Generic[C, G]):
     defaults: Mapping[str, Any]
     num_shared_heads: int | None
     make_transformer: Callable[[AttentionPolicy], DiffusionTransformer]
-    read_weights: Callable[[DiffusionTransformer, torch.device, torch.dtype, Sequence[WeightChange]], None]
+    pieces: Callable[[str], Mapping[str, tuple[Piece, ...]]]
     load_text_encoder: Callable[[torch.device, torch.dtype], TextEncoder]
     load_decoder: Callable[[torch.device, torch.dtype], LatentDecoder]
     load_image_conditioner: Callable[[torch.device, torch.dtype], ImageConditioner]
     transformer_components: tuple[str, ...] = ("transformer",)
+    modules: Callable[[DiffusionTransformer], Mapping[str, nn.Module]] = lambda whole: {"transformer": whole}
+    prepare: Callable[[nn.Module, Collection[str]], object] = lambda *_: None
+    is_ignored: Callable[[str], bool] = lambda _: False
+    arrange: Arrange | None = None
     embeds_guidance: bool = False
     takes_guidance: bool = True
     takes_image: bool = False
@@ -87,8 +103,47 @@ class Model(Generic[C, G]):
         changes: made to the checkpoint's tensors as they are read, such as a LoRA. Raises ModelLoadError for files that
         are missing, damaged or not this model's, and for changes made for another model.
         """
-        self.read_weights(transformer, device, dtype, changes)
+        for component, module in self.modules(transformer).items():
+            with Checkpoint(self.folder / component, changes=changes) as checkpoint:
+                self.prepare(module, checkpoint.shapes)
+                load_weights(
+                    module,
+                    checkpoint,
+                    self.pieces(component),
+                    device,
+                    dtype,
+                    self.family.stays_float32,
+                    self.is_ignored,
+                    self.arrange,
+                )
         return transformer
+
+    def lora_target(self, known: Callable[[], Sequence[LoraNames]]) -> LoraTarget:
+        """This model as LoRA files meet it, from its json alone. known: the names of all families."""
+        pieces = {component: self.pieces(component) for component in self.transformer_components}
+        shapes = {
+            component: {piece.name: piece.shape for several in of.values() for piece in several}
+            for component, of in pieces.items()
+        }
+        return LoraTarget(self.family.lora_names, shapes, known)
+
+    def rewrite_transformer(
+        self,
+        transformer: DiffusionTransformer,
+        changed: Mapping[str, Collection[str]],
+        changes: Sequence[WeightChange],
+        kept: Mapping[str, dict[str, torch.Tensor]],
+    ) -> None:
+        """Give a loaded transformer other changes: afterwards it is what `load_transformer` makes of them.
+
+        changed: by component, the checkpoint's tensors that earlier changes or these concern; all others stay. kept: by
+        component, the checkpoint's tensors that need not be read again; those that are read are added.
+        """
+        for component, module in self.modules(transformer).items():
+            if not changed[component]:
+                continue
+            with Checkpoint(self.folder / component, changes=changes, kept=kept[component]) as checkpoint:
+                rewrite_weights(module, checkpoint, self.pieces(component), changed[component], self.arrange)
 
 
 def _unchanged(model: Model[C, G]) -> Model[C, G]:
@@ -110,11 +165,12 @@ class ModelFamily(Generic[C, G]):
     layers. defaults: request values where neither the request nor the folder's generation.json says any.
 
     transformer: made of config, geometry and attention choices. pieces: our parameter name -> the checkpoint tensors
-    that fill it; stays_float32: parameters that are not converted to the model's dtype. shared_heads: see
-    Model.num_shared_heads. decoder_splits_rows: whether its decoder has LatentDecoder.splits_rows, so that every
-    process needs one. request_fields: those that not every model uses (RequestField.refusal) and this family does,
-    beside the ones that loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset:
-    what is added to guidance_scale to make it the factor of uncond + factor * (cond - uncond).
+    that fill it; stays_float32: parameters that are not converted to the model's dtype. lora_names: what LoRA files
+    call its modules. shared_heads: see Model.num_shared_heads. decoder_splits_rows: whether its decoder has
+    LatentDecoder.splits_rows, so that every process needs one. request_fields: those that not every model uses
+    (RequestField.refusal) and this family does, beside the ones that loading reads off the folder: image_path,
+    true_cfg_scale, guidance_scale_2. guidance_offset: what is added to guidance_scale to make it the factor of
+    uncond + factor * (cond - uncond).
 
     schedule: where the flow shift is a number; read_schedule: for models whose shift may follow the size, which are
     refused without it. adapt: what depends on the folder, put into the model that follows from the declaration.
@@ -130,6 +186,7 @@ class ModelFamily(Generic[C, G]):
     read_geometry: Callable[[AnyFolder], G]
     transformer: Callable[[C, G, AttentionPolicy], DiffusionTransformer]
     pieces: Callable[[C], Mapping[str, tuple[Piece, ...]]]
+    lora_names: LoraNames
     load_text_encoder: Callable[[AnyFolder, torch.device, torch.dtype], TextEncoder]
     load_decoder: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
     shared_heads: Callable[[C], int | None]
@@ -162,12 +219,6 @@ class ModelFamily(Generic[C, G]):
         scheduler, generation = read_scheduler_config(folder), generation_settings(folder)
         config, geometry = self.read_config(folder), self.read_geometry(folder)
 
-        def read_weights(
-            transformer: DiffusionTransformer, device: torch.device, dtype: torch.dtype, changes: Sequence[WeightChange]
-        ) -> None:
-            with Checkpoint(folder / "transformer", changes=changes) as checkpoint:
-                load_weights(transformer, checkpoint, self.pieces(config), device, dtype, self.stays_float32)
-
         def load_image_conditioner(device: torch.device, dtype: torch.dtype) -> ImageConditioner:
             if self.load_image_conditioner is None:
                 raise ModelLoadError(f"{folder}: {self.name} models do not start from an image; leave out image_path")
@@ -185,7 +236,7 @@ class ModelFamily(Generic[C, G]):
                 defaults=self.defaults,
                 num_shared_heads=self.shared_heads(config),
                 make_transformer=lambda policy: self.transformer(config, geometry, policy),
-                read_weights=read_weights,
+                pieces=lambda _: self.pieces(config),
                 load_text_encoder=lambda device, dtype: self.load_text_encoder(folder, device, dtype),
                 load_decoder=lambda device, dtype: self.load_decoder(folder, device, dtype),
                 load_image_conditioner=load_image_conditioner,

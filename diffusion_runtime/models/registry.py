@@ -11,6 +11,7 @@ from diffusion_runtime.model_folder import AnyFolder, component_class, read_inde
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.family import ModelFamily
+    from diffusion_runtime.models.lora.names import LoraNames
 
 
 def _in_folder(folder: str) -> Callable[[], ModelFamily[Any, Any]]:
@@ -55,6 +56,11 @@ def supported_transformer_classes() -> tuple[str, ...]:
 
 def is_supported(transformer_class: str) -> bool:
     return transformer_class in _families
+
+
+def lora_names_of_families() -> tuple[LoraNames, ...]:
+    """What LoRA files of every family call its modules; imports all families."""
+    return tuple(load().lora_names for load in _families.values())
 
 
 def register_declared_roles() -> None:

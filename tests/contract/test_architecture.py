@@ -163,7 +163,7 @@ def strayed_packages() -> Iterator[str]:
 
 def strayed_families() -> Iterator[str]:
     """Identifiers that hold a family's name, outside its folder."""
-    families = {p.name for p in (PACKAGE / "models").iterdir() if p.is_dir() and p.name[0] != "_"}
+    families = {p.parent.name for p in (PACKAGE / "models").glob("*/family.py")}
     for path in MODULES:
         identifiers = {node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)}
         words = {word.lower() for name in identifiers for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name)}

@@ -1,10 +1,10 @@
-"""LoRA files in diffusers' format, merged at load, against diffusers on tiny weights."""
+"""LoRA files in diffusers' format: merged at load, against diffusers on tiny weights, and switched afterwards."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from diffusers import WanPipeline
 from safetensors.torch import save_file
 from tiny_models import write_tiny_wan
 
-from diffusion_runtime import load_pipeline
+from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
 from diffusion_runtime.config import LoraConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.lora import read_lora
+from diffusion_runtime.models.lora.reading import read_lora_file
 
 WIDTH, RANK = 64, 4
 MODULES = ("blocks.0.attn1.to_q", "blocks.1.attn1.to_out.0", "blocks.0.attn2.to_v", "blocks.1.ffn.net.2")
@@ -63,19 +63,9 @@ def test_a_component_that_the_model_has_not_is_named(tiny_wan_folder: Path, tmp_
     prefix = component.rpartition("transformer_2.")[0]
     path = write(tmp_path / "second.safetensors", lora_tensors(prefix or "transformer_2."))
     lora = LoraConfig(path, component="transformer_2")
-    with pytest.raises(
-        ModelLoadError, match="4 modules of transformer_2, and the model has transformer alone"
-    ) as caught:
+    with pytest.raises(ModelLoadError, match="this LoRA is for transformer_2, and the model has transformer") as caught:
         inspect_pipeline(RuntimeConfig(str(tiny_wan_folder), device="cpu", lora=(lora,)))
     assert path in str(caught.value)
-
-
-def test_what_a_file_does_to_text_encoders_is_said(tmp_path: Path) -> None:
-    """The advice was a conversion that drops them."""
-    for prefix in ("text_encoder.", "text_encoder_2.", "lora_te1_"):
-        path = write(tmp_path / "both.safetensors", {**lora_tensors(), **lora_tensors(prefix)})
-        with pytest.raises(ModelLoadError, match="8 of these keys change a text encoder: that is not supported here"):
-            read_lora(LoraConfig(path))
 
 
 @pytest.mark.parametrize("settings", [None, {"transformer.lora_alpha": 10, "transformer.r": RANK}], ids=["no", "alpha"])
@@ -141,10 +131,10 @@ def test_files_that_peft_wrote_keep_their_alphas(tiny_wan_folder: Path, tmp_path
     path = tmp_path / "pytorch_lora_weights.safetensors"
     ours = load_pipeline(str(tiny_wan_folder), device="cpu", lora=[str(path)])
     assert relative(velocity(ours.transformer, ours=True), expected) < 1e-5
-    for_second = read_lora(LoraConfig(str(path), component="transformer_2")).parts["transformer_2"]
-    assert for_second["blocks.0.attn1.to_k"].factor == 12 / RANK
-    assert for_second["blocks.1.attn1.to_k"].factor == 6 / RANK
-    assert for_second["blocks.1.attn2.to_q"].factor == 2 / RANK
+    factors = {module.name: module.weight[0].factor for module in read_lora_file(str(path)).modules}
+    assert factors["blocks.0.attn1.to_k"] == 12 / RANK
+    assert factors["blocks.1.attn1.to_k"] == 6 / RANK
+    assert factors["blocks.1.attn2.to_q"] == 2 / RANK
 
 
 def test_a_file_for_each_expert(tmp_path: Path) -> None:
@@ -159,64 +149,90 @@ def test_a_file_for_each_expert(tmp_path: Path) -> None:
 def test_the_recipe_says_which_files_are_in(tiny_wan_folder: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", lora_tensors())
     recipe = load_pipeline(str(tiny_wan_folder), device="cpu", lora=[(path, 0.5)]).recipe
-    assert list(recipe["runtime"]["lora"]) == [{"path": path, "scale": 0.5, "component": "transformer"}]
+    assert list(recipe["runtime"]["lora"]) == [{"path": path, "scale": 0.5, "component": "auto"}]
     assert RuntimeConfig.from_dict(recipe["runtime"]).lora == (LoraConfig(path, 0.5),)
+
+
+# --- other files for a loaded model -----------------------------------------------------------------------------------
+
+
+def weights_of(pipeline: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in pipeline.transformer.state_dict().items()}
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["one", "experts"])
+def test_switching_is_bit_for_bit_a_fresh_load(tmp_path: Path, experts: bool) -> None:
+    """From a file to another, to both, to none; in bfloat16, where a difference of a difference would show."""
+    folder = write_tiny_wan(tmp_path / "model", **({"boundary_ratio": 0.9} if experts else {}))
+    component = "transformer_2" if experts else "auto"
+    one = {"path": write(tmp_path / "one.safetensors", lora_tensors()), "component": component}
+    two = {
+        "path": write(tmp_path / "two.safetensors", lora_tensors(seed=2, rank=2)),
+        "scale": 0.5,
+        "component": component,
+    }
+    how: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
+    pipeline = load_pipeline(str(folder), **how, lora=[one])
+    parameters = {name: value.data_ptr() for name, value in pipeline.transformer.named_parameters()}
+    for loras in ([two], [one, two], [], [one]):
+        pipeline.set_loras(loras)
+        fresh = load_pipeline(str(folder), **how, lora=loras)
+        found, expected = weights_of(pipeline), weights_of(fresh)
+        assert all(torch.equal(found[name], expected[name]) for name in expected), loras
+        assert pipeline.recipe == fresh.recipe
+    # The weights stay where they are.
+    assert {name: value.data_ptr() for name, value in pipeline.transformer.named_parameters()} == parameters
+
+
+def test_files_that_cannot_be_used_leave_the_model_as_it_was(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    pipeline = load_pipeline(str(tiny_wan_folder), device="cpu", dtype="float16")
+    before = weights_of(pipeline)
+    for scale, told in ((1.0, "the LoRA's"), (1e4, "with its LoRA holds")):
+        wide = {key: value.repeat(1, 2) if "lora_A" in key else value for key, value in lora_tensors().items()}
+        tensors = wide if scale == 1.0 else {key: 100 * value for key, value in lora_tensors().items()}
+        path = write(tmp_path / "bad.safetensors", tensors)
+        with pytest.raises(ModelLoadError, match=told):
+            pipeline.set_loras([(path, scale)])
+        assert all(torch.equal(before[name], value) for name, value in weights_of(pipeline).items())
+        assert list(pipeline.recipe["runtime"]["lora"]) == []
+
+
+def test_a_distilled_file_with_many_steps_is_a_remark(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "wan_lightning_4steps.safetensors", lora_tensors())
+    pipeline = load_pipeline(str(tiny_wan_folder), device="cpu", lora=[path])
+    settings: dict[str, Any] = {"height": 16, "width": 16, "num_frames": 1, "guidance_scale": 1.0}
+    for num_steps, is_said in ((9, True), (2, False)):
+        media = pipeline(GenerationRequest("a ring", num_inference_steps=num_steps, **settings))
+        notes = [note for note in media.attention_report.notes if "4 steps without guidance" in note]
+        assert bool(notes) is is_said, notes
+        assert all("num_inference_steps 4 and guidance_scale 1" in note for note in notes)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_a_lora_for_another_model_names_its_keys(tiny_wan_folder: Path, tmp_path: Path) -> None:
-    other = {key.replace("attn1", "self_attn"): value for key, value in lora_tensors().items()}
-    path = write(tmp_path / "other.safetensors", other)
-    with pytest.raises(ModelLoadError, match=r"for another model: 2 of its 4 modules .*: blocks.0.self_attn.to_q"):
-        load_pipeline(str(tiny_wan_folder), device="cpu", lora=[path])
-    wide = {key: value.repeat(1, 2) if "lora_A" in key else value for key, value in lora_tensors().items()}
-    path = write(tmp_path / "wide.safetensors", wide)
-    with pytest.raises(ModelLoadError, match=r"to_q is \[64, 64\], the LoRA's \[64, 128\]"):
-        load_pipeline(str(tiny_wan_folder), device="cpu", lora=[path])
-
-
-@pytest.mark.parametrize(
-    ("rename", "told"),
-    [
-        (lambda key: key.replace("lora_A", "lora_down"), "4 of 8 keys are others"),
-        (lambda key: key.replace("transformer.", "diffusion_model."), "8 of 8 keys are others"),
-        (lambda key: key.replace("transformer.", "text_encoder."), "8 of 8 keys are others"),
-    ],
-)
-def test_another_format_is_named(tmp_path: Path, rename: Callable[[str], str], told: str) -> None:
-    path = write(tmp_path / "a.safetensors", {rename(key): value for key, value in lora_tensors().items()})
-    with pytest.raises(ModelLoadError, match=told):
-        read_lora(LoraConfig(path))
-
-
-def test_a_half_a_convolution_odd_settings_and_dora_are_refused(tmp_path: Path) -> None:
-    half = {key: value for key, value in lora_tensors().items() if "to_q.lora_B" not in key}
-    with pytest.raises(ModelLoadError, match=r"to_q has only one of lora_A.weight and lora_B.weight"):
-        read_lora(LoraConfig(write(tmp_path / "half.safetensors", half)))
-    deep = {key: value[..., None, None].contiguous() for key, value in lora_tensors().items()}
-    with pytest.raises(ModelLoadError, match="LoRAs of convolutions are not supported"):
-        read_lora(LoraConfig(write(tmp_path / "deep.safetensors", deep)))
-    for pattern, told in (({"(": 2}, "alpha_pattern: '\\('"), ([1], "expected names with numbers")):
-        path = write(tmp_path / "odd.safetensors", lora_tensors(), {"transformer.alpha_pattern": pattern})
+def test_odd_settings_are_refused(tmp_path: Path) -> None:
+    for settings, told in (
+        ({"transformer.alpha_pattern": {"(": 2}}, "alpha_pattern: '\\('"),
+        ({"transformer.alpha_pattern": [1]}, "expected names with numbers"),
+        ({"transformer.lora_alpha": "much"}, "lora_alpha: expected a number, got 'much'"),
+        ({"transformer.use_dora": True}, "use_dora: expected magnitudes"),
+    ):
+        path = write(tmp_path / "odd.safetensors", lora_tensors(), settings)
         with pytest.raises(ModelLoadError, match=told):
-            read_lora(LoraConfig(path))
-    path = write(tmp_path / "dora.safetensors", lora_tensors(), {"transformer.use_dora": True})
-    with pytest.raises(ModelLoadError, match="DoRA is not supported"):
-        read_lora(LoraConfig(path))
+            read_lora_file(path)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no such file"):
-        read_lora(LoraConfig(str(tmp_path / "none.safetensors")))
+        read_lora_file(str(tmp_path / "none.safetensors"))
     (tmp_path / "a.bin").write_bytes(b"pickle")
     with pytest.raises(ModelLoadError, match="a pickle can run code"):
-        read_lora(LoraConfig(str(tmp_path / "a.bin")))
+        read_lora_file(str(tmp_path / "a.bin"))
     path = Path(write(tmp_path / "a.safetensors", lora_tensors()))
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelLoadError, match=r"a.safetensors"):
-        read_lora(LoraConfig(str(path)))
+        read_lora_file(str(path))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from diffusion_runtime.models.flux2.config import (
     read_pipeline_config,
     read_transformer_config,
 )
+from diffusion_runtime.models.flux2.lora_names import LORA_NAMES
 from diffusion_runtime.models.flux2.text import load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux2.weights import transformer_pieces
@@ -86,6 +87,7 @@ FAMILY = ModelFamily(
     read_schedule=read_schedule,
     transformer=Flux2Transformer,
     pieces=transformer_pieces,
+    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
     load_decoder=codec.load_decoder,

@@ -12,6 +12,7 @@ from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig, read_geometry, read_transformer_config
+from diffusion_runtime.models.hunyuan_video.lora_names import LORA_NAMES
 from diffusion_runtime.models.hunyuan_video.text import load_text_encoder
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
@@ -60,6 +61,7 @@ FAMILY = ModelFamily(
     schedule=LinearSigmas(),
     transformer=HunyuanVideoTransformer,
     pieces=transformer_pieces,
+    lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,

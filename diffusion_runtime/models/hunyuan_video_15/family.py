@@ -18,6 +18,7 @@ from diffusion_runtime.models.hunyuan_video_15.config import (
     read_transformer_config,
     wide_size,
 )
+from diffusion_runtime.models.hunyuan_video_15.lora_names import LORA_NAMES
 from diffusion_runtime.models.hunyuan_video_15.text import load_text_encoder
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
@@ -61,6 +62,7 @@ FAMILY = ModelFamily(
     schedule=LinearSigmas(),
     transformer=HunyuanVideo15Transformer,
     pieces=transformer_pieces,
+    lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,

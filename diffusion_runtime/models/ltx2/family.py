@@ -11,15 +11,10 @@ guidance_rescale 0, and the sound's own three the same, audio_guidance_scale tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-
-import torch
 
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.model_folder import AnyFolder
-from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.family import Model, ModelFamily
-from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.ltx2 import codec, text
 from diffusion_runtime.models.ltx2.block import (
     AUDIO_CROSS_ROLE,
@@ -29,6 +24,7 @@ from diffusion_runtime.models.ltx2.block import (
 )
 from diffusion_runtime.models.ltx2.config import LTX2Config, read_geometry, read_transformer_config
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
+from diffusion_runtime.models.ltx2.lora_names import LORA_NAMES
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
@@ -45,15 +41,7 @@ def _adapt(model: _Model) -> _Model:
     """Rotary positions that turn the halves of a head against each other: our layers turn neighbouring channels."""
     if not model.config.turns_halves:
         return model
-
-    def read_weights(
-        transformer: DiffusionTransformer, device: torch.device, dtype: torch.dtype, changes: Sequence[WeightChange]
-    ) -> None:
-        assert isinstance(transformer, LTX2Transformer)
-        model.read_weights(transformer, device, dtype, changes)
-        pair_channels(transformer)
-
-    return dataclasses.replace(model, read_weights=read_weights)
+    return dataclasses.replace(model, arrange=pair_channels)
 
 
 FAMILY = ModelFamily(
@@ -77,6 +65,7 @@ FAMILY = ModelFamily(
     read_schedule=token_shift,
     transformer=LTX2Transformer,
     pieces=transformer_pieces,
+    lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.video.num_heads,
     load_text_encoder=text.load_text_encoder,

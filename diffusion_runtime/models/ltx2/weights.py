@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.ltx2.block import CrossAttention, SelfAttention
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
-from diffusion_runtime.models.ltx2.transformer import NUM_WAVES, LTX2Transformer
+from diffusion_runtime.models.ltx2.transformer import NUM_WAVES
 from diffusion_runtime.models.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
 
 # Rows that are added to float32 rows of the timestep.
@@ -91,30 +92,26 @@ def _attention_rest(ours: str, theirs: str, dim: int, inner_dim: int) -> Iterato
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], inner_dim)
 
 
-@torch.no_grad()
-def pair_channels(transformer: LTX2Transformer) -> None:
-    """Put the channels of q and k that turn together side by side, in every attention that turns any."""
-    for block in transformer.all_blocks():
-        for stream in (block.video, block.audio):
-            _pair_self_attention(stream.self_attention)
-        for between in (block.audio_to_video, block.video_to_audio):
-            _pair_cross_attention(between)
+def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
+    """Put the channels of q and k that turn together side by side, where parameter `name` makes any. rows: its values,
+    changed in place."""
+    owner, _, _ = name.rpartition(".")
+    parent, _, part = owner.rpartition(".")
+    attention = transformer.get_submodule(parent)
+    if isinstance(attention, SelfAttention | CrossAttention) and (of := _turning(attention, name, part)) is not None:
+        num_rows, num_heads = of
+        _pair(rows[:num_rows], num_heads)
 
 
-def _pair_self_attention(attention: SelfAttention) -> None:
+def _turning(attention: SelfAttention | CrossAttention, name: str, part: str) -> tuple[int, int] | None:
+    """(rows, heads) of a parameter that turn: q and k, and their norms; None for others."""
     dim = attention.norm_q.weight.shape[0]
-    for parameter in (attention.qkv.weight, attention.qkv.bias):
-        _pair(parameter[: 2 * dim], 2 * attention.num_heads)
-    for norm in (attention.norm_q, attention.norm_k):
-        _pair(norm.weight, attention.num_heads)
-
-
-def _pair_cross_attention(attention: CrossAttention) -> None:
-    dim = attention.norm_q.weight.shape[0]
-    for parameter in (attention.q.weight, attention.q.bias, attention.kv.weight[:dim], attention.kv.bias[:dim]):
-        _pair(parameter, attention.num_heads)
-    for norm in (attention.norm_q, attention.norm_k):
-        _pair(norm.weight, attention.num_heads)
+    # A text has no positions, so the attention over it turns nothing.
+    if ".cross_attention." in name:
+        return None
+    if part in ("norm_q", "norm_k", "q"):
+        return dim, attention.num_heads
+    return {"qkv": (2 * dim, 2 * attention.num_heads), "kv": (dim, attention.num_heads)}.get(part)
 
 
 def _pair(rows: torch.Tensor, num_heads: int) -> None:

@@ -10,6 +10,7 @@ from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image.config import read_geometry, read_transformer_config
+from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import transformer_pieces
 from diffusion_runtime.models.video_decoder import VideoDecoder, read_statistics, restore_by_config
@@ -64,6 +65,7 @@ FAMILY = ModelFamily(
     read_schedule=token_shift,
     transformer=QwenImageTransformer,
     pieces=transformer_pieces,
+    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,

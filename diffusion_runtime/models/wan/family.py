@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import torch
+from torch import nn
 
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.model_folder import AnyFolder
-from diffusion_runtime.models.checkpoint import Checkpoint, WeightChange, load_weights
+from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
@@ -27,6 +27,7 @@ from diffusion_runtime.models.wan.config import (
     read_transformer_config,
 )
 from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
+from diffusion_runtime.models.wan.lora_names import LORA_NAMES
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -51,12 +52,15 @@ def _adapt(model: _Model) -> _Model:
         model,
         takes_image=pipeline.takes_image,
         defaults={**model.defaults, **(_IMAGE_DEFAULTS if pipeline.takes_image else {})},
-        read_weights=_weight_reader(model.folder, COMPONENTS[:1]),
+        pieces=lambda _: _pieces_with_gates(model.config),
+        prepare=_add_gates,
+        is_ignored=lambda name: name.endswith(IGNORED_SUFFIXES),
     )
     if pipeline.boundary is None:
         return model
     boundary = pipeline.boundary
     second = read_transformer_config(model.folder, COMPONENTS[1])
+    configs = dict(zip(COMPONENTS, (model.config, second), strict=True))
 
     def experts(policy: AttentionPolicy) -> WanExperts:
         return WanExperts((model.config, second), model.geometry, policy, boundary)
@@ -66,45 +70,25 @@ def _adapt(model: _Model) -> _Model:
         defaults={**model.defaults, **_EXPERT_DEFAULTS},
         transformer_components=COMPONENTS,
         make_transformer=experts,
-        read_weights=_weight_reader(model.folder, COMPONENTS),
+        modules=_experts_of,
+        pieces=lambda component: _pieces_with_gates(configs[component]),
     )
 
 
-def _weight_reader(
-    folder: AnyFolder, components: Sequence[str]
-) -> Callable[[DiffusionTransformer, torch.device, torch.dtype, Sequence[WeightChange]], None]:
-    """See Model.read_weights. components: one for each expert."""
-
-    def read_weights(
-        transformer: DiffusionTransformer, device: torch.device, dtype: torch.dtype, changes: Sequence[WeightChange]
-    ) -> None:
-        assert isinstance(transformer, WanTransformer | WanExperts)
-        for index, component in enumerate(components):
-            expert = transformer if isinstance(transformer, WanTransformer) else transformer.expert(index)
-            _read(folder / component, expert, device, dtype, changes)
-
-    return read_weights
+def _experts_of(transformer: DiffusionTransformer) -> Mapping[str, nn.Module]:
+    assert isinstance(transformer, WanExperts)
+    return {component: transformer.expert(index) for index, component in enumerate(COMPONENTS)}
 
 
-def _read(
-    folder: Path,
-    transformer: WanTransformer,
-    device: torch.device,
-    dtype: torch.dtype,
-    changes: Sequence[WeightChange],
-) -> None:
-    with Checkpoint(folder, changes=changes) as checkpoint:
-        if any(f".{GATE}." in name for name in checkpoint.shapes):
-            transformer.add_gates()
-        load_weights(
-            transformer,
-            checkpoint,
-            transformer_pieces(transformer.config),
-            device,
-            dtype,
-            stays_float32=stays_float32,
-            ignored=lambda name: name.endswith(IGNORED_SUFFIXES),
-        )
+def _add_gates(module: nn.Module, names: Collection[str]) -> None:
+    """Only the names of a checkpoint's tensors say whether it has gates. names: of all of them."""
+    assert isinstance(module, WanTransformer)
+    if any(f".{GATE}." in name for name in names):
+        module.add_gates()
+
+
+def _pieces_with_gates(config: WanTransformerConfig) -> Mapping[str, tuple[Piece, ...]]:
+    return transformer_pieces(dataclasses.replace(config, has_gate=True))
 
 
 FAMILY = ModelFamily(
@@ -121,6 +105,7 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=WanTransformer,
     pieces=transformer_pieces,
+    lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=_load_text_encoder,

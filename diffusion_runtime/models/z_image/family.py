@@ -13,6 +13,7 @@ from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig, read_geometry, read_transformer_config
+from diffusion_runtime.models.z_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
 from diffusion_runtime.models.z_image.weights import transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -60,6 +61,7 @@ FAMILY = ModelFamily(
     read_schedule=token_shift,
     transformer=ZImageTransformer,
     pieces=transformer_pieces,
+    lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
     load_decoder=load_image_decoder,

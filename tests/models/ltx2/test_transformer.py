@@ -22,7 +22,8 @@ from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.lora import read_lora
+from diffusion_runtime.models.lora.binding import bind
+from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import stays_float32
 from diffusion_runtime.models.registry import family_for_folder
@@ -254,8 +255,9 @@ def test_a_lora_on_rows_that_change_their_order_equals_diffusers(
         tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
         linear.weight.data.add_(0.5 * up @ down)
     save_file(tensors, tmp_path / "lora.safetensors")
-    lora = read_lora(LoraConfig(str(tmp_path / "lora.safetensors"), scale=0.5))
     model = family_for_folder(folder).describe(folder)
+    file = read_lora_file(str(tmp_path / "lora.safetensors"))
+    lora = bind(file, LoraConfig("lora", scale=0.5), model.lora_target(lambda: ()))
     empty = model.build_transformer(AttentionPolicy(dtype=torch.float32))
     ours = model.load_transformer(empty, CPU, torch.float32, [lora])
     assert isinstance(ours, LTX2Transformer)

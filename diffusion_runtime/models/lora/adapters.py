@@ -1,0 +1,117 @@
+"""What a LoRA file adds to a weight: low rank, a whole difference, Kronecker products, and DoRA around any of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+class Adapter(ABC):
+    """A change of one matrix [rows, columns], computed in float32 on the CPU. rows, columns: of the whole matrix, which
+    may hold several matrices of the checkpoint, one after the other."""
+
+    rows: int
+    columns: int
+
+    @abstractmethod
+    def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
+        """What is added to the rows `rows`, at strength 1. base: those rows without any LoRA, float32
+        [rows, columns]."""
+
+
+@dataclass(frozen=True)
+class LowRank(Adapter):
+    """factor * up @ down (Hu et al., arXiv:2106.09685). down: [rank, columns]; up: [rows, rank]."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    factor: float
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return self.up.shape[0]
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        return self.down.shape[1]
+
+    def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
+        return self.up[rows].float() @ self.down.float() * self.factor
+
+
+@dataclass(frozen=True)
+class Difference(Adapter):
+    """A difference that the file holds whole: of a weight, [rows, columns], or of a bias, [rows, 1]."""
+
+    values: torch.Tensor
+    factor: float = 1.0
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return self.values.shape[0]
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        return self.values.shape[1]
+
+    def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
+        return self.values[rows].float() * self.factor
+
+
+@dataclass(frozen=True)
+class Kronecker(Adapter):
+    """LoKr: factor * kron(first, second) (Yeh et al., LyCORIS, arXiv:2309.14859)."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+    factor: float
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return self.first.shape[0] * self.second.shape[0]
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        return self.first.shape[1] * self.second.shape[1]
+
+    def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
+        start, stop, _ = rows.indices(self.rows)
+        height = self.second.shape[0]
+        # Only the rows of `first` that reach into the wanted ones.
+        above, below = start // height, -(-stop // height)
+        product = torch.kron(self.first[above:below].float(), self.second.float())
+        return product[start - above * height : stop - above * height] * self.factor
+
+
+@dataclass(frozen=True)
+class Decomposed(Adapter):
+    """DoRA (Liu et al., arXiv:2402.09353): magnitude * (W + D) / |W + D| with D of `inner`; it adds that less W.
+
+    magnitude: [rows, 1], with norms over each row, or [1, columns] with norms over each column.
+    """
+
+    inner: Adapter
+    magnitude: torch.Tensor
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return self.inner.rows
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        return self.inner.columns
+
+    @property
+    def by_row(self) -> bool:
+        return self.magnitude.shape[1] == 1
+
+    def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
+        changed = base + self.inner.delta(base, rows)
+        # In float64, since whole columns are summed: the result is to be exact to the last places of float32.
+        norm = torch.linalg.vector_norm(changed, dim=1 if self.by_row else 0, keepdim=True, dtype=torch.float64).float()
+        magnitude = self.magnitude[rows] if self.by_row else self.magnitude
+        # A row of zeros has no direction; it stays 0.
+        scale = torch.where(norm > 0, magnitude.float() / norm.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
+        return changed * scale - base

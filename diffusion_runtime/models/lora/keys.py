@@ -1,0 +1,138 @@
+"""The keys of LoRA files: prefix, module, and what the tensor is; of every trainer, recognised by the key itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+# A stranger's key may have any length.
+MAX_KEY_CHARACTERS = 300
+
+
+class Role(Enum):
+    """What a tensor of a file is to its module."""
+
+    DOWN = "down"  # A [rank, in]
+    UP = "up"  # B [out, rank]
+    UP_BIAS = "up bias"
+    ALPHA = "alpha"
+    MAGNITUDE = "magnitude"  # of DoRA, [out]
+    DIFF = "diff"  # added to the weight as it is
+    DIFF_BIAS = "diff_b"  # added to the bias
+    W1 = "lokr_w1"
+    W1_A = "lokr_w1_a"
+    W1_B = "lokr_w1_b"
+    W2 = "lokr_w2"
+    W2_A = "lokr_w2_a"
+    W2_B = "lokr_w2_b"
+
+
+class Names(Enum):
+    """Whose way of writing names a key follows."""
+
+    DIFFUSERS = "diffusers / PEFT"
+    ORIGINAL = "original names (ComfyUI)"
+    KOHYA = "kohya / musubi-tuner"
+    LYCORIS = "LyCORIS"
+    PLAIN = "names without a prefix"
+
+
+# A key ends in one of these. `.default` and the like is the name that PEFT gave the adapter.
+_ADAPTER = r"(?:\.[A-Za-z]\w*)?"
+_SUFFIXES = tuple(
+    (re.compile(rf"{pattern}$"), role)
+    for pattern, role in (
+        (rf"\.lora_(?:A|down){_ADAPTER}\.weight", Role.DOWN),
+        (rf"\.lora_(?:B|up){_ADAPTER}\.weight", Role.UP),
+        (rf"\.lora_(?:B|up){_ADAPTER}\.bias", Role.UP_BIAS),
+        (r"\.lora\.down\.weight", Role.DOWN),
+        (r"\.lora\.up\.weight", Role.UP),
+        (r"\.lora_(?:linear_layer|embedding)\.down\.weight", Role.DOWN),
+        (r"\.lora_(?:linear_layer|embedding)\.up\.weight", Role.UP),
+        # XLabs: `processor.qkv_lora1.down.weight`, where `qkv_lora1` names the module.
+        (r"(?<=_lora)\.down\.weight|(?<=_lora[12])\.down\.weight", Role.DOWN),
+        (r"(?<=_lora)\.up\.weight|(?<=_lora[12])\.up\.weight", Role.UP),
+        (r"\.(?:lora_)?alpha", Role.ALPHA),
+        (rf"\.(?:dora_scale|lora_magnitude_vector{_ADAPTER}(?:\.weight)?)", Role.MAGNITUDE),
+        (r"\.diff", Role.DIFF),
+        (r"\.diff_b", Role.DIFF_BIAS),
+        *((rf"\.{role.value}", role) for role in (Role.W1, Role.W1_A, Role.W1_B, Role.W2, Role.W2_A, Role.W2_B)),
+    )
+)
+_DIFF_MODULATION = ".diff_m"
+_PEFT = "base_model.model."
+_ORIGINAL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.")
+_FLATTENED_PREFIXES = {
+    "lora_unet__": Names.KOHYA,
+    "lora_unet_": Names.KOHYA,
+    "lora_transformer_": Names.KOHYA,
+    "lycoris_": Names.LYCORIS,
+}
+# diffusers' names of text encoders, and what other trainers call theirs.
+_TEXT_ENCODER_PREFIXES = (
+    "text_encoder",
+    "lora_te",
+    "text_encoders.",
+    "lycoris_te",
+    "cond_stage_model.",
+    "conditioner.",
+)
+# Which of two transformers a key is for, where it says so.
+SECOND = "transformer_2"
+
+
+@dataclass(frozen=True)
+class LoraKey:
+    """One key, read. second: whether it says that it is for `transformer_2`. module: the name without prefix and
+    suffix; flattened: its dots are underscores."""
+
+    key: str
+    module: str
+    role: Role
+    names: Names
+    second: bool = False
+
+    @property
+    def flattened(self) -> bool:
+        return self.names in (Names.KOHYA, Names.LYCORIS)
+
+
+def parse_key(key: str) -> LoraKey | None:
+    """None for a key that no format known here has, and for those of text encoders."""
+    if len(key) > MAX_KEY_CHARACTERS or is_text_encoder_key(key):
+        return None
+    names, second, rest = split_prefix(key)
+    if rest.endswith(_DIFF_MODULATION):
+        # LightX2V: what is added to the table of scales and shifts beside the layers of a block.
+        return LoraKey(key, f"{rest.removesuffix(_DIFF_MODULATION)}.modulation", Role.DIFF, names, second)
+    for pattern, role in _SUFFIXES:
+        found = pattern.search(rest)
+        if found is not None:
+            return LoraKey(key, rest[: found.start()], role, names, second) if found.start() else None
+    return None
+
+
+def split_prefix(key: str) -> tuple[Names, bool, str]:
+    """(whose names, whether it says `transformer_2`, the rest)."""
+    rest = key
+    has_peft = rest.startswith(_PEFT)
+    while rest.startswith(_PEFT):
+        rest = rest.removeprefix(_PEFT)
+    for prefix, names in _FLATTENED_PREFIXES.items():
+        if rest.startswith(prefix):
+            return names, False, rest.removeprefix(prefix)
+    for prefix in _ORIGINAL_PREFIXES:
+        if rest.startswith(prefix):
+            return Names.ORIGINAL, False, rest.removeprefix(prefix)
+    second = False
+    has_component = False
+    # A file saved for `transformer` may hold keys that name a component themselves.
+    while (first := rest.partition(".")[0]) in ("transformer", SECOND):
+        has_component, second = True, second or first == SECOND
+        rest = rest.removeprefix(f"{first}.")
+    return (Names.DIFFUSERS if has_peft or has_component else Names.PLAIN), second, rest
+
+
+def is_text_encoder_key(key: str) -> bool:
+    return key.removeprefix(_PEFT).startswith(_TEXT_ENCODER_PREFIXES)

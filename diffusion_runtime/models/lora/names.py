@@ -1,0 +1,98 @@
+"""LoraNames: what a family's authors call the modules of its transformer, beside diffusers' names for them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+# A number that stands alone between separators: the index of a block, in dotted and in flattened names.
+_NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a module of a diffusers checkpoint: part `index` of `of` equal parts.
+
+    module: its name, with `{}` for the index of a block.
+    """
+
+    module: str
+    index: int = 0
+    of: int = 1
+
+    def at(self, block: str) -> Rows:
+        return Rows(self.module.replace("{}", block), self.index, self.of)
+
+
+@dataclass(frozen=True)
+class LoraNames:
+    """How the LoRA files of a family name its modules; `{}` stands for the index of a block.
+
+    title: the family's name, for messages. same: modules that the authors and diffusers call alike. originals: the
+    authors' name of a module -> diffusers' module, or the ones whose rows it holds, one after the other. absent:
+    modules of diffusers' that other models of the family have -> which those are; a file for them is applied without
+    them. widths, num_blocks: of the published models, the width of the transformer and how many blocks it has of the
+    kind that it has most of, or of another kind; they tell families apart that use the same names.
+    """
+
+    title: str
+    same: tuple[str, ...] = ()
+    originals: Mapping[str, str | tuple[str | Rows, ...]] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+    widths: frozenset[int] = frozenset()
+    num_blocks: frozenset[int] = frozenset()
+
+    def find(self, name: str, *, flattened: bool) -> tuple[Rows, ...]:
+        """The modules of diffusers that a module in a file stands for; empty for an unknown name.
+
+        flattened: the dots of the name are underscores, as kohya's trainers write it.
+        """
+        table = self._flattened if flattened else self._dotted
+        if name in table:
+            return table[name]
+        match = _NUMBER.search(name)
+        if match is None:
+            return ()
+        template = f"{name[: match.start()]}{{}}{name[match.end() :]}"
+        return tuple(rows.at(match[0]) for rows in table.get(template, ()))
+
+    def reason_absent(self, module: str) -> str | None:
+        """Which models have this module of diffusers', where that is said; None otherwise."""
+        return self.absent.get(module) or self.absent.get(_NUMBER.sub("{}", module, count=1))
+
+    @functools.cached_property
+    def _dotted(self) -> dict[str, tuple[Rows, ...]]:
+        table = {name: _rows(targets) for name, targets in self.originals.items()}
+        theirs = [rows.module for several in table.values() for rows in several]
+        for name in (*self.same, *theirs):
+            table.setdefault(name, (Rows(name),))
+        return table
+
+    @functools.cached_property
+    def _flattened(self) -> dict[str, tuple[Rows, ...]]:
+        return {name.replace(".", "_"): rows for name, rows in self._dotted.items()}
+
+
+def each(blocks: str, names: Iterable[str]) -> tuple[str, ...]:
+    """`blocks.{}` with each of the names behind it."""
+    return tuple(f"{blocks}.{name}" for name in names)
+
+
+def block_names(theirs: str, ours: str, names: Mapping[str, str | tuple[str, ...]]) -> dict[str, str | tuple[str, ...]]:
+    """Originals of one kind of block. theirs, ours: the authors' and diffusers' prefix, with `{}`."""
+    return {
+        f"{theirs}.{name}": f"{ours}.{target}" if isinstance(target, str) else each(ours, target)
+        for name, target in names.items()
+    }
+
+
+def swapped_halves(module: str) -> tuple[Rows, ...]:
+    """The authors' shift and scale of the last layer, which diffusers has as scale and shift."""
+    return Rows(module, 1, 2), Rows(module, 0, 2)
+
+
+def _rows(targets: str | tuple[str | Rows, ...]) -> tuple[Rows, ...]:
+    several = (targets,) if isinstance(targets, str) else targets
+    return tuple(Rows(target) if isinstance(target, str) else target for target in several)

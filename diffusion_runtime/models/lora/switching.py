@@ -1,0 +1,56 @@
+"""LoraSwitch: other LoRA files for a loaded transformer, without loading it again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from diffusion_runtime.config import LoraConfig
+from diffusion_runtime.models.checkpoint import WeightChange
+from diffusion_runtime.models.lora.binding import Lora, LoraTarget, bind
+from diffusion_runtime.models.lora.reading import read_lora_file
+
+
+class Rewrite(Protocol):
+    """Model.rewrite_transformer, for one transformer."""
+
+    def __call__(
+        self,
+        changed: Mapping[str, Collection[str]],
+        changes: Sequence[WeightChange],
+        kept: Mapping[str, dict[str, torch.Tensor]],
+    ) -> None: ...
+
+
+class LoraSwitch:
+    """The LoRA files of a loaded transformer.
+
+    loras: those that are merged into it. The first switch reads the weights of the layers concerned from the model's
+    folder and keeps them on the CPU, as they are in the files; from then on nothing is read but LoRA files. The result
+    is bit for bit what loading the model with those files gives.
+    """
+
+    def __init__(self, rewrite: Rewrite, target: LoraTarget, loras: Sequence[Lora] = ()) -> None:
+        self.loras = tuple(loras)
+        self._rewrite = rewrite
+        self._target = target
+        self._kept: dict[str, dict[str, torch.Tensor]] = {component: {} for component in target.shapes}
+
+    def switch(self, configs: Sequence[LoraConfig]) -> None:
+        """These files instead of those before; none for the model alone.
+
+        Raises what loading them raises, and leaves the transformer as it was.
+        """
+        wanted = tuple(bind(read_lora_file(config.path), config, self._target) for config in configs)
+        changed = {
+            component: frozenset().union(*(lora.changed(component) for lora in (*self.loras, *wanted)))
+            for component in self._target.shapes
+        }
+        try:
+            self._rewrite(changed, wanted, self._kept)
+        except BaseException:
+            self._rewrite(changed, self.loras, self._kept)
+            raise
+        self.loras = wanted

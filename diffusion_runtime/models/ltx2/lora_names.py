@@ -1,0 +1,50 @@
+"""What LoRA files of LTX-2 call its modules: the authors' names, and diffusers'."""
+
+from __future__ import annotations
+
+from diffusion_runtime.models.lora.names import LoraNames, block_names, each
+
+_ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+_PARTS = ("to_q", "to_k", "to_v", "to_out.0")
+_EMBEDDERS = {
+    "adaln_single": "time_embed",
+    "audio_adaln_single": "audio_time_embed",
+    "av_ca_video_scale_shift_adaln_single": "av_cross_attn_video_scale_shift",
+    "av_ca_audio_scale_shift_adaln_single": "av_cross_attn_audio_scale_shift",
+    "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
+    "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
+}
+_LAYERS = ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2")
+
+LORA_NAMES = LoraNames(
+    title="LTX-2",
+    same=(
+        *(f"transformer_blocks.{{}}.{name}.{part}" for name in _ATTENTIONS for part in _PARTS),
+        *each(
+            "transformer_blocks.{}", [f"{ff}.{part}" for ff in ("ff", "audio_ff") for part in ("net.0.proj", "net.2")]
+        ),
+        *each("transformer_blocks.{}", ("scale_shift_table", "audio_scale_shift_table")),
+        *(f"{name}.linear_{index}" for name in ("caption_projection", "audio_caption_projection") for index in (1, 2)),
+        "scale_shift_table",
+        "audio_scale_shift_table",
+        "proj_out",
+        "audio_proj_out",
+    ),
+    originals={
+        **block_names(
+            "transformer_blocks.{}",
+            "transformer_blocks.{}",
+            {f"{name}.{part}_norm": f"{name}.norm_{part}" for name in _ATTENTIONS for part in ("q", "k")},
+        ),
+        **block_names(
+            "transformer_blocks.{}",
+            "transformer_blocks.{}",
+            {f"scale_shift_table_a2v_ca_{of}": f"{of}_a2v_cross_attn_scale_shift_table" for of in ("video", "audio")},
+        ),
+        "patchify_proj": "proj_in",
+        "audio_patchify_proj": "audio_proj_in",
+        **{f"{name}.{layer}": f"{target}.{layer}" for name, target in _EMBEDDERS.items() for layer in _LAYERS},
+    },
+    widths=frozenset({2048, 4096}),
+    num_blocks=frozenset({48}),
+)
