@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, block_names, swapped_halves
+from diffusion_runtime.models.lora.names import LoraNames, Originals, block_names, swapped_halves
 from diffusion_runtime.models.lora.stream_names import (
     DOUBLE_STREAM_ATTENTION,
     DOUBLE_STREAM_FEED_FORWARD,
@@ -14,13 +14,13 @@ from diffusion_runtime.models.lora.stream_names import (
 )
 
 # As XLabs' trainer saves the processors of attention.
-_XLABS_DOUBLE = {
+_XLABS_DOUBLE: Originals = {
     "processor.qkv_lora1": QKV,
     "processor.qkv_lora2": TEXT_QKV,
     "processor.proj_lora1": "attn.to_out.0",
     "processor.proj_lora2": "attn.to_add_out",
 }
-_XLABS_SINGLE = {"processor.qkv_lora": QKV, "processor.proj_lora": "proj_out"}
+_XLABS_SINGLE: Originals = {"processor.qkv_lora": QKV, "processor.proj_lora": "proj_out"}
 _GUIDANCE = "time_text_embed.guidance_embedder"
 
 LORA_NAMES = LoraNames(

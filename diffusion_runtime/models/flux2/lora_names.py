@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, block_names, swapped_halves
+from diffusion_runtime.models.lora.names import LoraNames, Originals, block_names, swapped_halves
 from diffusion_runtime.models.lora.stream_names import DOUBLE_STREAM_ATTENTION, embedder_names
 
 _MODULATIONS = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
 _GUIDANCE = "time_guidance_embed.guidance_embedder"
-_FEED_FORWARD = {
+_FEED_FORWARD: Originals = {
     "img_mlp.0": "ff.linear_in",
     "img_mlp.2": "ff.linear_out",
     "txt_mlp.0": "ff_context.linear_in",
     "txt_mlp.2": "ff_context.linear_out",
 }
 # diffusers keeps q, k, v and both halves of the feed-forward network in one matrix, as the authors do.
-_SINGLE = {
+_SINGLE: Originals = {
     "linear1": "to_qkv_mlp_proj",
     "linear2": "to_out",
     "norm.query_norm": "norm_q",

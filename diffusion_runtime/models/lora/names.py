@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 # A number that stands alone between separators: the index of a block, in dotted and in flattened names.
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
@@ -26,6 +27,10 @@ class Rows:
         return Rows(self.module.replace("{}", block), self.index, self.of)
 
 
+# The authors' name of a module -> diffusers' module, or the modules whose rows it holds.
+Originals: TypeAlias = Mapping[str, str | tuple[str | Rows, ...]]
+
+
 @dataclass(frozen=True)
 class LoraNames:
     """How the LoRA files of a family name its modules; `{}` stands for the index of a block.
@@ -39,7 +44,7 @@ class LoraNames:
 
     title: str
     same: tuple[str, ...] = ()
-    originals: Mapping[str, str | tuple[str | Rows, ...]] = field(default_factory=dict)
+    originals: Originals = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
     widths: frozenset[int] = frozenset()
     num_blocks: frozenset[int] = frozenset()
@@ -80,12 +85,16 @@ def each(blocks: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{blocks}.{name}" for name in names)
 
 
-def block_names(theirs: str, ours: str, names: Mapping[str, str | tuple[str, ...]]) -> dict[str, str | tuple[str, ...]]:
-    """Originals of one kind of block. theirs, ours: the authors' and diffusers' prefix, with `{}`."""
-    return {
-        f"{theirs}.{name}": f"{ours}.{target}" if isinstance(target, str) else each(ours, target)
-        for name, target in names.items()
-    }
+def block_names(theirs: str, ours: str, names: Originals) -> Originals:
+    """Originals of one kind of block. theirs, ours: the authors' and diffusers' prefix, with `{}`; names: behind
+    them."""
+
+    def behind(target: str | tuple[str | Rows, ...]) -> str | tuple[str | Rows, ...]:
+        if isinstance(target, str):
+            return f"{ours}.{target}"
+        return tuple(f"{ours}.{part}" if isinstance(part, str) else part for part in target)
+
+    return {f"{theirs}.{name}": behind(target) for name, target in names.items()}
 
 
 def swapped_halves(module: str) -> tuple[Rows, ...]:

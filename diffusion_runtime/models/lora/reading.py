@@ -74,7 +74,8 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     tensors, metadata = read_tensors(place, key)
     settings = read_settings(place, metadata)
     groups: dict[tuple[bool, bool, str], dict[Role, LoraKey]] = {}
-    unknown, text_encoder_keys = [], []
+    unknown: list[str] = []
+    text_encoder_keys: list[str] = []
     for name in tensors:
         parsed = parse_key(name)
         if parsed is None:

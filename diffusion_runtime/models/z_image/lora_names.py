@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffusion_runtime.models.lora.names import LoraNames, Rows, each
+from diffusion_runtime.models.lora.names import LoraNames, Originals, each
 
 _BLOCKS = ("layers.{}", "noise_refiner.{}", "context_refiner.{}")
 _SAME = (
@@ -15,7 +15,7 @@ _SAME = (
 )
 
 
-def _block(name: str) -> dict[str, str | tuple[str | Rows, ...]]:
+def _block(name: str) -> Originals:
     attention = f"{name}.attention"
     return {
         f"{attention}.qkv": each(attention, ("to_q", "to_k", "to_v")),
