@@ -112,13 +112,27 @@ app.add_typer(bench, name="bench")
 @app.command(
     "info",
     cls=CheckedCommand,
-    epilog="[bold]Example[/]\n\ndiffusion-runtime info outputs/a-red-circle-moving-left-seed0.mp4",
+    epilog=(
+        "[bold]Examples[/]\n\ndiffusion-runtime info outputs/a-red-circle-moving-left-seed0.mp4\n\n"
+        "diffusion-runtime info style.safetensors --model-path wan2.1-1.3b"
+    ),
 )
 def info(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A file that generate wrote.", show_default=False)],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A file that generate wrote, or a LoRA file.", show_default=False)
+    ],
+    model_path: Annotated[
+        str | None,
+        typer.Option("--model-path", metavar="MODEL", help="With a LoRA: how many keys it takes.", show_default=False),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what a generated file is and how it was made: size, recipe, attention."""
+    """Show what a file is: how it was made, or which model a LoRA is for."""
     from diffusion_runtime.cli.info import run_info
+    from diffusion_runtime.cli.lora_info import is_lora_path, run_lora_info
 
+    if is_lora_path(file):
+        raise typer.Exit(run_lora_info(file, model_path, as_json=as_json))
+    if model_path is not None:
+        raise UsageError(f"--model-path: {file} is no LoRA file; leave the option out")
     raise typer.Exit(run_info(file, as_json=as_json))

@@ -49,8 +49,9 @@ def generate(context: typer.Context, **given: Any) -> None:
     """
     from diffusion_runtime.cli.generation import SCHEMA, OutputFlags, run_generate
     from diffusion_runtime.cli.launching import CommandLine, piped_prompts, report_failure
+    from diffusion_runtime.cli.lora_flags import pair_loras
     from diffusion_runtime.cli.prompts import collect_prompts
-    from diffusion_runtime.cli.settings import Flags, pair_loras
+    from diffusion_runtime.cli.settings import Flags
     from diffusion_runtime.cli.terminal import Terminal
     from diffusion_runtime.parallel.process_info import read_process_info
     from diffusion_runtime.session.failures import Interrupted
@@ -73,7 +74,7 @@ def generate(context: typer.Context, **given: Any) -> None:
             "device": run.device,
             "dtype": run.dtype,
             "self_check": run.self_check,
-            "lora": pair_loras(source.lora_path or (), source.lora_scale or ()),
+            "lora": pair_loras(source.lora_path or (), source.lora_scale or (), source.lora or ()),
         },
         parallel={
             "num_gpus": run.num_gpus,

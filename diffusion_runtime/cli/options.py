@@ -36,7 +36,17 @@ ModelPath: TypeAlias = Annotated[
 ]
 LoraPath: TypeAlias = Annotated[
     list[str] | None,
-    _flag(WHAT, "A LoRA in diffusers' format, merged at load; again for several.", "--lora-path", metavar="FILE"),
+    _flag(WHAT, "A LoRA file; again for several. See --lora.", "--lora-path", metavar="FILE"),
+]
+Lora: TypeAlias = Annotated[
+    list[str] | None,
+    _flag(
+        WHAT,
+        "A LoRA file of any trainer, with its strength: FILE@0.8; again for several. For one of two transformers: "
+        "transformer_2=FILE.",
+        "--lora",
+        metavar="FILE",
+    ),
 ]
 LoraScale: TypeAlias = Annotated[
     list[float] | None, _flag(WHAT, "Its strength; one per --lora-path, in their order.", "--lora-scale", metavar="X")
@@ -152,6 +162,7 @@ class SourceFlags:
     """The model, and where other values come from."""
 
     model_path: ModelPath = None
+    lora: Lora = None
     lora_path: LoraPath = None
     lora_scale: LoraScale = None
     from_file: FromFile = None

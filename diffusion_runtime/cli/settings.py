@@ -115,19 +115,6 @@ def resolve_settings(flags: Flags) -> Settings:
     )
 
 
-def pair_loras(paths: Sequence[str], scales: Sequence[float]) -> list[dict[str, Any]] | None:
-    """--lora-path and --lora-scale as values of RuntimeConfig.lora; None when there is no file.
-
-    Each file has the scale that was given in its place, 1 without one. Raises UsageError for more scales than files.
-    """
-    if len(scales) > len(paths):
-        raise UsageError(
-            f"--lora-scale is given {len(scales)} times for {len(paths)} --lora-path; give one per file, in their order"
-        )
-    padded = [*scales, *[1.0] * (len(paths) - len(scales))]
-    return [{"path": path, "scale": scale} for path, scale in zip(paths, padded, strict=True)] or None
-
-
 def _build_request(values: Mapping[str, Any], repeat: str | None) -> GenerationRequest:
     try:
         return GenerationRequest.from_dict(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.self_check import SelfChecker
 from diffusion_runtime.attention_report import AttentionReport, LibraryAttention
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
 from diffusion_runtime.diffusers_bridge.frames import frames_of, sound_of
+from diffusion_runtime.diffusers_bridge.loras import PlannedLora, load_loras, plan_loras
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
@@ -59,6 +62,7 @@ class DiffusersPipeline:
         self._libraries: tuple[LibraryAttention, ...] = plan.libraries
         self._planned: dict[bool, AttachedAttention | ObservedAttention] = {}
         self._one_generation = OneGeneration()
+        self._loras: tuple[PlannedLora, ...] = plan.loras
         # A choice that reaches nothing fails now, and not at the first request.
         self._planned_attention(self._choice.ours)
 
@@ -96,6 +100,25 @@ class DiffusersPipeline:
                         made.append(media)
             return made
 
+    def set_loras(self, loras: Sequence[Any]) -> None:
+        """Other LoRA files for the generations from here on, instead of those before; none for the model alone.
+
+        loras: each in any form that LoraConfig.parse takes; diffusers' own loader puts them beside the weights. Raises
+        ConfigError and ModelLoadError for files that cannot be used, and leaves everything as it was;
+        PipelineBusyError while a generation runs.
+        """
+        configs = RuntimeConfig(lora=loras).lora
+        with self._one_generation.held(), quiet_transformers():
+            wanted = plan_loras(type(self.pipeline), configs)
+            try:
+                load_loras(self.pipeline, wanted)
+            except BaseException:
+                load_loras(self.pipeline, self._loras)
+                raise
+            self._loras = wanted
+            runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
+            self.recipe = {**self.recipe, "runtime": runtime}
+
     def close(self) -> None:
         """Give the memory of the model back. A later generation raises PipelineClosedError.
 
@@ -119,6 +142,7 @@ class DiffusersPipeline:
         frames = frames_of(result, interface.name)
         sound, notes = sound_of(result, self.pipeline)
         notes += self._other_sizes(request, frames.shape)
+        notes += [remark for lora in self._loras for remark in lora.remarks]
         for note in notes:
             _logger.warning(note)
         report = attention.report()
@@ -238,6 +262,8 @@ def load_passthrough(
             ) from error
     pipeline.set_progress_bar_config(disable=True)
     _decode_in_tiles(pipeline)
+    if plan.loras:
+        load_loras(pipeline, plan.loras)
     for model in denoisers_of(pipeline).values():
         model.eval().requires_grad_(False)
     return DiffusersPipeline(pipeline, plan, device, dtype, recipe)

@@ -23,6 +23,7 @@ from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_at
 from diffusion_runtime.diffusers_bridge.denoisers import denoises
 from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
+from diffusion_runtime.diffusers_bridge.loras import PlannedLora, plan_loras
 from diffusion_runtime.diffusers_bridge.meta_device import meta_model, meta_pipeline
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
@@ -79,7 +80,7 @@ class PassthroughPlan:
 
     pipeline_class: of diffusers. layers: ours, as they would be attached; empty when none are, or when they are unknown
     before the weights are loaded. libraries: components whose attention is their library's own. self_checks: of the
-    backends that those layers chose.
+    backends that those layers chose. loras: the LoRA files, read.
     """
 
     pipeline_class: Any
@@ -88,6 +89,7 @@ class PassthroughPlan:
     layers: tuple[AttentionLayer, ...]
     libraries: tuple[LibraryAttention, ...]
     self_checks: tuple[SelfCheck, ...] = ()
+    loras: tuple[PlannedLora, ...] = ()
 
 
 def plan_passthrough(
@@ -107,13 +109,12 @@ def plan_passthrough(
         raise ConfigError(
             "parallel: a pipeline of diffusers' own runs on one process; leave out --num-gpus and degrees"
         )
-    if config.lora:
-        raise ConfigError("lora: a pipeline of diffusers' own takes none here; leave it out, or use a native model")
     index = read_index(folder)
     with quiet_transformers():
         pipeline_class = _pipeline_class(folder, index)
         interface = PipelineInterface.of(pipeline_class)
         _check_can_run(folder, interface)
+        loras = plan_loras(pipeline_class, config.lora)
         choice = AttentionChoice.of(config, environment)
         if choice.dispatcher is not None:
             check_dispatcher_backend(choice.dispatcher)
@@ -148,6 +149,7 @@ def plan_passthrough(
         tuple(layer for handle in handles for module in handle.modules for layer in module.layers),
         tuple(library_attention(index)),
         tuple(dict.fromkeys(check for handle in handles for check in handle.self_checks)),
+        loras,
     )
 
 

@@ -35,6 +35,7 @@ MORE = {"--attention-config.default.extra.mask_strategy_file_path": ("--attentio
 PATH_FLAGS = {
     "--config": "--config",
     "--prompt-file": "--prompt-file",
+    "--lora": "lora.path",
     "--lora-path": "lora.path",
     "--from": "--from",
     "--attention-config.default.extra.mask_strategy_file_path": "mask_strategy_file_path",

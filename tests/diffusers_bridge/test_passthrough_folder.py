@@ -107,8 +107,6 @@ def test_weights_that_are_in_no_file(image_folder: Path, tmp_path: Path) -> None
 def test_what_only_native_models_do_is_refused(image_folder: Path) -> None:
     with pytest.raises(ConfigError, match="parallel: a pipeline of diffusers' own runs on one process"):
         inspect_pipeline(RuntimeConfig(model_path=str(image_folder), parallel=ParallelConfig(num_gpus=2)))
-    with pytest.raises(ConfigError, match="lora: a pipeline of diffusers' own takes none here"):
-        load_pipeline(str(image_folder), lora=["style.safetensors"])
 
 
 def test_an_endless_class_name_is_cut(

@@ -17,6 +17,7 @@ FLAGS = {
     "--image-path": ("image.png",),
     "--seed": ("7", "1,2", "1-4"),
     "--model-path": ("shapes", ".", "owner/name"),
+    "--lora": ("lora.safetensors", "transformer_2=lora.safetensors@0.5"),
     "--lora-path": ("lora.safetensors",),
     "--lora-scale": ("0.5",),
     "--from": ("out.mp4", "out.json"),

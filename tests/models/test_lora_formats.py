@@ -15,7 +15,7 @@ from tiny_flux1 import tiny_transformer
 from torch import nn
 
 from diffusion_runtime.config import LoraConfig
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.models.lora.binding import Lora, LoraTarget, bind
 from diffusion_runtime.models.lora.few_step import few_step_hint
 from diffusion_runtime.models.lora.keys import Names
@@ -493,7 +493,7 @@ def test_a_file_for_one_transformer_of_two_says_which(tmp_path: Path) -> None:
 
 
 def test_folders_that_hold_no_lora(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"expected adapter_model.safetensors or .*, found none"):
+    with pytest.raises(ConfigError, match=r"expected adapter_model.safetensors or .*, found none"):
         read_lora_file(str(tmp_path))
     save_file(low_rank(Q, 16, 16), tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 8}))

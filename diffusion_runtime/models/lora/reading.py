@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion_runtime.errors import ModelLoadError, shown
+from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.checkpoint import read_tensors
 from diffusion_runtime.models.lora.adapters import Adapter, Decomposed, Difference, Kronecker, LowRank
@@ -67,7 +67,7 @@ class LoraFile:
 def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     """path: a safetensors file, or a folder of PEFT or diffusers. key: what named it, for messages.
 
-    Raises ConfigError for a path that no file can have, ModelLoadError for a file that is missing, damaged, without
+    Raises ConfigError for a path that no file can have and for a folder that holds none, ModelLoadError for a file that is missing, damaged, without
     numbers, or whose tensors do not belong together.
     """
     place = _file_at(Path(expand_home(path)), key)
@@ -116,8 +116,8 @@ def _file_at(path: Path, key: str) -> Path:
             return path / name
     files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
-        raise ModelLoadError(
-            f"{key}: {path}: expected {' or '.join(_FILES_IN_FOLDERS)}, or one safetensors file, found "
+        raise ConfigError(
+            f"{key}: {path}: this is a folder, expected {' or '.join(_FILES_IN_FOLDERS)} in it, or one safetensors file, found "
             f"{listed(file.name for file in files) or 'none'}; give the path of the file itself"
         )
     return files[0]

@@ -1,0 +1,107 @@
+"""`info FILE.safetensors`: what a LoRA file is, for which family, and how many of its keys a model takes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffusion_runtime.cli.tables import facts_table
+from diffusion_runtime.cli.terminal import json_text, printable, put_on_stdout
+
+if TYPE_CHECKING:
+    from diffusion_runtime.models.lora.binding import Lora
+    from diffusion_runtime.models.lora.reading import LoraFile
+
+SCHEMA = "diffusion_runtime.lora/1"
+_NUM_SHOWN = 20
+
+
+def is_lora_path(path: str) -> bool:
+    """Whether a path names a LoRA rather than a generated file."""
+    return path.endswith(".safetensors") or (os.path.isdir(path) and any(Path(path).glob("*.safetensors")))
+
+
+def run_lora_info(path: str, model_path: str | None, *, as_json: bool) -> int:
+    """What is known of a LoRA file, on standard output. model_path: None for the file alone.
+
+    Raises ModelLoadError for a file that cannot be used, and for one that does not fit the model.
+    """
+    from diffusion_runtime.models.lora.detection import families_of
+    from diffusion_runtime.models.lora.reading import read_lora_file
+    from diffusion_runtime.models.registry import lora_names_of_families
+
+    file = read_lora_file(path, "FILE")
+    families = families_of(file.modules, lora_names_of_families())
+    lora = None if model_path is None else _bound(file, model_path)
+    values = _values(file, families, lora)
+    if as_json:
+        put_on_stdout(json_text({"schema": SCHEMA, **values}))
+    else:
+        _show(file, values)
+    return 0
+
+
+def _bound(file: LoraFile, model_path: str) -> Lora:
+    from diffusion_runtime.config import LoraConfig
+    from diffusion_runtime.model_folder import ModelFolder
+    from diffusion_runtime.models.checkpoint import resolve_model_folder
+    from diffusion_runtime.models.lora.binding import bind
+    from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
+
+    folder = ModelFolder(resolve_model_folder(model_path, weights=False))
+    target = family_for_folder(folder).open(folder).lora_target(lora_names_of_families)
+    # Both experts of a model have the same layers.
+    component = "auto" if len(target.shapes) == 1 else "transformer"
+    return bind(file, LoraConfig(str(file.path), component=component), target)
+
+
+def _values(file: LoraFile, families: tuple[str, ...], lora: Lora | None) -> dict[str, Any]:
+    hint = file.few_step_hint
+    seconds = {module.second for module in file.modules}
+    return {
+        "path": str(file.path),
+        "format": [names.value for names in file.names],
+        "kinds": list(file.kinds),
+        "families": list(families),
+        "ranks": list(file.ranks),
+        "components": [name for second, name in ((False, "transformer"), (True, "transformer_2")) if second in seconds],
+        "num_modules": len(file.modules),
+        "num_keys": file.num_keys,
+        "unknown_keys": list(file.unknown),
+        "text_encoder_keys": list(file.text_encoder_keys),
+        "few_steps": None if hint is None else {"num_steps": hint.num_steps, "source": hint.source},
+        "num_applied": None if lora is None else lora.num_applied,
+        "remarks": [] if lora is None else list(lora.remarks),
+    }
+
+
+def _show(file: LoraFile, values: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, file=sys.stdout)
+    hint = file.few_step_hint
+    facts: list[tuple[str, object]] = [
+        ("file", values["path"]),
+        ("format", ", ".join(values["format"]) or "unknown"),
+        ("holds", ", ".join(values["kinds"]) or "nothing that is known here"),
+        ("family", " or ".join(values["families"]) or "none that is known here"),
+        ("rank", ", ".join(map(str, values["ranks"])) or "none"),
+        ("for", ", ".join(values["components"])),
+        ("modules", values["num_modules"]),
+        ("keys", values["num_keys"]),
+    ]
+    if values["num_applied"] is not None:
+        facts.append(("applied", f"{values['num_applied']} of {values['num_keys']} keys"))
+    if hint is not None:
+        steps = "a few steps" if hint.num_steps is None else f"{hint.num_steps} steps"
+        facts.append(("distilled", f"probably, for {steps} without guidance: {hint.source}"))
+    console.print(facts_table(facts, "LoRA"))
+    for title, keys in (("Unknown keys", file.unknown), ("Keys of text encoders", file.text_encoder_keys)):
+        if keys:
+            more = f" and {len(keys) - _NUM_SHOWN} more" if len(keys) > _NUM_SHOWN else ""
+            console.print(Text(printable(f"{title}: {', '.join(keys[:_NUM_SHOWN])}{more}")))
+    for remark in values["remarks"]:
+        console.print(Text(printable(remark)))

@@ -1,0 +1,213 @@
+"""LoRA files of a diffusers pipeline, by diffusers' own loader: adapters beside the weights, every key accounted for.
+
+diffusers converts the names of many trainers and drops some keys on the way. What it drops is found by following the
+tensors of a file through its conversion, and said with every generation; a key that no module takes is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.config import LoraConfig
+from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
+from diffusion_runtime.layers.weight_range import unusable_numbers
+from diffusion_runtime.models.checkpoint import read_tensors
+from diffusion_runtime.models.weight_files import DAMAGED, listed
+from diffusion_runtime.untrusted.files import expand_home
+
+_SECOND = "transformer_2"
+# Where the name of a module ends in a key of diffusers' or peft's.
+_ADAPTER_PART = re.compile(r"(?:\.lora_|_lora\.|\.lora\.|\.lokr_|\.dora_scale|\.alpha$|\.processor\.(?=to_)).*")
+# Parts of text encoders in diffusers' older files, and transformers' names for them.
+_TEXT_PARTS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+
+
+@dataclass(frozen=True)
+class PlannedLora:
+    """A file that the conversion of a pipeline's class takes. modules: by component, what it changes there. dropped:
+    keys that the conversion leaves out."""
+
+    config: LoraConfig
+    path: Path
+    modules: Mapping[str, frozenset[str]]
+    dropped: tuple[str, ...]
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        if not self.dropped:
+            return ()
+        return (
+            f"{self.path}: diffusers left out {len(self.dropped)} of its keys: {listed(self.dropped)}. A native model "
+            "applies every key",
+        )
+
+
+def plan_loras(pipeline_class: Any, configs: Sequence[LoraConfig]) -> tuple[PlannedLora, ...]:
+    """Read and convert the files, before any weight of the pipeline is read.
+
+    Raises ConfigError for a pipeline that loads none, ModelLoadError for files that are missing, damaged or without
+    numbers, or that diffusers cannot convert for this pipeline.
+    """
+    if configs and not callable(getattr(pipeline_class, "load_lora_weights", None)):
+        raise ConfigError(
+            f"lora: {pipeline_class.__name__} of diffusers loads no LoRA files; leave it out, or use a native model"
+        )
+    if configs and find_spec("peft") is None:
+        raise ConfigError("lora: diffusers loads LoRA files with peft, which is not installed: pip install peft")
+    return tuple(_plan(pipeline_class, config) for config in configs)
+
+
+def load_loras(pipeline: Any, loras: Sequence[PlannedLora]) -> None:
+    """These files instead of all before them.
+
+    Raises ConfigError where a file does not say which of two transformers it is for, ModelLoadError for keys that match
+    no module of the pipeline.
+    """
+    try:
+        pipeline.unload_lora_weights()
+        for index, lora in enumerate(loras):
+            for into_second in _destinations(pipeline, lora):
+                _load(pipeline, lora, f"lora_{index}{'_2' if into_second else ''}", into_second)
+        if loras:
+            names = list(dict.fromkeys(name for model in _models(pipeline).values() for name in _adapters(model)))
+            strengths = {f"lora_{index}": lora.config.scale for index, lora in enumerate(loras)}
+            pipeline.set_adapters(names, [strengths[name.removesuffix("_2")] for name in names])
+    except (ConfigError, ModelLoadError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # diffusers and peft raise a dozen kinds between them
+        which = ", ".join(str(lora.path) for lora in loras)
+        raise ModelLoadError(f"{which}: diffusers cannot load it: {first_line(error)}") from error
+
+
+def _plan(pipeline_class: Any, config: LoraConfig) -> PlannedLora:
+    path = Path(expand_home(config.path))
+    tensors, _ = read_tensors(path, "lora.path")
+    for key, tensor in tensors.items():
+        wrong = unusable_numbers(tensor)
+        if wrong is not None:
+            raise ModelLoadError(f"{path}: tensor {key} {wrong}. {DAMAGED}")
+    used: set[str] = set()
+    try:
+        traced = {key: _Traced.of(tensor, key, used) for key, tensor in tensors.items()}
+        converted = pipeline_class.lora_state_dict(traced)
+    except Exception as error:  # whatever a conversion meets in keys that it was not written for
+        raise ModelLoadError(
+            f"{path}: diffusers cannot convert this LoRA for {pipeline_class.__name__}: {first_line(error)}. Use a "
+            "file that was made for this model"
+        ) from error
+    found = converted[0] if isinstance(converted, tuple) else converted
+    for alphas in (part for part in (converted if isinstance(converted, tuple) else ()) if isinstance(part, Mapping)):
+        used.update(key.removeprefix("transformer.") for key in alphas)
+    modules: dict[str, set[str]] = {}
+    for key, tensor in found.items():
+        used |= getattr(tensor, "origins", set())
+        component, _, rest = key.partition(".")
+        modules.setdefault(component, set()).add(_module(rest))
+    dropped = [key for key, tensor in tensors.items() if key not in used and bool(tensor.any())]
+    return PlannedLora(
+        config, path, {component: frozenset(names) for component, names in modules.items()}, tuple(dropped)
+    )
+
+
+def _destinations(pipeline: Any, lora: PlannedLora) -> tuple[bool, ...]:
+    """Into which transformers a file goes: whether it is the second, for each."""
+    component = lora.config.component
+    if _SECOND not in _models(pipeline):
+        if component in (_SECOND, "both"):
+            raise ConfigError(f"lora.component: {component}: this pipeline has no {_SECOND}; leave the component out")
+        return (False,)
+    if component == "auto":
+        raise ConfigError(
+            f"{lora.path}: this pipeline has two transformers: give component transformer (high noise), {_SECOND} (low "
+            f"noise) or both, as in --lora {_SECOND}=FILE"
+        )
+    return {"transformer": (False,), _SECOND: (True,), "both": (False, True)}[component]
+
+
+def _load(pipeline: Any, lora: PlannedLora, name: str, into_second: bool) -> None:
+    where = {"load_into_transformer_2": True} if into_second else {}
+    pipeline.load_lora_weights(str(lora.path), adapter_name=name, local_files_only=True, use_safetensors=True, **where)
+    models = _models(pipeline)
+    missing = []
+    for component, wanted in lora.modules.items():
+        place = _SECOND if into_second and component == "transformer" else component
+        there = _changed(models[place], name) if place in models else frozenset()
+        missing += [f"{component}.{module}" for module in sorted(wanted - there)]
+    if missing:
+        raise ModelLoadError(
+            f"{lora.path}: this LoRA is for another model than {type(pipeline).__name__}'s: {len(missing)} of its "
+            f"modules are not in it: {listed(missing)}. Use a file that was made for this model"
+        )
+
+
+def _models(pipeline: Any) -> dict[str, torch.nn.Module]:
+    return {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def _adapters(model: torch.nn.Module) -> Iterator[str]:
+    yield from getattr(model, "peft_config", {})
+
+
+def _changed(model: torch.nn.Module, name: str) -> frozenset[str]:
+    """The modules that an adapter of peft's changes."""
+    from peft import get_peft_model_state_dict
+
+    if name not in _adapters(model):
+        return frozenset()
+    return frozenset(_module(key) for key in get_peft_model_state_dict(model, adapter_name=name))
+
+
+def _module(key: str) -> str:
+    """The module of a key, in peft's names and in those of diffusers' older files."""
+    old = re.search(r"\.(?:processor\.)?(to_\w+?)_lora\.", key)
+    if old is None:
+        return _ADAPTER_PART.sub("", key)
+    part = _TEXT_PARTS.get(old[1], old[1]) if "self_attn" in key else old[1]
+    return f"{key[: old.start()]}.{'to_out.0' if part == 'to_out' else part}"
+
+
+class _Traced(torch.Tensor):
+    """A tensor that knows from which keys of a file it was made. used: keys whose number was taken out, as an alpha
+    is."""
+
+    origins: set[str]
+    used: set[str]
+    is_whole: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor, key: str, used: set[str]) -> _Traced:
+        traced = tensor.as_subclass(_Traced)
+        traced.origins, traced.used, traced.is_whole = {key}, used, True
+        return traced
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        parents = [part for part in _flat([*args, *(kwargs or {}).values()]) if "origins" in vars(part)]
+        if func in (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__):
+            for part in parents:
+                if part.is_whole:
+                    part.used |= part.origins
+            return result
+        for part in _flat([result]):
+            if "origins" not in vars(part) and parents:
+                part.origins = set().union(*(parent.origins for parent in parents))
+                part.used, part.is_whole = parents[0].used, False
+        return result
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, _Traced):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _flat(value)
