@@ -67,8 +67,8 @@ class LoraFile:
 def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     """path: a safetensors file, or a folder of PEFT or diffusers. key: what named it, for messages.
 
-    Raises ConfigError for a path that no file can have and for a folder that holds none, ModelLoadError for a file that is missing, damaged, without
-    numbers, or whose tensors do not belong together.
+    Raises ConfigError for a path that no file can have and for a folder that holds none, ModelLoadError for a file that
+    is missing, damaged, without numbers, or whose tensors do not belong together.
     """
     place = _file_at(Path(expand_home(path)), key)
     tensors, metadata = read_tensors(place, key)
@@ -117,8 +117,8 @@ def _file_at(path: Path, key: str) -> Path:
     files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
         raise ConfigError(
-            f"{key}: {path}: this is a folder, expected {' or '.join(_FILES_IN_FOLDERS)} in it, or one safetensors file, found "
-            f"{listed(file.name for file in files) or 'none'}; give the path of the file itself"
+            f"{key}: {path}: this is a folder, expected {' or '.join(_FILES_IN_FOLDERS)} in it, or one safetensors "
+            f"file, found {listed(file.name for file in files) or 'none'}; give the path of the file itself"
         )
     return files[0]
 
