@@ -191,7 +191,7 @@ class _Traced(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         parents = [part for part in _flat([*args, *(kwargs or {}).values()]) if "origins" in vars(part)]
         if func in (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__):
             for part in parents:
