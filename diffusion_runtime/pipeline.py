@@ -28,6 +28,7 @@ from diffusion_runtime.models.interface import (
     ImageConditioner,
     LatentDecoder,
 )
+from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.branches import BranchExchange
@@ -104,6 +105,11 @@ class Pipeline:
         """
         with self._one_generation.held():
             return self._generate(requests, on_progress)
+
+    @property
+    def loras(self) -> tuple[Lora, ...]:
+        """The LoRA files that are merged into the transformer."""
+        return () if self._loras is None else self._loras.loras
 
     def set_loras(self, loras: Sequence[Any]) -> None:
         """Other LoRA files for the generations from here on, instead of those before; none for the model alone.
@@ -211,7 +217,7 @@ class Pipeline:
     def _lora_remarks(self, settings: BatchSettings) -> list[str]:
         """What of the LoRA files was not applied, and settings that a distilled one is not made for."""
         remarks: list[str | None] = []
-        for lora in () if self._loras is None else self._loras.loras:
+        for lora in self.loras:
             remarks += lora.remarks
             if lora.few_step_hint is not None:
                 steps = settings.num_inference_steps

@@ -100,6 +100,7 @@ class Checkpoint:
     ) -> None:
         self.folder = folder
         self._changes = changes
+        self._changed = frozenset().union(*(change.changed(folder.name) for change in changes))
         self._kept = kept
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, tuple[Path, safe_open]] = {}
@@ -120,7 +121,7 @@ class Checkpoint:
         """
         source = self._source(name, target.dtype)
         component = self.folder.name
-        if not any(name in change.changed(component) for change in self._changes):
+        if name not in self._changed:
             target.copy_(source)
             return
         base = source.float()

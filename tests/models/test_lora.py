@@ -184,6 +184,16 @@ def test_switching_is_bit_for_bit_a_fresh_load(tmp_path: Path, experts: bool) ->
     assert {name: value.data_ptr() for name, value in pipeline.transformer.named_parameters()} == parameters
 
 
+@pytest.mark.gpu
+def test_switching_on_a_gpu_is_bit_for_bit_a_fresh_load(tiny_wan_folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "one.safetensors", lora_tensors())
+    pipeline = load_pipeline(str(tiny_wan_folder), device="cuda", dtype="bfloat16")
+    for loras in ([path], [(path, 0.3)], []):
+        pipeline.set_loras(loras)
+        expected = weights_of(load_pipeline(str(tiny_wan_folder), device="cuda", dtype="bfloat16", lora=loras))
+        assert all(torch.equal(value, expected[name]) for name, value in weights_of(pipeline).items())
+
+
 def test_files_that_cannot_be_used_leave_the_model_as_it_was(tiny_wan_folder: Path, tmp_path: Path) -> None:
     pipeline = load_pipeline(str(tiny_wan_folder), device="cpu", dtype="float16")
     before = weights_of(pipeline)
