@@ -51,7 +51,7 @@ def _bound(file: LoraFile, model_path: str) -> Lora:
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 
     folder = ModelFolder(resolve_model_folder(model_path, weights=False))
-    target = family_for_folder(folder).open(folder).lora_target(lora_names_of_families)
+    target = family_for_folder(folder).describe(folder).lora_target(lora_names_of_families)
     # Both experts of a model have the same layers.
     component = "auto" if len(target.shapes) == 1 else "transformer"
     return bind(file, LoraConfig(str(file.path), component=component), target)
