@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from diffusion_runtime.models.interface import (
 )
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
+from diffusion_runtime.models.sampling_presets import FewSteps
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -48,7 +49,8 @@ class Pipeline:
     defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
     has an image. recipe: the part of every generation's recipe about the model and its attention. mesh: the processes
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
-    attention report. loras: the LoRA files of the transformer.
+    attention report. loras: the LoRA files of the transformer. few_steps_of: what the model was distilled to with other
+    LoRA files, by their paths.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Pipeline:
         mesh: ProcessMesh | None = None,
         remarks: Sequence[str] = (),
         loras: LoraSwitch | None = None,
+        few_steps_of: Callable[[Iterable[str]], FewSteps | None] = lambda _: None,
     ) -> None:
         self.text_encoder = text_encoder
         self.transformer = transformer
@@ -76,6 +79,7 @@ class Pipeline:
         self.mesh = ProcessMesh() if mesh is None else mesh
         self._remarks = tuple(remarks)
         self._loras = loras
+        self._few_steps_of = few_steps_of
         self.defaults = rules.defaults
         self.presets = rules.presets
         self._load_image_conditioner = load_image_conditioner
@@ -126,6 +130,8 @@ class Pipeline:
             if self._loras is None:
                 raise ConfigError("set_loras: this pipeline does not know its model's folder: use load_pipeline")
             self._loras.switch(configs)
+            few_steps = self._few_steps_of([config.path for config in configs])
+            self.rules = dataclasses.replace(self.rules, few_steps=few_steps)
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
             self.recipe = {**self.recipe, "runtime": runtime}
 
@@ -219,7 +225,8 @@ class Pipeline:
         remarks: list[str | None] = []
         for lora in self.loras:
             remarks += lora.remarks
-            if lora.few_step_hint is not None:
+            # Where a preset is known for it, the rules say what is wrong.
+            if lora.few_step_hint is not None and self.rules.few_steps is None:
                 steps = settings.num_inference_steps
                 remarks.append(lora.few_step_hint.remark(str(lora.path), steps, is_guided=settings.is_guided))
         return [remark for remark in remarks if remark is not None]

@@ -25,6 +25,7 @@ from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecod
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.models.registry import lora_names_of_families
+from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.models.shared_decoder import SharedDecoder
 from diffusion_runtime.models.weight_files import check_component_files
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -96,6 +97,7 @@ class PreparedModel:
             recipe=description.to_dict(),
             mesh=self.mesh,
             remarks=remarks_on(description.self_checks),
+            few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
             loras=LoraSwitch(
                 functools.partial(opened.rewrite_transformer, transformer),
                 opened.lora_target(lora_names_of_families),

@@ -22,7 +22,7 @@ from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
-from diffusion_runtime.models.sampling_presets import presets_of, recognise, recognise_lora
+from diffusion_runtime.models.sampling_presets import few_steps_of, presets_of, recognise
 from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
@@ -97,7 +97,6 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
     documented = [] if named is None else [named.request]
     distilled = recognise(family, model.folder, config.model_path)
     preset = {} if distilled is None else distilled.presets[0].request
-    of_loras = (recognise_lora(family, lora.path) for lora in config.lora)
     sampling_presets = presets_of(family)
     defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
@@ -120,7 +119,7 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         needs_image=model.needs_image,
         attention_layers=(),
         sampling_presets=sampling_presets,
-        few_steps=next((found for found in (distilled, *of_loras) if found is not None), None),
+        few_steps=few_steps_of(family, model.folder, config.model_path, [lora.path for lora in config.lora]),
     )
 
 

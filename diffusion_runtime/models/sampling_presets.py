@@ -130,6 +130,12 @@ def recognise_lora(family: str, path: str) -> FewSteps | None:
     return FewSteps(found, f"the LoRA {name}") if found else None
 
 
+def few_steps_of(family: str, folder: AnyFolder, model_path: str, loras: Iterable[str]) -> FewSteps | None:
+    """What a model was distilled to, else the first of its LoRA files that says what; None for many steps."""
+    found = (recognise(family, folder, model_path), *(recognise_lora(family, path) for path in loras))
+    return next((each for each in found if each is not None), None)
+
+
 def with_preset(request: GenerationRequest, name: str, values: Mapping[str, Any]) -> GenerationRequest:
     """`request` on top of a preset that was asked for. Raises RequestError where its noise levels would be lost."""
     result = request.with_defaults(values)

@@ -208,14 +208,24 @@ def test_files_that_cannot_be_used_leave_the_model_as_it_was(tiny_wan_folder: Pa
 
 
 def test_a_distilled_file_with_many_steps_is_a_remark(tiny_wan_folder: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "wan_lightning_4steps.safetensors", lora_tensors())
-    pipeline = load_pipeline(str(tiny_wan_folder), device="cpu", lora=[path])
+    """By a preset where one is known for it, else by what its name says; and no longer when it is switched off."""
+    known = write(tmp_path / "wan_lightning_4steps.safetensors", lora_tensors())
+    unknown = write(tmp_path / "hyper_4steps.safetensors", lora_tensors())
+    pipeline = load_pipeline(str(tiny_wan_folder), device="cpu", lora=[unknown])
     settings: dict[str, Any] = {"height": 16, "width": 16, "num_frames": 1, "guidance_scale": 1.0}
-    for num_steps, is_said in ((9, True), (2, False)):
+
+    def notes(num_steps: int) -> str:
         media = pipeline(GenerationRequest("a ring", num_inference_steps=num_steps, **settings))
-        notes = [note for note in media.attention_report.notes if "4 steps without guidance" in note]
-        assert bool(notes) is is_said, notes
-        assert all("num_inference_steps 4 and guidance_scale 1" in note for note in notes)
+        return " ".join(media.attention_report.notes)
+
+    assert "4 steps without guidance" in notes(9)
+    assert "num_inference_steps 4 and guidance_scale 1" in notes(9)
+    assert "4 steps" not in notes(2)
+    pipeline.set_loras([known])
+    assert "use --preset lightning-4" in notes(9)
+    assert "a preset made for it" not in notes(9)
+    pipeline.set_loras([])
+    assert "lightning" not in notes(9)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
