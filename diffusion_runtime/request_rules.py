@@ -58,6 +58,7 @@ class RequestRules:
         if preset is not None:
             if preset not in self.presets:
                 raise RequestError(unknown_preset(preset, self.presets))
+            self._refuse_without_lora(preset)
             request = with_preset(request, preset, self.presets[preset])
         request = request.with_defaults(self.defaults)
         if request.sampler is None:
@@ -183,6 +184,16 @@ class RequestRules:
             remark = self.few_steps.remark(request, self.is_guided(request))
             remarks += [] if remark is None else [remark]
         return tuple(remarks)
+
+    def _refuse_without_lora(self, name: str) -> None:
+        preset = next((each for each in self.sampling_presets if each.name == name), None)
+        if preset is None or preset.needs_lora is None or self.presets[name] != preset.request:
+            return
+        if self.few_steps is None or preset not in self.few_steps.presets:
+            raise RequestError(
+                f"preset: {name} needs the LoRA {preset.needs_lora}, which is not loaded: "
+                f"load_pipeline({preset.model!r}, lora=[{preset.needs_lora!r}]), or --lora {preset.needs_lora}"
+            )
 
     def sampling_preset(self, request: GenerationRequest) -> str | None:
         """The name of the sampling preset whose values a resolved request has, of several in a row; None for none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 import diffusion_runtime
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.errors import RequestError
 from scripts.shapes.attributes import ObjectAttributes, SceneAttributes
 from scripts.shapes.checker import check_clip
 from scripts.shapes.prompts import evaluation_prompts
@@ -53,10 +55,31 @@ def test_one_frame_is_an_image(shapes: Pipeline) -> None:
     assert right >= 4
 
 
+def test_four_steps_with_the_shipped_lora(shapes: Pipeline) -> None:
+    """`--preset fast`. Measured over more prompts in its TRAINING.json; here enough to see a broken LoRA."""
+    request = GenerationRequest("a red circle")
+    with pytest.raises(RequestError, match=re.escape("load_pipeline('shapes', lora=['shapes-fast'])")):
+        shapes.resolve(request, preset="fast")
+    prompts = evaluation_prompts("one_object", 8, image=True)
+    shapes.set_loras(["shapes-fast"])
+    try:
+        requests = [
+            shapes.resolve(GenerationRequest(prompt.text, num_frames=1, seed=prompt.seed), preset="fast")
+            for prompt in prompts
+        ]
+        media = shapes.generate(requests)
+    finally:
+        shapes.set_loras([])
+    assert {(request.num_inference_steps, request.guidance_scale) for request in requests} == {(4, 1.0)}
+    assert media[0].recipe["sampling_preset"] == "fast"
+    right = sum(check_clip(p.attributes, torch.from_numpy(m.frames)).joint for p, m in zip(prompts, media, strict=True))
+    assert right >= 6
+
+
 def test_the_package_stays_small() -> None:
     """25 MB with the weights, which are safetensors alone."""
-    files = [path for path in FOLDER.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 20e6
+    files = [path for path in FOLDER.parent.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 25e6
     assert {path.suffix for path in files} == {".json", ".safetensors"}
 
 

@@ -105,14 +105,28 @@ def resolve_settings(flags: Flags) -> Settings:
     notes = []
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
+    runtime = _build_runtime(flags, config, recipe)
+    if (shipped := _lora_of_preset(flags, config, runtime)) is not None:
+        runtime = dataclasses.replace(runtime, lora=(*runtime.lora, shipped))
+        notes.append(f"--preset {flags.preset}: with the LoRA {shipped}")
     return Settings(
-        runtime=_build_runtime(flags, config, recipe),
+        runtime=runtime,
         requests=tuple(requests),
         preset=flags.preset,
         file_presets=tuple(config.presets),
         repeated_model=recipe.get("model") or {},
         notes=tuple(notes),
     )
+
+
+def _lora_of_preset(flags: Flags, config: FileConfig, runtime: RuntimeConfig) -> str | None:
+    """The shipped LoRA that --preset brings along; None for none, and where it is given already."""
+    if flags.preset is None or flags.preset in config.presets:
+        return None
+    from diffusion_runtime.models.sampling_presets import shipped_lora_of
+
+    name = shipped_lora_of(flags.preset, runtime.model_path)
+    return None if name in [lora.path for lora in runtime.lora] else name
 
 
 def _build_request(values: Mapping[str, Any], repeat: str | None) -> GenerationRequest:

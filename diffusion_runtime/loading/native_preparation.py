@@ -97,7 +97,7 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
     documented = [] if named is None else [named.request]
     distilled = recognise(family, model.folder, config.model_path)
     preset = {} if distilled is None else distilled.presets[0].request
-    sampling_presets = presets_of(family)
+    sampling_presets = presets_of(family, config.model_path)
     defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
         # Another scheduler would give other images: only a request or generation.json may replace it.

@@ -25,7 +25,8 @@ _MAX_STEPS_FACTOR = 2
 @dataclass(frozen=True)
 class SamplingPreset:
     """Request values under one name. models: what they are for; source: where they stand. recognised_by: what a folder
-    says that is such a model, each by file and key; loras: patterns of file names of LoRAs that it is for."""
+    says that is such a model, each by file and key; loras: patterns of file names of LoRAs that it is for. model: the
+    one model path that has it, None for the whole family; needs_lora: the shipped LoRA that the values are for."""
 
     family: str
     name: str
@@ -34,6 +35,8 @@ class SamplingPreset:
     source: str
     recognised_by: tuple[Mapping[str, Any], ...] = ()
     loras: tuple[str, ...] = ()
+    model: str | None = None
+    needs_lora: str | None = None
 
     @property
     def num_steps(self) -> int:
@@ -90,9 +93,17 @@ def names_of(presets: Iterable[SamplingPreset]) -> tuple[str, ...]:
     return tuple(preset.name for preset in presets)
 
 
-def presets_of(family: str) -> tuple[SamplingPreset, ...]:
-    """The sampling presets of a family."""
-    return tuple(preset for preset in sampling_presets() if preset.family == family)
+def presets_of(family: str, model_path: str = "") -> tuple[SamplingPreset, ...]:
+    """The sampling presets of a model: its family's, and its own."""
+    return tuple(
+        preset for preset in sampling_presets() if preset.family == family and preset.model in (None, model_path)
+    )
+
+
+def shipped_lora_of(preset: str | None, model_path: str) -> str | None:
+    """The shipped LoRA that a preset of that name needs with this model; None where it needs none."""
+    found = (each for each in sampling_presets() if each.name == preset and each.model == model_path)
+    return next((each.needs_lora for each in found), None)
 
 
 @functools.cache
@@ -107,6 +118,8 @@ def sampling_presets() -> tuple[SamplingPreset, ...]:
             source=entry["source"],
             recognised_by=tuple(entry.get("recognised_by", ())),
             loras=tuple(entry.get("loras", ())),
+            model=entry.get("model"),
+            needs_lora=entry.get("needs_lora"),
         )
         for family, entries in read_yaml_file(PRESETS_FILE).items()
         for name, entry in entries.items()
@@ -116,23 +129,23 @@ def sampling_presets() -> tuple[SamplingPreset, ...]:
 def recognise(family: str, folder: AnyFolder, model_path: str) -> FewSteps | None:
     """What the model in a folder was distilled to, as far as the folder or its name says; the first of its presets is
     its default. Raises ModelLoadError for json that cannot be read."""
-    found = [(preset, preset.recognised(folder, model_path)) for preset in presets_of(family)]
+    found = [(preset, preset.recognised(folder, model_path)) for preset in presets_of(family, model_path)]
     reasons = [reason for _, reason in found if reason is not None]
     if not reasons:
         return None
     return FewSteps(tuple(preset for preset, reason in found if reason == reasons[0]), reasons[0])
 
 
-def recognise_lora(family: str, path: str) -> FewSteps | None:
+def recognise_lora(family: str, path: str, model_path: str = "") -> FewSteps | None:
     """What the LoRA in a file was distilled to, as far as its name says."""
-    name = Path(path).name
-    found = tuple(preset for preset in presets_of(family) if any(_fits(name, pattern) for pattern in preset.loras))
+    name, presets = Path(path).name, presets_of(family, model_path)
+    found = tuple(preset for preset in presets if any(_fits(name, pattern) for pattern in preset.loras))
     return FewSteps(found, f"the LoRA {name}") if found else None
 
 
 def few_steps_of(family: str, folder: AnyFolder, model_path: str, loras: Iterable[str]) -> FewSteps | None:
     """What a model was distilled to, else the first of its LoRA files that says what; None for many steps."""
-    found = (recognise(family, folder, model_path), *(recognise_lora(family, path) for path in loras))
+    found = (recognise(family, folder, model_path), *(recognise_lora(family, path, model_path) for path in loras))
     return next((each for each in found if each is not None), None)
 
 

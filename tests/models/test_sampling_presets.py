@@ -104,7 +104,8 @@ def steps_of(rules: RequestRules, request: GenerationRequest) -> list[StepInfo]:
 
 
 def test_every_preset_is_in_the_table_and_of_a_family_that_loads() -> None:
-    assert {(preset.family, preset.name) for preset in sampling_presets()} == {*TABLE, *BY_SIZE}
+    published = [preset for preset in sampling_presets() if preset.model is None]
+    assert {(preset.family, preset.name) for preset in published} == {*TABLE, *BY_SIZE}
     assert len(supported_transformer_classes()) >= len({preset.family for preset in sampling_presets()})
 
 

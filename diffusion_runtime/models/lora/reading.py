@@ -19,8 +19,9 @@ from diffusion_runtime.models.lora.adapters import Adapter, Decomposed, Differen
 from diffusion_runtime.models.lora.few_step import FewStepHint, few_step_hint
 from diffusion_runtime.models.lora.keys import LoraKey, Names, Role, is_text_encoder_key, parse_key
 from diffusion_runtime.models.lora.settings import AdapterSettings, read_settings
+from diffusion_runtime.models.lora.shipped import lora_path
 from diffusion_runtime.models.weight_files import DAMAGED, listed
-from diffusion_runtime.untrusted.files import check_path, expand_home
+from diffusion_runtime.untrusted.files import check_path
 
 # What peft, diffusers and trainers call the file inside a folder.
 _FILES_IN_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
@@ -65,12 +66,13 @@ class LoraFile:
 
 
 def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
-    """path: a safetensors file, or a folder of PEFT or diffusers. key: what named it, for messages.
+    """path: a safetensors file, a folder of PEFT or diffusers, or the name of a shipped one. key: what named it, for
+    messages.
 
     Raises ConfigError for a path that no file can have and for a folder that holds none, ModelLoadError for a file that
     is missing, damaged, without numbers, or whose tensors do not belong together.
     """
-    place = _file_at(Path(expand_home(path)), key)
+    place = _file_at(lora_path(path), key)
     tensors, metadata = read_tensors(place, key)
     settings = read_settings(place, metadata)
     groups: dict[tuple[bool, bool, str], dict[Role, LoraKey]] = {}

@@ -1,0 +1,17 @@
+"""LoRA files inside the package, by the name that `--lora` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diffusion_runtime.untrusted.files import expand_home
+
+_ASSETS = Path(__file__).parents[2] / "assets"
+# For the embedded model: four steps without guidance (scripts/train_shapes/distill.py).
+SHIPPED_LORAS = {"shapes-fast": _ASSETS / "shapes_fast"}
+
+
+def lora_path(path: str) -> Path:
+    """Where a LoRA is: the folder of a shipped one, else the path itself, `~` expanded."""
+    shipped = SHIPPED_LORAS.get(path)
+    return Path(expand_home(path)) if shipped is None else shipped
