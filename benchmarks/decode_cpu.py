@@ -25,7 +25,8 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from diffusion_runtime.models.wan.codec import WanDecoder, load_decoder
+from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.wan.codec import load_decoder
 
 LATENT_FRAMES, CHANNELS = 8, 16
 SIZES = (128, 256, 384)
@@ -72,7 +73,7 @@ def milliseconds(function: Callable[[], torch.Tensor]) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def measure(ours: WanDecoder, theirs: AutoencoderKLWan, size: int, repeats: int) -> Row:
+def measure(ours: LatentDecoder, theirs: AutoencoderKLWan, size: int, repeats: int) -> Row:
     """Compare, then time the two alternately. Raises SystemExit when the frames differ."""
     latents = torch.randn(1, CHANNELS, LATENT_FRAMES, size // 8, size // 8)
 

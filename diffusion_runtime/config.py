@@ -16,6 +16,7 @@ MAX_PROCESSES = 4096
 MAX_TIMEOUT = 7 * 24 * 3600
 MAX_LORA_SCALE = 1e4
 ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
+VAE_DECODE_MODES = ("exact", "fast")
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,9 @@ class RuntimeConfig:
         before the weights are read, once per version.
     lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
     LoraConfig values.
+    vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together
+        instead, which gives frames that differ by rounding.
+    vae_decoder: None for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews.
     """
 
     model_path: str = "shapes"
@@ -243,6 +247,8 @@ class RuntimeConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: Any = ()
     self_check: bool = True
+    vae_decode: str = "exact"
+    vae_decoder: str | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in RUNTIME_BACKENDS:
@@ -252,6 +258,18 @@ class RuntimeConfig:
         if isinstance(self.lora, str | Mapping | LoraConfig) or not isinstance(self.lora, Sequence):
             raise ConfigError(f"lora: expected a list of files, got {shown(self.lora)}")
         object.__setattr__(self, "lora", tuple(LoraConfig.parse(value) for value in self.lora))
+        if self.vae_decode not in VAE_DECODE_MODES:
+            raise ConfigError(
+                f"vae_decode: unknown value {shown(self.vae_decode)}.{nearest(self.vae_decode, VAE_DECODE_MODES)}"
+            )
+        if self.vae_decoder is not None and (not isinstance(self.vae_decoder, str) or not self.vae_decoder):
+            raise ConfigError(
+                f"vae_decoder: expected tiny or the path of a safetensors file, got {shown(self.vae_decoder)}"
+            )
+        if self.vae_decoder is not None and self.vae_decode != "exact":
+            raise ConfigError(
+                "vae_decode: fast is a mode of the model's own decoder, and vae_decoder names another one"
+            )
         if not isinstance(self.self_check, bool):
             raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")
         for name in ("model_path", "device", "dtype"):

@@ -197,9 +197,10 @@ class Pipeline:
                 if not cancellations.is_wanted(index):
                     continue
                 with clock.stage("decode", 1, index) as done:
-                    recorder.record_library("vae", self.decoder.library, self.decoder.implementation)
                     parts = self.rules.geometry.parts(latents[index : index + 1], settings.size)
                     frames[index] = _to_uint8(self.decoder.decode(parts.video)[0])
+                    # Afterwards: a decoder may find that its kernels are not to be used here.
+                    recorder.record_library("vae", self.decoder.library, self.decoder.implementation)
                     sounds[index] = self._sound(parts.audio, recorder)
                     done(1)
         return [

@@ -70,15 +70,15 @@ def meddle() -> None:
     from diffusion_runtime.cli import generation
     from diffusion_runtime.loading import native_model
     from diffusion_runtime.media import generated
+    from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder
     from diffusion_runtime.models.interface import LatentDecoder
     from diffusion_runtime.models.shared_decoder import SharedDecoder
-    from diffusion_runtime.models.wan.codec import WanDecoder
     from diffusion_runtime.parallel import signs_of_life
     from diffusion_runtime.parallel.world import World
     from diffusion_runtime.pipeline import Pipeline
 
     # With several processes each decodes a part of what this one is given.
-    decoder: type[LatentDecoder] = SharedDecoder if "RANK" in os.environ else WanDecoder
+    decoder: type[LatentDecoder] = SharedDecoder if "RANK" in os.environ else CausalVideoDecoder
     call, decode, publish = Pipeline.__call__, decoder.decode, generated.publish_pair
 
     def watched_call(self: Pipeline, request: Any, *, on_progress: Any = None) -> Any:

@@ -119,6 +119,13 @@ RuntimeBackend: TypeAlias = Annotated[
     str | None,
     _flag(WHERE, "Implementation: native, diffusers (its own pipeline) or auto.", "--backend", metavar="NAME"),
 ]
+VaeDecode: TypeAlias = Annotated[
+    str | None, _flag(WHERE, "exact: diffusers' bits; fast: differs by rounding.", "--vae-decode", metavar="MODE")
+]
+VaeDecoder: TypeAlias = Annotated[
+    str | None,
+    _flag(WHERE, "For previews: tiny, or a TAEHV file in safetensors.", "--vae-decoder", metavar="tiny|FILE"),
+]
 NumGpus: TypeAlias = Annotated[
     int | None, _flag(WHERE, "Processes, one per device; degrees are chosen.", "--num-gpus", metavar="N")
 ]
@@ -182,6 +189,8 @@ class RunFlags:
     device: Device = None
     dtype: Dtype = None
     backend: RuntimeBackend = None
+    vae_decode: VaeDecode = None
+    vae_decoder: VaeDecoder = None
     num_gpus: NumGpus = None
     ulysses_degree: UlyssesDegree = None
     ring_degree: RingDegree = None

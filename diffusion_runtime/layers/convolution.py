@@ -48,13 +48,13 @@ def _is_quicker(x: torch.Tensor) -> bool:
 def _convolve(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...] | str,
-    dilation: tuple[int, ...],
-    groups: int,
+    bias: torch.Tensor | None = None,
+    stride: tuple[int, ...] = (1, 1, 1),
+    padding: tuple[int, ...] | str = (0, 0, 0),
+    dilation: tuple[int, ...] = (1, 1, 1),
+    groups: int = 1,
 ) -> torch.Tensor:
-    """torch.conv3d with its arguments in the order in which nn.Conv3d gives them."""
+    """torch.conv3d with its arguments in their order, as nn.Conv3d gives them."""
     if isinstance(padding, str):
         return torch.conv3d(x, weight, bias, stride, padding, dilation, groups)
     out: torch.Tensor = torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)

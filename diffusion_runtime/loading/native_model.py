@@ -27,6 +27,7 @@ from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.models.shared_decoder import SharedDecoder
+from diffusion_runtime.models.tiny_decoder import TinyFile
 from diffusion_runtime.models.weight_files import check_component_files
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
@@ -39,7 +40,7 @@ from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 @dataclass(frozen=True)
 class PreparedModel:
     """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
-    the model together, None for one alone."""
+    the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -50,6 +51,7 @@ class PreparedModel:
     loras: tuple[Lora, ...]
     mesh: ProcessMesh
     world: World | None
+    tiny: TinyFile | None = None
 
     @property
     def rules(self) -> RequestRules:
@@ -134,11 +136,15 @@ class PreparedModel:
 
     def _load_decoder(self) -> LatentDecoder:
         def load() -> LatentDecoder:
-            return self.model.load_decoder(self.device, self.dtype)
+            if self.tiny is not None:
+                return self.tiny.load(self.device, self.dtype)
+            decoder = self.model.load_decoder(self.device, self.dtype)
+            return decoder.fast() if self.description.config.vae_decode == "fast" else decoder
 
         if self.world is None:
             return load()
-        is_needed = self.world.is_first or self.model.family.decoder_splits_rows
+        splits_rows = self.tiny is None and self.model.family.decoder_splits_rows
+        is_needed = self.world.is_first or splits_rows
         return SharedDecoder(load() if is_needed else None, self.world)
 
 

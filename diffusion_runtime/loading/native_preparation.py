@@ -23,6 +23,7 @@ from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of, presets_of, recognise
+from diffusion_runtime.models.tiny_decoder import TinyDecoder, TinyFile, read_tiny_decoder
 from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
@@ -41,7 +42,9 @@ def prepare_native(
     family = family_for_folder(folder)
     check_components(folder)
     refuse_quantised_components(folder)
+    family.check_decode_mode(config.vae_decode)
     model = family.open(folder)
+    tiny = _read_tiny_decoder(config, model)
     rules = _request_rules_of(model, config)
     rules.try_scheduler()
     degrees = _choose_degrees(config, model, rules)
@@ -80,14 +83,21 @@ def prepare_native(
         attention=planned_attention(layers),
         libraries=(
             LibraryAttention("text_encoder", "transformers", "its own choice"),
-            LibraryAttention("vae", "diffusers", "its own choice"),
+            LibraryAttention("vae", "diffusers" if tiny is None else TinyDecoder.library, "its own choice"),
         ),
         degrees=degrees,
         self_checks=self_checks,
     )
     target = model.lora_target(lora_names_of_families)
     loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora)
-    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world)
+    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny)
+
+
+def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFile | None:
+    if config.vae_decoder is None:
+        return None
+    family = model.family
+    return read_tiny_decoder(config.vae_decoder, model.folder, family.name, model.geometry, family.tiny_decoders)
 
 
 def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:

@@ -16,7 +16,7 @@ from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
-from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS
+from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
 from diffusion_runtime.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
@@ -82,6 +82,11 @@ class PreparedPassthrough:
 
 def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:
     """`prepare` for a folder that diffusers' own pipeline runs."""
+    if config.vae_decode != "exact" or config.vae_decoder is not None:
+        raise ConfigError(
+            "vae_decode, vae_decoder: diffusers' own pipeline decodes with its own module; leave out --vae-decode and "
+            "--vae-decoder"
+        )
     check_components(folder)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)

@@ -12,7 +12,7 @@ from torch import nn
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.model_folder import (
     AnyFolder,
     refuse_other_pipelines,
@@ -167,10 +167,11 @@ class ModelFamily(Generic[C, G]):
     transformer: made of config, geometry and attention choices. pieces: our parameter name -> the checkpoint tensors
     that fill it; stays_float32: parameters that are not converted to the model's dtype. lora_names: what LoRA files
     call its modules. shared_heads: see Model.num_shared_heads. decoder_splits_rows: whether its decoder has
-    LatentDecoder.splits_rows, so that every process needs one. request_fields: those that not every model uses
-    (RequestField.refusal) and this family does, beside the ones that loading reads off the folder: image_path,
-    true_cfg_scale, guidance_scale_2. guidance_offset: what is added to guidance_scale to make it the factor of
-    uncond + factor * (cond - uncond).
+    LatentDecoder.splits_rows, so that every process needs one. decodes_fast: whether that has a `fast` mode.
+    tiny_decoders: number of latent channels -> the name of the decoder for previews that TAEHV publishes for them.
+    request_fields: those that not every model uses (RequestField.refusal) and this family does, beside the ones that
+    loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: what is added to
+    guidance_scale to make it the factor of uncond + factor * (cond - uncond).
 
     schedule: where the flow shift is a number; read_schedule: for models whose shift may follow the size, which are
     refused without it. adapt: what depends on the folder, put into the model that follows from the declaration.
@@ -194,6 +195,8 @@ class ModelFamily(Generic[C, G]):
     load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
     index_keys: tuple[str, ...] = ()
     decoder_splits_rows: bool = False
+    decodes_fast: bool = False
+    tiny_decoders: Mapping[int, str] = field(default_factory=dict)
     guidance_offset: float = 0.0
     request_fields: tuple[str, ...] = ()
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
@@ -213,6 +216,14 @@ class ModelFamily(Generic[C, G]):
         for component in self.diffusers_components:
             component.check(folder)
         self.check_parts(folder)
+
+    def check_decode_mode(self, mode: str) -> None:
+        """Raises ConfigError for RuntimeConfig.vae_decode where the decoder has no such mode."""
+        if mode == "fast" and not self.decodes_fast:
+            raise ConfigError(
+                f"vae_decode: fast: the decoder of {self.name} models has one mode, exact; leave out --vae-decode "
+                "(fast is for the decoders of Wan and Qwen-Image)"
+            )
 
     def describe(self, folder: AnyFolder) -> Model[C, G]:
         """`open` without `check`."""

@@ -13,8 +13,10 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.guidance import extrapolate
+from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions
 
@@ -108,6 +110,15 @@ class LatentDecoder(ABC):
 
         latents: normalised, as the transformer works on them, [batch, channels, frames, height, width].
         """
+
+    def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
+        """`decode` of one band of rows in a decoder that `splits_rows`. bands: the processes, by band, from the top."""
+        with SpatialParallel(bands):
+            return self.decode(latents)
+
+    def fast(self) -> LatentDecoder:
+        """The same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""
+        return self
 
     def decode_audio(self, latents: torch.Tensor) -> Audio | None:
         """The sound of one sample; None from a decoder that knows pictures alone.

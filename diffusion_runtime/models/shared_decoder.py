@@ -7,7 +7,6 @@ import json
 import numpy
 import torch
 
-from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.parallel.halo import band_of, gather_bands
@@ -33,8 +32,8 @@ class SharedDecoder(LatentDecoder):
     def _decode_band(self, latents: torch.Tensor) -> torch.Tensor:
         assert self._decoder is not None
         group = self._world.group
-        with SpatialParallel(group):
-            frames = self._decoder.decode(latents[..., band_of(latents.shape[-2], group), :])
+        frames = self._decoder.decode_band(latents[..., band_of(latents.shape[-2], group), :], group)
+        self.library, self.implementation = self._describe_decoder()
         return gather_bands(frames, 2, group)
 
     def _decode_on_first(self, latents: torch.Tensor) -> torch.Tensor:

@@ -31,10 +31,17 @@ class VideoDecoder(LatentDecoder):
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
-        raw = self._restore(latents.to(self._device, torch.float32))
         with torch.inference_mode(), OneDnnConvolutions():
-            frames: torch.Tensor = self._autoencoder.decode(raw.to(self._dtype), return_dict=False)[0]
-            return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
+            return to_unit_range(self._autoencoder.decode(self._raw(latents), return_dict=False)[0])
+
+    def _raw(self, latents: torch.Tensor) -> torch.Tensor:
+        """The latents as the autoencoder takes them."""
+        return self._restore(latents.to(self._device, torch.float32)).to(self._dtype)
+
+
+def to_unit_range(frames: torch.Tensor) -> torch.Tensor:
+    """[batch, 3, frames, height, width] in [-1, 1] as [batch, frames, height, width, 3], float32 in [0, 1]."""
+    return frames.float().mul_(0.5).add_(0.5).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 
 
 def by_factor(scaling_factor: float) -> Restore:

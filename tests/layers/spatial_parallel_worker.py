@@ -8,14 +8,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from diffusion_runtime.layers.spatial_parallel import SpatialParallel
-from diffusion_runtime.models.video_decoder import read_statistics
-from diffusion_runtime.models.wan.codec import load_decoder
+from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder
+from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, FusedDecoder
+from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.video_decoder import read_statistics, restore_by_config
+from diffusion_runtime.models.wan.codec import AUTOENCODER, load_decoder
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import band_of, gather_bands
 
+CPU = torch.device("cpu")
 # Rows that no number of processes divides.
 NUM_ROWS = 7
+
+
+def modes(folder: str, plain: LatentDecoder) -> list[LatentDecoder]:
+    """Diffusers' module, and both decoders on its weights."""
+    autoencoder = AUTOENCODER.load(Path(folder), CPU, torch.float32, left_out=("encoder", "quant_conv"))
+    restore = restore_by_config(Path(folder), CPU)
+    # On several processes sums may differ in their last bits, as a band's convolutions have another size.
+    first = FusedDecoder(ChannelsFirstDecoder(autoencoder), 100.0, "channels first")
+    return [plain, CausalVideoDecoder(autoencoder, restore, [first]), plain.fast()]
 
 
 def main(rank: int, size: int, store: str, folders: list[str]) -> None:
@@ -23,19 +35,21 @@ def main(rank: int, size: int, store: str, folders: list[str]) -> None:
     assert dist.group.WORLD is not None
     group = RankGroup.of(dist.group.WORLD)
     for folder in folders:
-        decoder = load_decoder(Path(folder), torch.device("cpu"), torch.float32)
+        decoder = load_decoder(Path(folder), CPU, torch.float32)
         num_channels = len(read_statistics(Path(folder))[0])
         shape = (1, num_channels, 3, NUM_ROWS, 5)
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        with SpatialParallel(group):
-            band = decoder.decode(latents[..., band_of(NUM_ROWS, group), :])
-        frames = gather_bands(band, 2, group)
         whole = decoder.decode(latents)
-        assert frames.shape == whole.shape
+        difference = 0.0
+        for banded in modes(folder, decoder):
+            band = banded.decode_band(latents[..., band_of(NUM_ROWS, group), :], group)
+            frames = gather_bands(band, 2, group)
+            assert frames.shape == whole.shape
+            difference = max(difference, (frames - whole).abs().max().item())
         # Without its neighbours a band has visible seams.
         alone = gather_bands(decoder.decode(latents[..., band_of(NUM_ROWS, group), :]), 2, group)
         if rank == 0:
-            print((frames - whole).abs().max().item(), (alone - whole).abs().max().item())
+            print(difference, (alone - whole).abs().max().item())
     # None may leave while another still reads from it.
     dist.barrier()
     dist.destroy_process_group()

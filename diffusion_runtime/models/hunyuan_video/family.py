@@ -66,6 +66,7 @@ FAMILY = ModelFamily(
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
+    tiny_decoders={16: "taehv"},
     check_parts=read_scaling_factor,
     adapt=_adapt,
 )

@@ -67,6 +67,7 @@ FAMILY = ModelFamily(
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
     load_decoder=codec.load_decoder,
+    tiny_decoders={32: "taehv1_5"},
     load_image_conditioner=codec.load_image_conditioner,
     check_parts=_check_parts,
     adapt=_adapt,

@@ -70,6 +70,7 @@ FAMILY = ModelFamily(
     shared_heads=lambda config: config.video.num_heads,
     load_text_encoder=text.load_text_encoder,
     load_decoder=codec.load_decoder,
+    tiny_decoders={128: "taeltx_2"},
     check_parts=_check_parts,
     adapt=_adapt,
 )

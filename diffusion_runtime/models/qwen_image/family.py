@@ -7,13 +7,14 @@ import torch
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
 from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image.config import read_geometry, read_transformer_config
 from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import transformer_pieces
-from diffusion_runtime.models.video_decoder import VideoDecoder, read_statistics, restore_by_config
+from diffusion_runtime.models.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
@@ -23,7 +24,7 @@ AUTOENCODER = DiffusersComponent(
 )
 
 
-def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> VideoDecoder:
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> CausalVideoDecoder:
     """The decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
@@ -32,7 +33,7 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder", "quant_conv"))
     # Its class counts the encoder's convolutions at every decode.
     autoencoder.encoder = torch.nn.Identity()
-    return VideoDecoder(autoencoder, restore)
+    return exact_decoder(autoencoder, restore)
 
 
 # What the model was trained with (arXiv:2508.02324, figure 7); the 34 tokens before the prompt are not handed on.
@@ -69,5 +70,8 @@ FAMILY = ModelFamily(
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
+    tiny_decoders={16: "taew2_1"},
+    decoder_splits_rows=True,
+    decodes_fast=True,
     check_parts=read_statistics,
 )

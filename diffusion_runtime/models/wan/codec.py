@@ -9,9 +9,10 @@ import torch
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
-from diffusion_runtime.models.video_decoder import VideoDecoder, read_statistics, restore_by_config
+from diffusion_runtime.models.video_decoder import read_statistics, restore_by_config
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT,
@@ -23,12 +24,6 @@ AUTOENCODER = DiffusersComponent(
 # The halves of the autoencoder; the one that is not needed is neither built nor read.
 _ENCODER_PARTS = ("encoder", "quant_conv")
 _DECODER_PARTS = ("decoder", "post_quant_conv")
-
-
-class WanDecoder(VideoDecoder):
-    """AutoencoderKLWan's decoder."""
-
-    splits_rows = True
 
 
 class WanImageConditioner(ImageConditioner):
@@ -49,13 +44,13 @@ class WanImageConditioner(ImageConditioner):
         return ImageCondition((mode.float() - self._mean) / self._std)
 
 
-def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> WanDecoder:
+def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> CausalVideoDecoder:
     """The decoder of a diffusers folder's `vae`.
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
     restore = restore_by_config(folder, device)
-    return WanDecoder(AUTOENCODER.load(folder, device, dtype, left_out=_ENCODER_PARTS), restore)
+    return exact_decoder(AUTOENCODER.load(folder, device, dtype, left_out=_ENCODER_PARTS), restore)
 
 
 def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> WanImageConditioner:

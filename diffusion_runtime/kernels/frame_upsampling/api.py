@@ -1,0 +1,60 @@
+"""Nearest-neighbour upsampling of frames, and the shortcut that repeats channels: the choice of the implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.kernels.causal_conv.triton import refusal
+from diffusion_runtime.kernels.frame_upsampling import reference, triton
+
+
+@dataclass(frozen=True)
+class Duplication:
+    """How a shortcut without weights fills a larger video (DupUp3D of the Wan 2.2 autoencoder).
+
+    Each channel stands `repeats` times; those copies are then dealt out to frames_factor frames, 2 rows and 2 columns.
+    num_dropped: frames that are left out at the beginning, those before the first one of a video.
+    """
+
+    frames_factor: int
+    repeats: int
+    num_dropped: int = 0
+
+
+def upsample_channels_first(x: torch.Tensor, *, is_interleaved: bool) -> torch.Tensor:
+    """x: [1, channels, frames, height, width], planes contiguous. Returns [frames, channels, 2 * height, 2 * width].
+
+    is_interleaved: the channels are two halves, which become alternate frames: [2 * frames, channels / 2, ..].
+    """
+    if refusal(x) is None and x.stride(4) == 1 and x.stride(3) == x.shape[4]:
+        return triton.upsample_channels_first(x, is_interleaved)
+    return reference.upsample_channels_first(x, is_interleaved)
+
+
+def upsample_channels_last(
+    x: torch.Tensor, *, is_interleaved: bool, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same of x + bias + residual for [frames, height, width, channels], contiguous."""
+    implementation = triton if refusal(x) is None else reference
+    return implementation.upsample_channels_last(x, is_interleaved, bias, residual)
+
+
+def add_duplicated_channels_first(x: torch.Tensor, source: torch.Tensor, duplication: Duplication) -> torch.Tensor:
+    """x + duplicated source, in place.
+
+    x: [frames, channels, height, width], contiguous. source: [1, channels', frames', height / 2, width / 2], planes
+    contiguous.
+    """
+    if refusal(x) is None and source.stride(4) == 1 and source.stride(3) == source.shape[4]:
+        return triton.add_duplicated_channels_first(x, source, duplication)
+    return reference.add_duplicated_channels_first(x, source, duplication)
+
+
+def add_duplicated_channels_last(
+    x: torch.Tensor, source: torch.Tensor, duplication: Duplication, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x + bias + duplicated source, in place, for [frames, height, width, channels], contiguous."""
+    implementation = triton if refusal(x) is None else reference
+    return implementation.add_duplicated_channels_last(x, source, duplication, bias)

@@ -1,0 +1,137 @@
+"""The decoder of AutoencoderKLWan and AutoencoderKLQwenImage: diffusers' module, or fused kernels on its weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.layers.spatial_parallel import SpatialParallel
+from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.video_decoder import Restore, VideoDecoder, to_unit_range
+from diffusion_runtime.parallel.collectives import RankGroup, all_gather
+
+logger = logging.getLogger("diffusion_runtime")
+
+# The fast mode lies 52 dB and more from diffusers' frames in bfloat16, as far as bfloat16 itself from float32 (random
+# weights); a wrong kernel lies below 20.
+MIN_DECIBELS = 40.0
+# Latent frames that the first decode of a size is compared on: one without a history, one with.
+NUM_COMPARED = 2
+
+
+@dataclass(frozen=True)
+class FusedDecoder:
+    """A decoder on the module's weights. min_decibels: what its frames must reach beside the module's, infinity for the
+    same bits. description: for the report."""
+
+    decoder: CausalDecoder[Any]
+    min_decibels: float
+    description: str
+
+
+class CausalVideoDecoder(VideoDecoder):
+    """The first of the fused decoders that agrees with diffusers' module decodes; the module itself where none does.
+
+    The beginning of the first video of every size is decoded by both; a fused decoder that fails there is not used
+    again. `implementation` says which one runs.
+
+    fused: by preference; empty leaves everything to the module.
+    """
+
+    splits_rows = True
+
+    def __init__(self, autoencoder: Any, restore: Restore, fused: Sequence[FusedDecoder] = ()) -> None:
+        super().__init__(autoencoder, restore)
+        self._fused = list(fused)
+        self._compared: set[tuple[int, ...]] = set()
+        self._describe()
+
+    def fast(self) -> LatentDecoder:
+        """See LatentDecoder.fast."""
+        fast = FusedDecoder(ChannelsLastDecoder(self._autoencoder), MIN_DECIBELS, "fused kernels, fast")
+        return CausalVideoDecoder(self._autoencoder, self._restore, [fast])
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """See LatentDecoder.decode."""
+        return self._decode(latents, None)
+
+    def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
+        """See LatentDecoder.decode_band."""
+        return self._decode(latents, bands)
+
+    def _decode(self, latents: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
+        with torch.inference_mode(), OneDnnConvolutions():
+            raw = self._raw(latents)
+            if self._fused and tuple(raw.shape[-2:]) not in self._compared:
+                self._compare(raw[:1, :, :NUM_COMPARED], bands)
+            if not self._fused:
+                return to_unit_range(self._decode_plainly(raw, bands))
+            decoder = self._fused[0].decoder
+            return torch.cat([_frames_of(decoder, sample, bands) for sample in raw.split(1)])
+
+    def _decode_plainly(self, raw: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
+        if bands is None:
+            frames: torch.Tensor = self._autoencoder.decode(raw, return_dict=False)[0]
+            return frames
+        with SpatialParallel(bands):
+            return self._decode_plainly(raw, None)
+
+    def _compare(self, raw: torch.Tensor, bands: RankGroup | None) -> None:
+        """Leave out fused decoders up to the first whose frames are what they should be, on all processes alike."""
+        # Frames that are not numbers in diffusers' module either say nothing about kernels.
+        expected = self._decode_plainly(raw, bands).nan_to_num()
+        while self._fused and not self._agrees(self._fused[0], raw, expected, bands):
+            refused = self._fused.pop(0)
+            self._compared.clear()
+            self._describe()
+            logger.warning("decoding: %s gave other frames on this machine; left out", refused.description)
+        self._compared.add(tuple(raw.shape[-2:]))
+
+    def _agrees(self, fused: FusedDecoder, raw: torch.Tensor, expected: torch.Tensor, bands: RankGroup | None) -> bool:
+        found = torch.cat(list(fused.decoder.decode(raw, bands)), dim=2).nan_to_num()
+        agrees = torch.equal(found, expected) or _decibels(expected, found) >= fused.min_decibels
+        if bands is None:
+            return agrees
+        return all(bool(told) for told in all_gather(bands, torch.tensor([agrees], device=raw.device)))
+
+    def _describe(self) -> None:
+        name = type(self._autoencoder).__name__
+        self.implementation = f"{name}, {self._fused[0].description}" if self._fused else name
+
+
+def exact_decoder(autoencoder: Any, restore: Restore) -> CausalVideoDecoder:
+    """With fused kernels where the weights are on a CUDA GPU and Triton can be imported."""
+    if not next(autoencoder.parameters()).is_cuda or import_failure("triton") is not None:
+        return CausalVideoDecoder(autoencoder, restore)
+    last = ChannelsLastDecoder(autoencoder, is_exact=True)
+    first = ChannelsFirstDecoder(autoencoder)
+    bits = "fused kernels, bit-identical, channels"
+    fused = [FusedDecoder(last, math.inf, f"{bits} last"), FusedDecoder(first, math.inf, f"{bits} first")]
+    return CausalVideoDecoder(autoencoder, restore, fused)
+
+
+def _frames_of(fused: CausalDecoder[Any], raw: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
+    """Of one sample, as LatentDecoder.decode gives them; each latent frame's are written where they belong."""
+    num_frames = 1 + fused.frames_factor * (raw.shape[2] - 1)
+    out, position = torch.empty(0), 0
+    for chunk in fused.decode(raw, bands):
+        frames = to_unit_range(chunk)
+        if position == 0:
+            out = frames.new_empty(1, num_frames, *frames.shape[2:])
+        out[:, position : position + frames.shape[1]] = frames
+        position += frames.shape[1]
+    return out
+
+
+def _decibels(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Peak signal-to-noise ratio of different frames in [-1, 1]; at most 300."""
+    error = float(((expected.float() - found.float()) / 2).square().mean())
+    return -10.0 * math.log10(max(error, 1e-30))

@@ -1,0 +1,23 @@
+"""How latents are decoded, on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cli_support import Command
+
+
+def test_flags_of_decoding(command: Command, tiny_wan_folder: Path) -> None:
+    """Both reach the recipe; what cannot run is refused before anything is loaded."""
+    generate = ("generate", "a star", "--model-path", str(tiny_wan_folder), "--dry-run")
+    assert command(*generate, "--vae-decode", "fast", "--json").json["runtime"]["vae_decode"] == "fast"
+    for flags, said in (
+        (("--vae-decode", "quick"), "vae_decode: unknown value 'quick'"),
+        (("--vae-decode", "fast", "--backend", "diffusers"), "diffusers' own pipeline decodes with its own module"),
+        (("--vae-decoder", "tiny", "--backend", "diffusers"), "diffusers' own pipeline decodes with its own module"),
+        (("--vae-decoder", "tiny", "--vae-decode", "fast"), "fast is a mode of the model's own decoder"),
+        (("--vae-decoder", "tiny"), "taew2_1.safetensors is missing; download"),
+    ):
+        result = command(*generate, *flags)
+        assert result.code != 0, flags
+        assert said in " ".join(result.said.split()), result.said

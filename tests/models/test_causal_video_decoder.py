@@ -1,0 +1,128 @@
+"""Decoding of Wan's and Qwen-Image's latents by our own execution of the network, against diffusers' module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
+
+from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
+from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, FusedDecoder, exact_decoder
+from diffusion_runtime.models.video_decoder import by_factor
+
+SIZES: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "z_dim": 16}
+PATCHED: dict[str, Any] = {"patch_size": 2, "in_channels": 12, "out_channels": 12}
+KINDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "wan 2.1": (AutoencoderKLWan, {"temperal_downsample": [False, True]}),
+    "patched": (AutoencoderKLWan, {"temperal_downsample": [True, True], **PATCHED}),
+    "wan 2.2": (AutoencoderKLWan, {"temperal_downsample": [True, True], "is_residual": True, **PATCHED}),
+    "qwen-image": (AutoencoderKLQwenImage, {"temperal_downsample": [True, True]}),
+}
+
+
+def autoencoder(kind: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """With random norm weights and biases, which their classes set to ones and zeros."""
+    made, settings = KINDS[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = made(**SIZES, **settings)
+        for name, parameter in module.named_parameters():
+            if name.endswith(("gamma", "bias")):
+                parameter.data = 0.2 * torch.randn_like(parameter) + (1.0 if name.endswith("gamma") else 0.0)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(device, dtype)
+    return module.eval()
+
+
+def random_latents(num_frames: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(1, 16, num_frames, 2, 3, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def decibels(expected: torch.Tensor, found: torch.Tensor) -> float:
+    return -10.0 * math.log10(float(((expected - found).float() / 2).square().mean()) + 1e-30)
+
+
+def check_every_kind(device: str) -> list[str]:
+    """What is not as promised: bits with channels first, rounding with channels last."""
+    wrong = []
+    for kind in KINDS:
+        for dtype, bound in ((torch.float32, 90.0 if device == "cpu" else 45.0), (torch.bfloat16, 40.0)):
+            module = autoencoder(kind, dtype, device)
+            first, last = ChannelsFirstDecoder(module), ChannelsLastDecoder(module)
+            # One is an image; with the third, histories hold frames of a latent frame that was not the first.
+            for num_frames in (1, 3) if kind == "qwen-image" else (3,):
+                latents = random_latents(num_frames, dtype, device)
+                expected = module.decode(latents, return_dict=False)[0]
+                exact, fast = (torch.cat(list(decoder.decode(latents)), dim=2) for decoder in (first, last))
+                if not torch.equal(exact, expected):
+                    wrong.append(f"{kind} {dtype}, {num_frames} latent frames: bits differ")
+                if decibels(expected, fast) < bound:
+                    wrong.append(f"{kind} {dtype}, {num_frames} latent frames: {decibels(expected, fast):.0f} dB")
+    return wrong
+
+
+@torch.inference_mode()
+def test_frames_are_those_of_diffusers() -> None:
+    assert check_every_kind("cpu") == []
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_frames_on_a_gpu_are_those_of_diffusers() -> None:
+    assert check_every_kind("cuda") == []
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_gpu_decodes_with_kernels_of_its_own_accord() -> None:
+    decoder = exact_decoder(autoencoder("wan 2.1", torch.bfloat16, "cuda"), by_factor(1.0))
+    decoder.decode(random_latents(3))
+    assert decoder.implementation == "AutoencoderKLWan, fused kernels, bit-identical, channels last"
+
+
+@torch.inference_mode()
+def test_the_decoder_gives_the_same_frames_in_every_mode_and_says_which_it_ran() -> None:
+    module = autoencoder("wan 2.1")
+    latents = torch.cat([random_latents(3), random_latents(3).flip(4)])
+    plain = exact_decoder(module, by_factor(0.5))
+    exact = CausalVideoDecoder(module, by_factor(0.5), [to_the_bit(ChannelsFirstDecoder(module), "channels first")])
+    fast = plain.fast()
+    expected = plain.decode(latents)
+    assert expected.shape == (2, 5, 8, 12, 3)
+    assert torch.equal(exact.decode(latents), torch.cat([plain.decode(sample) for sample in latents.split(1)]))
+    torch.testing.assert_close(fast.decode(latents), expected, atol=1e-5, rtol=0)
+    assert plain.implementation == "AutoencoderKLWan"
+    assert exact.implementation == "AutoencoderKLWan, channels first"
+    assert fast.implementation == "AutoencoderKLWan, fused kernels, fast"
+
+
+class SlightlyWrong(ChannelsFirstDecoder):
+    """Off by one bit in one number of the second latent frame's frames."""
+
+    def decode(self, raw: torch.Tensor, bands: Any = None) -> Iterator[torch.Tensor]:
+        for index, frames in enumerate(super().decode(raw, bands)):
+            changed = frames.clone()
+            if index == 1:
+                changed[0, 0, 0, 0, 0] = changed[0, 0, 0, 0, 0].nextafter(torch.tensor(2.0))
+            yield changed
+
+
+@torch.inference_mode()
+def test_kernels_that_give_other_frames_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    module = autoencoder("wan 2.1")
+    expected = exact_decoder(module, by_factor(1.0)).decode(random_latents(3))
+    wrong = to_the_bit(SlightlyWrong(module), "wrong")
+    for fused, left in (([wrong], ""), ([wrong, to_the_bit(ChannelsFirstDecoder(module), "right")], ", right")):
+        decoder = CausalVideoDecoder(module, by_factor(1.0), fused)
+        assert decoder.implementation == "AutoencoderKLWan, wrong"
+        assert torch.equal(decoder.decode(random_latents(3)), expected)
+        assert decoder.implementation == f"AutoencoderKLWan{left}"
+    assert caplog.text.count("wrong gave other frames on this machine; left out") == 2
+
+
+def to_the_bit(decoder: CausalDecoder[Any], description: str) -> FusedDecoder:
+    return FusedDecoder(decoder, math.inf, description)
