@@ -52,7 +52,8 @@ class CausalDecoder(ABC, Generic[Activation]):
     def frames_factor(self) -> int:
         """Frames that every latent frame but the first becomes."""
         upsamplers = (_upsampler_of(block)[0] for block in self._network.up_blocks)
-        return 2 ** sum(upsampler is not None and upsampler.mode == "upsample3d" for upsampler in upsamplers)
+        doubled = [upsampler for upsampler in upsamplers if upsampler is not None and upsampler.mode == "upsample3d"]
+        return 1 << len(doubled)
 
     def decode(self, raw: torch.Tensor, bands: RankGroup | None = None) -> Iterator[torch.Tensor]:
         """The frames of one latent frame after the other, [1, 3, frames, height, width], in [-1, 1].
@@ -234,7 +235,7 @@ class ChannelsLastDecoder(CausalDecoder[_Sum]):
     def __init__(self, autoencoder: Any, *, is_exact: bool = False) -> None:
         super().__init__(autoencoder)
         self._is_exact = is_exact
-        self._weights = {
+        self._weights: dict[nn.Module, torch.Tensor] = {
             conv: _channels_last_weight(conv.weight.detach(), pads_outputs=not is_exact)
             for conv in autoencoder.decoder.modules()
             if isinstance(conv, nn.Conv2d | nn.Conv3d)

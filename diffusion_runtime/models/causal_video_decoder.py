@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.kernels.importing import import_failure
+from diffusion_runtime.kernels.importing import import_failure, raised_line
 from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
@@ -75,7 +75,7 @@ class CausalVideoDecoder(VideoDecoder):
             if not self._fused:
                 return to_unit_range(self._decode_plainly(raw, bands))
             decoder = self._fused[0].decoder
-            return torch.cat([_frames_of(decoder, sample, bands) for sample in raw.split(1)])
+            return torch.cat([_frames_of(decoder, sample, bands) for sample in torch.split(raw, 1)])
 
     def _decode_plainly(self, raw: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
         if bands is None:
@@ -88,19 +88,19 @@ class CausalVideoDecoder(VideoDecoder):
         """Leave out fused decoders up to the first whose frames are what they should be, on all processes alike."""
         # Frames that are not numbers in diffusers' module either say nothing about kernels.
         expected = self._decode_plainly(raw, bands).nan_to_num()
-        while self._fused and not self._agrees(self._fused[0], raw, expected, bands):
-            refused = self._fused.pop(0)
+        while self._fused:
+            refused = self._fused[0]
+            reason = _refusal(refused, raw, expected, bands)
+            if bands is not None:
+                told = all_gather(bands, torch.tensor([reason is not None], device=raw.device))
+                reason = reason or ("another process's are wrong" if any(bool(each) for each in told) else None)
+            if reason is None:
+                break
+            del self._fused[0]
             self._compared.clear()
             self._describe()
-            logger.warning("decoding: %s gave other frames on this machine; left out", refused.description)
+            logger.warning("decoding: %s is left out on this machine: %s", refused.description, reason)
         self._compared.add(tuple(raw.shape[-2:]))
-
-    def _agrees(self, fused: FusedDecoder, raw: torch.Tensor, expected: torch.Tensor, bands: RankGroup | None) -> bool:
-        found = torch.cat(list(fused.decoder.decode(raw, bands)), dim=2).nan_to_num()
-        agrees = torch.equal(found, expected) or _decibels(expected, found) >= fused.min_decibels
-        if bands is None:
-            return agrees
-        return all(bool(told) for told in all_gather(bands, torch.tensor([agrees], device=raw.device)))
 
     def _describe(self) -> None:
         name = type(self._autoencoder).__name__
@@ -116,6 +116,19 @@ def exact_decoder(autoencoder: Any, restore: Restore) -> CausalVideoDecoder:
     bits = "fused kernels, bit-identical, channels"
     fused = [FusedDecoder(last, math.inf, f"{bits} last"), FusedDecoder(first, math.inf, f"{bits} first")]
     return CausalVideoDecoder(autoencoder, restore, fused)
+
+
+def _refusal(fused: FusedDecoder, raw: torch.Tensor, expected: torch.Tensor, bands: RankGroup | None) -> str | None:
+    """Why a decoder is not to be used, by what it makes of a beginning; None where it may be."""
+    try:
+        found = torch.cat(list(fused.decoder.decode(raw, bands)), dim=2).nan_to_num()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # any exception: a compiler of kernels may raise anything on a machine it does not know
+        return raised_line(error)
+    if torch.equal(found, expected) or _decibels(expected, found) >= fused.min_decibels:
+        return None
+    return f"its frames are not those of diffusers' module ({_decibels(expected, found):.1f} dB)"
 
 
 def _frames_of(fused: CausalDecoder[Any], raw: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:

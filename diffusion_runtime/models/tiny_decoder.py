@@ -49,7 +49,7 @@ class TinyLatents:
 
     @property
     def spatial_factor(self) -> int:
-        return self.patch * 2 ** len(_LEVELS)
+        return self.patch << len(_LEVELS)
 
     @property
     def temporal_factor(self) -> int:
@@ -82,7 +82,8 @@ class _Grow(nn.Module):
         self.conv = nn.Conv2d(width, factor * width, 1, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(x).reshape(-1, *x.shape[1:])
+        grown: torch.Tensor = self.conv(x)
+        return grown.reshape(-1, *x.shape[1:])
 
 
 class _SoftLimit(nn.Module):

@@ -121,7 +121,25 @@ def test_kernels_that_give_other_frames_are_not_used(caplog: pytest.LogCaptureFi
         assert decoder.implementation == "AutoencoderKLWan, wrong"
         assert torch.equal(decoder.decode(random_latents(3)), expected)
         assert decoder.implementation == f"AutoencoderKLWan{left}"
-    assert caplog.text.count("wrong gave other frames on this machine; left out") == 2
+    assert caplog.text.count("wrong is left out on this machine: its frames are not those of diffusers' module") == 2
+
+
+class Uncompilable(ChannelsFirstDecoder):
+    """What a compiler of kernels raises on a chip that it does not know."""
+
+    def decode(self, raw: torch.Tensor, bands: Any = None) -> Iterator[torch.Tensor]:
+        raise RuntimeError("no code for sm_120")
+
+
+@torch.inference_mode()
+def test_kernels_that_do_not_compile_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    module = autoencoder("wan 2.1")
+    decoder = CausalVideoDecoder(module, by_factor(1.0), [to_the_bit(Uncompilable(module), "new")])
+    assert torch.equal(
+        decoder.decode(random_latents(1)), exact_decoder(module, by_factor(1.0)).decode(random_latents(1))
+    )
+    assert decoder.implementation == "AutoencoderKLWan"
+    assert "new is left out on this machine: RuntimeError: no code for sm_120" in caplog.text
 
 
 def to_the_bit(decoder: CausalDecoder[Any], description: str) -> FusedDecoder:

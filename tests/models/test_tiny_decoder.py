@@ -16,6 +16,7 @@ from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.tiny_decoder import TinyDecoder, read_tiny_decoder
+from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request import GenerationRequest
 
 CPU = torch.device("cpu")
@@ -157,7 +158,8 @@ def test_a_generation_with_it_says_so(tiny_wan_folder: Path, tmp_path: Path) -> 
     random_file(tmp_path / "taew2_1.safetensors")
     config = RuntimeConfig(str(tiny_wan_folder), device="cpu", vae_decoder=str(tmp_path / "taew2_1.safetensors"))
     pipeline = load_pipeline(config)
-    assert isinstance(pipeline.decoder, TinyDecoder)  # type: ignore[union-attr]
+    assert isinstance(pipeline, Pipeline)
+    assert isinstance(pipeline.decoder, TinyDecoder)
     media = pipeline(GenerationRequest("a star", height=32, width=32, num_frames=5, num_inference_steps=1, seed=0))
     assert media.frames.shape == (5, 32, 32, 3)
     assert media.recipe["runtime"]["vae_decoder"] == str(tmp_path / "taew2_1.safetensors")

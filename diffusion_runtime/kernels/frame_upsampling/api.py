@@ -37,8 +37,9 @@ def upsample_channels_last(
     x: torch.Tensor, *, is_interleaved: bool, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The same of x + bias + residual for [frames, height, width, channels], contiguous."""
-    implementation = triton if refusal(x) is None else reference
-    return implementation.upsample_channels_last(x, is_interleaved, bias, residual)
+    if refusal(x) is None:
+        return triton.upsample_channels_last(x, is_interleaved, bias, residual)
+    return reference.upsample_channels_last(x, is_interleaved, bias, residual)
 
 
 def add_duplicated_channels_first(x: torch.Tensor, source: torch.Tensor, duplication: Duplication) -> torch.Tensor:
@@ -56,5 +57,6 @@ def add_duplicated_channels_last(
     x: torch.Tensor, source: torch.Tensor, duplication: Duplication, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x + bias + duplicated source, in place, for [frames, height, width, channels], contiguous."""
-    implementation = triton if refusal(x) is None else reference
-    return implementation.add_duplicated_channels_last(x, source, duplication, bias)
+    if refusal(x) is None:
+        return triton.add_duplicated_channels_last(x, source, duplication, bias)
+    return reference.add_duplicated_channels_last(x, source, duplication, bias)
