@@ -1,0 +1,230 @@
+"""Every way to make a clip faster beside fewer plain steps: quality and time on the embedded model.
+
+    python -m benchmarks.faster_quality --device cuda --output benchmarks/results/faster_quality.json
+    python -m benchmarks.faster_quality --merge a.json b.json --output benchmarks/results/faster_quality.json
+    python -m benchmarks.faster_quality --show benchmarks/results/faster_quality.json     # as a Markdown table
+
+The full run is 24 UniPC steps with guidance. Each row makes the same seeded prompts; recorded are prompt accuracy with
+its 95 % interval, the relative L2 distance of the latents from the full run's, the PSNR of the frames, and the time of
+denoising one clip by itself (median of several, warm) over the full run's. What a way has to beat is the row of plain
+steps that takes as long. Few-step weights make other clips from the same noise, so their distances say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+import diffusion_runtime
+from benchmarks.sparse_quality import SVG2, Recorder, accuracy, psnr
+from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
+from scripts.shapes.attributes import SceneAttributes
+from scripts.shapes.checker import Verdict, check_clip
+from scripts.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
+
+FULL_STEPS = 24
+TIMED_CLIPS = 5
+
+
+DENSE = AttentionSpec("torch_sdpa")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One setting. request: values beside the prompt; attention: of self-attention; lora: shipped; preset: with it."""
+
+    name: str
+    request: Mapping[str, Any] = field(default_factory=dict)
+    attention: AttentionSpec = DENSE
+    lora: str | None = None
+    preset: str | None = None
+
+
+def _steps(count: int, **more: Any) -> dict[str, Any]:
+    return {"num_inference_steps": count, **more}
+
+
+VSA = AttentionSpec("video_sparse_attn", {"sparsity": 0.6})
+SVG2_HALF = AttentionSpec("sparse_video_gen_2_attn", {**SVG2, "svg2_top_p_kmeans": 0.95})
+FULL = Way("24 steps", _steps(FULL_STEPS))
+WAYS = (
+    *(Way(f"{count} steps", _steps(count)) for count in (16, 12, 10, 8, 6, 5, 4)),
+    Way("4 steps without guidance", _steps(4, guidance_scale=1.0)),
+    *(
+        Way(f"EasyCache {threshold}", _steps(FULL_STEPS, step_cache=f"easycache:threshold={threshold}"))
+        for threshold in (0.05, 0.1, 0.2)
+    ),
+    *(Way(f"DBCache {r}", _steps(FULL_STEPS, step_cache=f"dbcache:F=1,R={r}")) for r in (0.08, 0.24)),
+    Way("gate 0.5", _steps(FULL_STEPS, cfg_gate=0.5)),
+    Way("EasyCache 0.1, gate 0.5", _steps(FULL_STEPS, step_cache="easycache:threshold=0.1", cfg_gate=0.5)),
+    Way("VSA 0.6", _steps(FULL_STEPS), VSA),
+    Way("SVG2 0.95", _steps(FULL_STEPS), SVG2_HALF),
+    Way("SVG2 0.95, EasyCache 0.1", _steps(FULL_STEPS, step_cache="easycache:threshold=0.1"), SVG2_HALF),
+    Way("fast", lora="shapes-fast", preset="fast"),
+    Way("fast, first 3 levels", _steps(3, sigmas=(1.0, 0.984, 0.952)), lora="shapes-fast", preset="fast"),
+    Way("fast, VSA 0.6", {}, VSA, lora="shapes-fast", preset="fast"),
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """latents: [n, ...]; frames: uint8 [n, T, H, W, 3]; verdicts: one per clip; seconds: of denoising one clip."""
+
+    latents: torch.Tensor
+    frames: torch.Tensor
+    verdicts: list[Verdict]
+    seconds: float
+    computed_share: float
+
+
+def _check(wanted: SceneAttributes, clip: numpy.ndarray) -> Verdict:
+    torch.set_num_threads(1)
+    return check_clip(wanted, torch.from_numpy(clip))
+
+
+def make(
+    pipeline: Pipeline, way: Way, prompts: list[EvaluationPrompt], batch_size: int, pool: ProcessPoolExecutor
+) -> Made:
+    def resolve(prompt: EvaluationPrompt) -> GenerationRequest:
+        return pipeline.resolve(GenerationRequest(prompt.text, seed=prompt.seed, **way.request), preset=way.preset)
+
+    singles = [pipeline(resolve(prompt)) for prompt in prompts[: TIMED_CLIPS + 1]][1:]
+    recorder = pipeline.decoder = Recorder(pipeline.decoder)  # type: ignore[assignment]
+    frames, verdicts, shares = [], [], []
+    try:
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            for prompt, media in zip(batch, pipeline.generate([resolve(one) for one in batch]), strict=True):
+                frames.append(torch.from_numpy(media.frames))
+                verdicts.append(pool.submit(_check, prompt.attributes, media.frames))
+                counts = [(row.num_computed, row.num_reused) for row in media.attention_report.steps]
+                total = sum(map(sum, counts))
+                shares.append(sum(count for count, _ in counts) / total if total else 1.0)
+    finally:
+        pipeline.decoder = recorder._decoder
+    return Made(
+        torch.cat(recorder.latents),
+        torch.stack(frames),
+        [verdict.result() for verdict in verdicts],
+        statistics.median(media.timings["denoise"] for media in singles),
+        statistics.fmean(shares),
+    )
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row per way, the full run first."""
+    names: tuple[PromptKind, ...] = ("one_object", "two_objects")
+    prompts = [prompt for kind in names for prompt in evaluation_prompts(kind, arguments.num_prompts)]
+    kinds = [kind for kind in names for _ in range(arguments.num_prompts)]
+    workers = max(1, (os.cpu_count() or 1) // arguments.shared_by)
+    full: Made | None = None
+    chosen = [way for way in WAYS if arguments.only is None or way.name in arguments.only]
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for way in (FULL, *chosen):
+            start = time.perf_counter()
+            pipeline = load_pipeline(
+                "shapes",
+                device=arguments.device,
+                dtype=arguments.dtype,
+                attention=AttentionConfig(per_role={"self": way.attention}),
+                lora=[way.lora] if way.lora else [],
+            )
+            made = make(pipeline, way, prompts, arguments.batch, pool)
+            full = made if full is None else full
+            distance = (made.latents - full.latents).flatten(1).norm(dim=1) / full.latents.flatten(1).norm(dim=1)
+            row = {
+                "name": way.name,
+                "request": dict(way.request),
+                "preset": way.preset,
+                "attention": {"self": way.attention.backend, "options": dict(way.attention.options)},
+                "computed_share": made.computed_share,
+                "denoise_seconds": made.seconds,
+                "time_ratio": made.seconds / full.seconds,
+                "latent_relative_l2": float(distance.mean()),
+                "psnr_db": psnr(made.frames, full.frames),
+                "accuracy": accuracy(made.verdicts, kinds),
+                "wall_seconds": round(time.perf_counter() - start, 1),
+            }
+            print(line(row), flush=True)
+            yield row
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row of the Markdown table."""
+    joint = [row["accuracy"][kind]["joint"]["rate"] for kind in ("one_object", "two_objects")]
+    return (
+        f"| {row['name']} | {row['time_ratio']:.2f} | {row['computed_share']:.2f} | {joint[0]:.3f} | {joint[1]:.3f} | "
+        f"{row['latent_relative_l2']:.3f} | {row['psnr_db']:.1f} |"
+    )
+
+
+def show(document: Mapping[str, Any]) -> None:
+    print(
+        "| | time | computed | one object | two objects | latent distance | PSNR, dB |\n|---|---|---|---|---|---|---|"
+    )
+    for row in document["rows"]:
+        print(line(row))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--num-prompts", type=int, default=256, help="of each kind")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--shared-by", type=int, default=1, help="processes that share the machine's CPU cores")
+    parser.add_argument("--only", nargs="+", choices=[way.name for way in WAYS], help="these ways, beside the full run")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--merge", nargs="+", type=Path, help="join these files into --output instead of measuring")
+    parser.add_argument("--show", type=Path, help="print this file as a Markdown table")
+    arguments = parser.parse_args()
+    if arguments.show:
+        show(json.loads(arguments.show.read_text()))
+        return
+    if arguments.output is None:
+        parser.error("--output FILE is missing")
+    if arguments.merge:
+        parts = [json.loads(path.read_text()) for path in arguments.merge]
+        rows = {row["name"]: row for part in parts for row in part["rows"]}
+        order = [FULL.name, *(way.name for way in WAYS)]
+        document = {**parts[0], "rows": [rows[name] for name in order if name in rows]}
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+        return
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    cuda = arguments.device.startswith("cuda")
+    if not cuda:
+        tune_cpu_allocator()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    document = {
+        "schema": "diffusion_runtime.faster_quality/1",
+        "machine": {
+            "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "diffusion_runtime": diffusion_runtime.__version__,
+        },
+        "dtype": f"{arguments.dtype}, TF32 matrix products" if cuda else arguments.dtype,
+        "num_prompts": arguments.num_prompts,
+        "rows": [],
+    }
+    for row in measure(arguments):
+        document["rows"].append(row)
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
