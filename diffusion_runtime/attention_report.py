@@ -37,12 +37,44 @@ class LibraryAttention:
 
 
 @dataclass(frozen=True)
+class StepRow:
+    """The steps of one guidance branch of one expert, in a generation that may reuse steps.
+
+    branch: `cond` or `uncond`. num_computed, num_reused: how many; computed, reused: which ones, as inclusive ranges.
+    reused_by: each method that reused some. largest_error: the largest accumulated estimate at which one was reused, in
+    the method's own unit; None where it has none.
+    """
+
+    branch: str
+    expert: int
+    num_computed: int
+    num_reused: int
+    computed: str
+    reused: str
+    reused_by: tuple[str, ...] = ()
+    largest_error: float | None = None
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.branch}, expert {self.expert}: {self.num_computed} of {self.num_computed + self.num_reused} steps "
+            f"computed ({self.computed or 'none'})"
+        )
+        if self.num_reused:
+            text += f", {self.num_reused} reused by {' and '.join(self.reused_by)} ({self.reused})"
+        if self.largest_error is not None:
+            text += f", largest accumulated error {self.largest_error:.3g}"
+        return text
+
+
+@dataclass(frozen=True)
 class AttentionReport:
-    """Every attention call of one generation, and the components whose attention is their library's own."""
+    """Every attention call of one generation, and the components whose attention is their library's own. steps: empty
+    where every step is computed by request."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()
     notes: tuple[str, ...] = ()
+    steps: tuple[StepRow, ...] = ()
 
     @property
     def num_calls(self) -> int:
@@ -54,6 +86,7 @@ class AttentionReport:
             "num_calls": self.num_calls,
             "rows": [asdict(row) for row in self.rows],
             "libraries": [asdict(library) for library in self.libraries],
+            "steps": [{**asdict(row), "reused_by": list(row.reused_by)} for row in self.steps],
             "notes": list(self.notes),
         }
 
@@ -66,6 +99,7 @@ class AttentionReport:
         lines += [
             f"{item.component}: {item.library}'s own attention ({item.implementation})" for item in self.libraries
         ]
+        lines += [f"steps of {row}" for row in self.steps]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -78,10 +112,21 @@ class _Tally:
         self.steps: set[int] = set()
 
 
+class _StepTally:
+    """The steps of one row while they are being counted."""
+
+    def __init__(self) -> None:
+        self.computed: set[int] = set()
+        self.reused: set[int] = set()
+        self.reused_by: dict[str, None] = {}
+        self.largest_error: float | None = None
+
+
 class AttentionRecorder:
     """Counts the calls of one request; `report()` is what it saw so far."""
 
     def __init__(self) -> None:
+        self._steps: dict[tuple[str, int], _StepTally] = {}
         self._tallies: dict[tuple[str, str, str, str, str], _Tally] = {}
         self._libraries: list[LibraryAttention] = []
         self._notes: dict[str, None] = {}
@@ -104,6 +149,23 @@ class AttentionRecorder:
         if row not in self._libraries:
             self._libraries.append(row)
 
+    def record_computed(self, step: StepInfo, branches: Iterable[str]) -> None:
+        """Count a computed step of these guidance branches, in a generation that may reuse steps."""
+        for branch in branches:
+            self._step_tally(branch, step).computed.add(step.index)
+
+    def record_reused(self, step: StepInfo, branches: Iterable[str], method: str, error: float | None = None) -> None:
+        """Count a step that `method` reused. error: its accumulated estimate, in the method's own unit."""
+        for branch in branches:
+            tally = self._step_tally(branch, step)
+            tally.reused.add(step.index)
+            tally.reused_by[method] = None
+            if error is not None:
+                tally.largest_error = max(error, tally.largest_error or 0.0)
+
+    def _step_tally(self, branch: str, step: StepInfo) -> _StepTally:
+        return self._steps.setdefault((branch, step.expert), _StepTally())
+
     def note(self, text: str) -> None:
         """Add a remark once, such as a choice that does not apply to a role."""
         self._notes[text] = None
@@ -122,7 +184,20 @@ class AttentionRecorder:
             )
             for (role, backend, implementation, source, reason), tally in self._tallies.items()
         ]
-        return AttentionReport(tuple(rows), tuple(self._libraries), tuple(self._notes))
+        steps = [
+            StepRow(
+                branch,
+                expert,
+                len(tally.computed),
+                len(tally.reused),
+                index_ranges(tally.computed),
+                index_ranges(tally.reused),
+                tuple(tally.reused_by),
+                tally.largest_error,
+            )
+            for (branch, expert), tally in sorted(self._steps.items(), key=lambda item: item[0][::-1])
+        ]
+        return AttentionReport(tuple(rows), tuple(self._libraries), tuple(self._notes), tuple(steps))
 
 
 def index_ranges(numbers: Iterable[int]) -> str:

@@ -12,10 +12,13 @@ import torch
 
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention_report import AttentionRecorder
+from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.denoising.noise import SampleNoise
+from diffusion_runtime.denoising.step_cache.calibration import Calibration, ResidualRatios, model_identity
+from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.media import Audio, GeneratedMedia
@@ -34,7 +37,7 @@ from diffusion_runtime.models.sampling_presets import FewSteps
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.progress import Cancellations, OnProgress, StageClock
+from diffusion_runtime.progress import Cancellations, OnProgress, Progress, StageClock
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import BatchSettings, RequestRules
 from diffusion_runtime.step_info import StepInfo
@@ -97,7 +100,8 @@ class Pipeline:
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
     ) -> list[GeneratedMedia]:
-        """One batch, each request with its own prompt, negative prompt and seed; the results equal single runs.
+        """One batch, each request with its own prompt, negative prompt and seed; the results equal single runs. With a
+        step cache, which decides per sample, the requests are made one after the other.
 
         on_progress: called before and after every step; what it raises ends the generation. A Cancelled that names
         requests ends those alone: the result leaves them out, the others equal what they would have been (a batch is
@@ -108,7 +112,11 @@ class Pipeline:
         out, and DiffusionRuntimeError when the numbers overflow.
         """
         with self._one_generation.held():
-            return self._generate(requests, on_progress)
+            batch = [self.resolve(request) for request in requests]
+            settings = BatchSettings.of(batch, self.rules)
+            if len(batch) > 1 and settings.decides_per_sample:
+                return self._generate_apart(batch, on_progress)
+            return self._generate(batch, settings, on_progress)
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -135,6 +143,27 @@ class Pipeline:
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
             self.recipe = {**self.recipe, "runtime": runtime}
 
+    def calibrate(self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None) -> Calibration:
+        """Measure what the step cache MagCache needs to know of this model, on whole generations of these requests.
+
+        Raises what `generate` raises, and ConfigError on several processes, which hold a part of the tokens each.
+        """
+        if self.mesh.size > 1:
+            raise ConfigError("calibrate: expected one process; leave out --num-gpus and degrees")
+        with self._one_generation.held():
+            # Each branch by itself, as the cache runs them.
+            batch = [
+                self.resolve(dataclasses.replace(request, step_cache=None, cfg_gate=None, guidance_mode="two_pass"))
+                for request in requests
+            ]
+            settings = BatchSettings.of(batch, self.rules)
+            measured = []
+            for request in batch:
+                measured.append(ResidualRatios())
+                alone = BatchSettings.of([request], self.rules)
+                self._generate([request], alone, on_progress, block_runner=measured[-1])
+        return Calibration.of(self.recipe, settings.shared.to_dict(), settings.num_inference_steps, measured)
+
     def close(self) -> None:
         """Give the memory of the model back. A later generation raises PipelineClosedError.
 
@@ -146,20 +175,46 @@ class Pipeline:
             self._loras = None
             release_device_memory(self.device)
 
+    def _generate_apart(
+        self, batch: Sequence[GenerationRequest], on_progress: OnProgress | None
+    ) -> list[GeneratedMedia]:
+        """Each request by itself, one after the other, for what is decided per sample: a forward pass has one batch."""
+        cancellations = Cancellations(len(batch), on_progress)
+        remark = f"step_cache decides for each request: the {len(batch)} of this batch were made one after the other"
+        made = []
+        for index, request in enumerate(batch):
+
+            def watch(progress: Progress, index: int = index) -> None:
+                cancellations.watch(dataclasses.replace(progress, request_index=index))
+
+            if cancellations.is_wanted(index):
+                settings = BatchSettings.of([request], self.rules)
+                media = self._generate([request], settings, None if on_progress is None else watch, (remark,))
+                if cancellations.is_wanted(index):
+                    made += media
+        return made
+
     @torch.inference_mode()
-    def _generate(self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None) -> list[GeneratedMedia]:
-        batch = [self.resolve(request) for request in requests]
-        settings = BatchSettings.of(batch, self.rules)
+    def _generate(
+        self,
+        batch: Sequence[GenerationRequest],
+        settings: BatchSettings,
+        on_progress: OnProgress | None,
+        remarks: Sequence[str] = (),
+        block_runner: BlockRunner | None = None,
+    ) -> list[GeneratedMedia]:
+        """batch: resolved requests; remarks: added to the attention report. block_runner: None for the one of the
+        requests' step cache."""
         cancellations = Cancellations(len(batch), on_progress)
         watch = None if on_progress is None else cancellations.watch
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
-        for remark in self._remarks:
+        for remark in (*self._remarks, *remarks):
             recorder.note(remark)
         for remark in self._lora_remarks(settings):
             logger.warning(remark)
             recorder.note(remark)
         if self.mesh.branch.size > 1 and not settings.is_guided:
-            remark = "no guidance to share: the processes of one half repeat the other's work; leave out --cfg-parallel"
+            remark = "no guidance to share: the processes of one half wait for the other; leave out --cfg-parallel"
             logger.warning(remark)
             recorder.note(remark)
         for remark in dict.fromkeys(remark for request in batch for remark in self.rules.unused(request)):
@@ -178,16 +233,19 @@ class Pipeline:
                 sample_noise = SampleNoise(sample_shape, [request.seed for request in batch])
                 noise = sample_noise.draw().to(self.device)
                 inputs = self._inputs(prompts.conditions, settings)
+                cache = StepCache.of(settings.shared, self.mesh, recorder, model_identity(self.recipe))
                 guided = with_guidance(
-                    self._predict(inputs, recorder),
+                    self._predict(inputs, recorder, cache.block_runner if block_runner is None else block_runner),
                     lambda step: settings.cfg_scales[min(step.expert, 1)],
                     settings.guidance_mode,
                     self.transformer.combine_guidance,
                     BranchExchange.of(self.mesh),
+                    cache.wrappers,
                 )
                 latents = settings.build_sampler().sample(
                     noise, self._with_expert(guided), lambda step, _: done(step.index + 1), sample_noise.draw
                 )
+                cache.finish(latents.device)
                 latents = self.transformer.settle(latents, inputs["cond"])
                 _check_finite(latents, self.dtype)
             frames: dict[int, torch.Tensor] = {}
@@ -287,14 +345,18 @@ class Pipeline:
         image = torch.from_numpy(read_image(path, size.height, size.width))
         return self._image_conditioner.encode(image, size)
 
-    def _predict(self, inputs: Mapping[str, DenoiserInputs], recorder: AttentionRecorder) -> Predict:
+    def _predict(
+        self, inputs: Mapping[str, DenoiserInputs], recorder: AttentionRecorder, block_runner: BlockRunner
+    ) -> Predict:
         """The transformer as a function of latents and step. inputs: by guidance branch."""
         state = RequestCache()
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
             timestep = torch.full(latents.shape[:1], step.timestep, dtype=torch.float32, device=latents.device)
-            context = AttentionContext(step=step, state=state, recorder=recorder, sharding=self.mesh.sharding)
+            context = AttentionContext(
+                step=step, state=state, recorder=recorder, sharding=self.mesh.sharding, block_runner=block_runner
+            )
             velocity: torch.Tensor = self.transformer(latents.to(self.dtype), timestep, inputs[step.branch], context)
             return velocity
 

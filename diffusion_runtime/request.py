@@ -25,6 +25,7 @@ from diffusion_runtime.request_fields import (
     parse_levels,
 )
 from diffusion_runtime.samplers import SAMPLERS as REGISTERED_SAMPLERS
+from diffusion_runtime.step_cache import METHODS, StepCacheText
 
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
@@ -181,6 +182,26 @@ class GenerationRequest:
         metadata=RequestField(
             help="batched, or two_pass: half the memory, same result.",
             check=OneOf(GUIDANCE_MODES),
+            used_with=GUIDANCE,
+        ).as_metadata(),
+    )
+    # Which steps may be left out (step_cache.py), with its options behind a colon; None computes every step.
+    step_cache: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help=f"Reuse steps that change little: {', '.join(METHODS)}; options behind a colon, "
+            "easycache:threshold=0.1. See docs/step_cache.md.",
+            check=StepCacheText(),
+            may_stay_none=True,
+        ).as_metadata(),
+    )
+    # The share of the steps after which the second branch of guidance is no longer computed; None or 1 computes all.
+    cfg_gate: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Share of the steps, 0 to 1, after which the last difference of the guidance branches is reused.",
+            check=Number(maximum=1.0),
+            may_stay_none=True,
             used_with=GUIDANCE,
         ).as_metadata(),
     )

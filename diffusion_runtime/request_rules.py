@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -14,12 +15,14 @@ from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.request_sampler import sampler_of
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
+from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
+from diffusion_runtime.step_cache import MagCacheOptions, StepCacheSettings
 
 _T = TypeVar("_T")
 
@@ -80,7 +83,7 @@ class RequestRules:
             check_image(request.image_path, settings.size.height, settings.size.width)
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
-        return request
+        return with_step_cache(request)
 
     def try_scheduler(self) -> None:
         """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
@@ -270,6 +273,12 @@ class BatchSettings:
     def is_guided(self) -> bool:
         return max(self.cfg_scales) > 1
 
+    @property
+    def decides_per_sample(self) -> bool:
+        """Whether the steps that run depend on the sample, so that requests cannot share a forward pass."""
+        text = self.shared.step_cache
+        return text is not None and StepCacheSettings.parse(text) is not None
+
     @classmethod
     def of(cls, batch: Sequence[GenerationRequest], rules: RequestRules) -> Self:
         """Raises RequestError for no request, a field that is still None, and fields that differ within the batch."""
@@ -294,6 +303,24 @@ class BatchSettings:
         if dtype == torch.float32:
             ways.append("dtype bfloat16")
         return f"These need less: {', '.join(ways)}"
+
+
+def with_step_cache(request: GenerationRequest) -> GenerationRequest:
+    """A resolved request with every option of its step cache spelled out, as a recipe has it, and the guidance mode
+    that the cache needs; `none` stays.
+
+    Raises RequestError for a cache that is not made for so few steps, or calibrated for another number of them.
+    """
+    cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+    if cache is None:
+        return request
+    if request.num_inference_steps is not None:
+        cache.check_steps(request.num_inference_steps)
+    if isinstance(cache.options, MagCacheOptions) and request.num_inference_steps is not None:
+        Calibration.read(cache.options.file).check_steps(request.num_inference_steps)
+    if cache.decides_per_branch:
+        request = dataclasses.replace(request, guidance_mode="two_pass")
+    return dataclasses.replace(request, step_cache=cache.text)
 
 
 def is_set(request: GenerationRequest, name: str) -> bool:

@@ -14,6 +14,7 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.request_fields import Levels, Number, OneOf
 from diffusion_runtime.request_rules import BatchSettings, RequestRules
+from diffusion_runtime.step_cache import StepCacheText
 
 DEFAULTS: dict[str, Any] = {
     "negative_prompt": "",
@@ -41,6 +42,8 @@ def another(name: str, value: Any) -> Any:
     check = REQUEST_FIELDS[name].check
     if isinstance(check, OneOf):
         return next(choice for choice in check.names if choice != value)
+    if isinstance(check, StepCacheText):
+        return "easycache"
     if isinstance(check, Levels):
         return (1.0, 0.25)
     if isinstance(check, Number):

@@ -22,12 +22,12 @@ from diffusion_runtime.attention.backends.registry import (
 )
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.attention.force import ForcedChoice, current_force
-from diffusion_runtime.attention.options import option_names
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
 from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.importing import raised_line as raised_line
+from diffusion_runtime.options import option_names
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
-from diffusion_runtime.attention.options import FrozenMapping, check_options, option_names, parse_pairs, unknown_option
 from diffusion_runtime.attention.roles import CATEGORIES, is_role, known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.options import FrozenMapping, check_options, option_names, parse_pairs, unknown_option
 from diffusion_runtime.untrusted.document import DocumentError, check_depth
 from diffusion_runtime.untrusted.files import shown_path
 from diffusion_runtime.untrusted.json_text import parse_json, read_json_file

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Self, TypeVar, TypeVarTuple, cast
 
 from diffusion_runtime.attention_report import AttentionRecorder
+from diffusion_runtime.block_stack import BlockRunner, RunBlock, Streams
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -78,7 +79,8 @@ class AttentionContext:
 
     layout: where the key tokens sit; None when nothing is padded and no backend asks for a grid.
     step: where in the denoising loop; state: the cache of the request; recorder: counts what ran.
-    sharding: how the grid's tokens are cut over the processes that share the sequence.
+    sharding: how the grid's tokens are cut over the processes that share the sequence. block_runner: runs the blocks of
+    a transformer, or reuses what they made.
     """
 
     layout: TokenLayout | None = None
@@ -86,6 +88,14 @@ class AttentionContext:
     state: RequestCache = field(default_factory=RequestCache)
     recorder: AttentionRecorder = field(default_factory=AttentionRecorder)
     sharding: SequenceSharding = field(default_factory=SequenceSharding)
+    block_runner: BlockRunner = field(default_factory=BlockRunner)
+
+    def run_blocks(self, blocks: Iterable[RunBlock], streams: Streams, num_grid_tokens: int) -> Streams:
+        """The streams after the last block of a transformer; they are overwritten.
+
+        streams: the first one begins with this process's slice of the grid. num_grid_tokens: of the whole grid.
+        """
+        return self.block_runner.run(list(blocks), streams, self.step, self.sharding.num_own(num_grid_tokens))
 
     def with_layout(self, layout: TokenLayout | None) -> Self:
         """The same forward pass for a call whose keys sit otherwise, such as a cross-attention's."""

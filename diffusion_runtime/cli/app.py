@@ -14,6 +14,8 @@ from diffusion_runtime.cli import options
 from diffusion_runtime.cli.backends import EPILOG as BACKENDS_EPILOG
 from diffusion_runtime.cli.backends import backends
 from diffusion_runtime.cli.bench import bench
+from diffusion_runtime.cli.calibrate import EPILOG as CALIBRATE_EPILOG
+from diffusion_runtime.cli.calibrate import calibrate
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
 from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_flags
@@ -106,6 +108,7 @@ app.command("generate", cls=CheckedCommand, epilog=GENERATE_EPILOG)(generate)
 app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
 app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
 app.command("models", cls=CheckedCommand, epilog=MODELS_EPILOG)(models)
+app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)
 app.add_typer(bench, name="bench")
 
 

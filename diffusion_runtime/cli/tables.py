@@ -21,6 +21,7 @@ _MIN_LAST_COLUMN = 24
 # A report from a stranger's file may be of any length.
 _MAX_ROWS = 200
 _MAX_CELL_CHARACTERS = 500
+_STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
 _ROW_FIELDS = ("role", "backend", "implementation", "layers", "steps", "source", "reason")
 
 
@@ -124,7 +125,9 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Remarks of several reports besides their rows, each once: the libraries' own attention, and notes."""
+    """Remarks of several reports besides their rows, each once: steps that a step cache reused, the libraries' own
+    attention, and notes."""
+    steps = [_describe_steps(row) for report in reports for row in _mappings(report.get("steps"))]
     libraries = [
         f"{item.get('component')}: attention of {item.get('library')} ({item.get('implementation')}), not chosen here"
         for report in reports
@@ -132,7 +135,20 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     notes = [report.get("notes") for report in reports]
     remarks = [f"note: {note}" for several in notes if isinstance(several, list) for note in several]
-    return list(dict.fromkeys([*libraries, *remarks]))
+    return list(dict.fromkeys([*steps, *libraries, *remarks]))
+
+
+def _describe_steps(row: Mapping[str, Any]) -> str:
+    """row: of StepRow, maybe a stranger's."""
+    said = {name: str(row.get(name, "?"))[:_MAX_CELL_CHARACTERS] for name in _STEP_FIELDS}
+    methods = row.get("reused_by")
+    by = ", ".join(map(str, methods))[:_MAX_CELL_CHARACTERS] if isinstance(methods, list) and methods else "nothing"
+    text = "steps of {branch}, expert {expert}: {num_computed} computed ({computed}), {num_reused} reused".format(
+        **said
+    )
+    error = row.get("largest_error")
+    at_most = f", largest accumulated error {error:.3g}" if isinstance(error, float) else ""
+    return text + (f" by {by} ({said['reused']}){at_most}" if said["num_reused"] != "0" else "")
 
 
 def _mappings(value: object) -> list[Mapping[str, Any]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 
-from diffusion_runtime.denoising.interface import Predict
+from diffusion_runtime.denoising.interface import BranchWrapper, Predict, PredictBranches
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.request import GUIDANCE_MODES
@@ -29,6 +29,7 @@ def with_guidance(
     mode: str = "batched",
     combine: Combine = extrapolate,
     branches: BranchExchange | None = None,
+    wrappers: Sequence[BranchWrapper] = (),
 ) -> Predict:
     """`combine` of both branches, in float32, from a prediction that reads `step.branch`.
 
@@ -36,28 +37,44 @@ def with_guidance(
         then `uncond` (`two_pass`: half the memory, the same result within rounding).
     scale: a number, or a function of the step; 1 or less runs the conditional branch alone.
     branches: two groups of processes that run one branch each, whatever the mode; all combine them alike.
+    wrappers: around the velocities of the branches, before they are combined; the last one is the outermost.
 
     Raises RequestError for an unknown mode.
     """
-    if mode not in GUIDANCE_MODES:
-        raise RequestError(f"guidance_mode: unknown value {mode!r}.{nearest(mode, GUIDANCE_MODES)}")
-
-    def conditional(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
-        return predict(latents, dataclasses.replace(step, branch="cond")).float()
+    velocities = predict_branches(predict, mode, branches)
+    for wrap in wrappers:
+        velocities = wrap(velocities)
 
     def guided(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         factor = scale(step) if callable(scale) else scale
         if factor <= 1:
-            return conditional(latents, step)
-        if branches is not None:
-            mine = predict(latents, dataclasses.replace(step, branch=branches.branch))
-            cond, uncond = (velocity.float() for velocity in branches.exchange(mine))
-        elif mode == "batched":
-            both = predict(torch.cat([latents, latents]), dataclasses.replace(step, branch="both")).float()
-            cond, uncond = both.chunk(2)
-        else:
-            cond = conditional(latents, step)
-            uncond = predict(latents, dataclasses.replace(step, branch="uncond")).float()
-        return combine(cond, uncond, factor)
+            return velocities(latents, step, ("cond",))["cond"]
+        both = velocities(latents, step, ("cond", "uncond"))
+        return combine(both["cond"], both["uncond"], factor)
 
     return guided
+
+
+def predict_branches(predict: Predict, mode: str, branches: BranchExchange | None = None) -> PredictBranches:
+    """The velocities of the guidance branches, as `with_guidance` describes them. Raises RequestError."""
+    if mode not in GUIDANCE_MODES:
+        raise RequestError(f"guidance_mode: unknown value {mode!r}.{nearest(mode, GUIDANCE_MODES)}")
+
+    def of_branch(latents: torch.Tensor, step: StepInfo, branch: str) -> torch.Tensor:
+        return predict(latents, dataclasses.replace(step, branch=branch)).float()
+
+    def velocities(latents: torch.Tensor, step: StepInfo, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        if branches is not None:
+            # Also where `cond` alone is wanted: the other group has no state of that branch, and waits for it.
+            mine = branches.branch in wanted
+            velocity = of_branch(latents, step, branches.branch) if mine else torch.zeros_like(latents).float()
+            cond, uncond = branches.exchange(velocity)
+            return {"cond": cond, "uncond": uncond} if "uncond" in wanted else {"cond": cond}
+        if "uncond" not in wanted:
+            return {"cond": of_branch(latents, step, "cond")}
+        if mode == "batched":
+            cond, uncond = of_branch(torch.cat([latents, latents]), step, "both").chunk(2)
+            return {"cond": cond, "uncond": uncond}
+        return {"cond": of_branch(latents, step, "cond"), "uncond": of_branch(latents, step, "uncond")}
+
+    return velocities

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -13,6 +13,9 @@ from diffusion_runtime.step_info import StepInfo
 # (latents [batch, channels, frames, height, width], step) -> velocity of the same shape. A model may have latents of
 # another shape, [batch, ...]: nothing here depends on more than elementwise operations.
 Predict: TypeAlias = Callable[[torch.Tensor, StepInfo], torch.Tensor]
+# (latents, step, wanted branches: `cond` alone, or `cond` and `uncond`) -> the velocity of each, float32.
+PredictBranches: TypeAlias = Callable[[torch.Tensor, StepInfo, Sequence[str]], dict[str, torch.Tensor]]
+BranchWrapper: TypeAlias = Callable[[PredictBranches], PredictBranches]
 # Called after every step with the latents at its end.
 OnStep: TypeAlias = Callable[[StepInfo, torch.Tensor], None]
 # Fresh standard normal noise in the shape of the latents, float32, other numbers at each call.

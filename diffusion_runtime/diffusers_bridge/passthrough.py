@@ -24,6 +24,7 @@ from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoic
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.size_rules import traits_of
+from diffusion_runtime.diffusers_bridge.step_cache import CachedDenoisers
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
@@ -34,6 +35,7 @@ from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.progress import Cancellations, OnProgress
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.step_cache import StepCacheSettings
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.loading import quiet_transformers
 
@@ -135,7 +137,8 @@ class DiffusersPipeline:
         advice = "These need less: a smaller height, width or num_frames, or dtype bfloat16"
         observer = DenoisingObserver(self.pipeline, self.device, on_progress)
         interface = self.rules.interface
-        with observer, self._attention(observer) as attention:
+        settings = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+        with observer, self._attention(observer) as attention, CachedDenoisers(self.pipeline, settings) as cached:
             with translated_errors(interface, observer), explain_memory_shortage("generating", advice), torch.no_grad():
                 result = self.pipeline(**arguments)
             timings = observer.finish()
@@ -150,7 +153,9 @@ class DiffusersPipeline:
             frames=frames,
             fps=request.fps or 1,
             recipe={**self.recipe, "request": self._made(request, frames.shape).to_dict(), "notes": notes},
-            attention_report=AttentionReport(report.rows, (*report.libraries, *self._libraries), report.notes),
+            attention_report=AttentionReport(
+                report.rows, (*report.libraries, *self._libraries), report.notes, cached.steps
+            ),
             timings=timings,
             audio=sound,
         )

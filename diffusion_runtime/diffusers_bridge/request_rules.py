@@ -11,9 +11,13 @@ from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request_rules import with_step_cache
+from diffusion_runtime.step_cache import StepCacheSettings
 
-# Fields that need no parameter of the pipeline: the file's frame rate, and the generator's seed.
-_OURS = ("fps", "seed")
+# Fields that need no parameter of the pipeline: the file's frame rate, the generator's seed, steps that are reused.
+_OURS = ("fps", "seed", "step_cache")
+# Caches that need no more of a model than its input and output.
+STEP_CACHES = ("easycache",)
 DEFAULT_FPS = 16
 
 
@@ -56,7 +60,16 @@ class PassthroughRules:
         self.sizes.check({**self.arguments(request), **({} if image is None else {"image": image})})
         if request.num_inference_steps is not None:
             self.check_steps(request.num_inference_steps)
-        return request
+        return self._with_step_cache(request)
+
+    def _with_step_cache(self, request: GenerationRequest) -> GenerationRequest:
+        cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+        if cache is not None and cache.method not in STEP_CACHES:
+            raise RequestError(
+                f"step_cache: {cache.method} reads the blocks of a native model, which {self.pipeline_class} of "
+                f"diffusers is not; expected {' or '.join(STEP_CACHES)}"
+            )
+        return with_step_cache(request)
 
     def is_guided(self, _request: GenerationRequest) -> bool:
         """Whether a resolved request runs two guidance branches; here they never run on processes of their own."""

@@ -72,7 +72,8 @@ class DiffusionTransformer(nn.Module, ABC):
         latents: [batch, channels, frames, height, width], or [batch, *geometry.sample_shape] where that is another
         shape. timestep: [batch], in [0, 1000].
         inputs: what the prediction is conditioned on. The same value comes at every step of a request.
-        context: step, state and recorder of this forward pass; layouts are made here, from the latents.
+        context: step, state and recorder of this forward pass; layouts are made here, from the latents. Blocks run
+        through `context.run_blocks`, so that a step cache can leave some out.
         """
 
     def attention_layers(self) -> Iterator[AttentionLayer]:

@@ -28,6 +28,11 @@ class SequenceSharding:
         """Tokens per slice, including the padding of the last ones."""
         return -(-num_tokens // self.group.size)
 
+    def num_own(self, num_tokens: int) -> int:
+        """Tokens of this process's slice without the padding behind them."""
+        length = self.slice_length(num_tokens)
+        return min(max(num_tokens - self.group.index * length, 0), length)
+
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This process's slice of the grid tokens along `dim`; rows past the end are zeros that are masked in
         attention."""

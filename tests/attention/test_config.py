@@ -14,10 +14,10 @@ import pytest
 from tables import table
 
 from diffusion_runtime.attention import AttentionConfig, AttentionSpec, LayerInfo, StepInfo, register_role
-from diffusion_runtime.attention.options import FrozenMapping, build_options, check_options, parse_scalar
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.options import FrozenMapping, build_options, check_options, parse_scalar
 
 CROSS_REFERENCE = {"default": {"backend": "torch_sdpa"}, "per_role": {"cross": {"backend": "reference"}}}
 

@@ -25,7 +25,6 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.backends.reference import reference_attention, visible_keys
 from diffusion_runtime.attention.backends.registry import available_names, find_backend
-from diffusion_runtime.attention.options import option_names
 from diffusion_runtime.attention.self_test import (
     SelfTestResult,
     attention_by_definition,
@@ -35,6 +34,7 @@ from diffusion_runtime.attention.self_test import (
 )
 from diffusion_runtime.attention.self_test_cases import CASES
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.options import option_names
 
 CPU = Hardware()
 DENSE = ("torch_sdpa", "reference")

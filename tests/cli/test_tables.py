@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from typing import Any
 
 import pytest
 from rich.console import Console
+from tables import table
 
-from diffusion_runtime.cli.tables import attention_table, facts_table, plain_table
+from diffusion_runtime.attention_report import AttentionReport, StepRow
+from diffusion_runtime.cli.tables import attention_table, facts_table, plain_table, remarks_of
 
 
 def test_the_attention_table_at_80_columns_breaks_no_word() -> None:
@@ -61,3 +64,22 @@ def test_long_names_of_facts_are_wrapped() -> None:
     console.print(facts_table([("x" * 60, "y" * 60)], "Recipe"))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert (shown.count("x"), shown.count("y")) == (60, 60)
+
+
+@table(
+    ("row", "expected"),
+    [
+        (
+            StepRow("cond", 1, 2, 1, "0,2", "1", ("easycache", "cfg_gate"), 0.0734),
+            "steps of cond, expert 1: 2 computed (0,2), 1 reused by easycache, cfg_gate (1), largest accumulated error "
+            "0.0734",
+        ),
+        (StepRow("uncond", 0, 3, 0, "0-2", ""), "steps of uncond, expert 0: 3 computed (0-2), 0 reused"),
+        ({"branch": 1, "reused_by": "x", "largest_error": []}, "steps of 1, expert ?: ? computed (?), ? reused by"),
+    ],
+)
+def test_steps_of_a_step_cache_are_remarks(row: Any, expected: str) -> None:
+    """A report may come from a stranger's file."""
+    steps = AttentionReport(steps=(row,)).to_dict()["steps"] if isinstance(row, StepRow) else [row]
+    [remark] = remarks_of([{"steps": steps}])
+    assert remark.startswith(expected)

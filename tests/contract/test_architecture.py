@@ -26,8 +26,8 @@ ROWS = [
     {"parallel"},
     {"kernels"},
     {"config", "request", "media", "hardware", "device_guard"},
-    {"attention_report", "progress", "model_folder"},
-    {"token_layout", "step_info"},
+    {"attention_report", "progress", "model_folder", "step_cache", "block_stack"},
+    {"token_layout", "step_info", "options"},
     {"untrusted", "request_fields", "samplers"},
     {"errors"},
 ]
@@ -51,7 +51,7 @@ ATTENTION_ROWS = [
     {"backends/masks"},
     {"backends/interface"},
     {"backends/capability"},
-    {"context", "roles", "schedule", "options"},
+    {"context", "roles", "schedule"},
 ]
 ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 

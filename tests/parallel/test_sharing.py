@@ -31,10 +31,10 @@ from diffusion_runtime.attention import (
     unregister_backend,
 )
 from diffusion_runtime.attention.backends.registry import find_backend
-from diffusion_runtime.attention.options import build_options
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.errors import BackendUnavailableError, ConfigError
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.options import build_options
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.ring import PartialAttention

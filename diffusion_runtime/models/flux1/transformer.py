@@ -15,6 +15,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import overwriting, then_joined
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
@@ -80,11 +81,9 @@ class Flux1Transformer(DiffusionTransformer):
         conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance, pooled=inputs.text.pooled))
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths))
-        for block in self.double_blocks:
-            block(x, text, conditioning, rotations, joint)
-        x = torch.cat([x, text], dim=1)
-        for block in self.single_blocks:
-            block(x, conditioning, rotations, joint)
+        double = [overwriting(block, conditioning, rotations, joint) for block in self.double_blocks]
+        single = [overwriting(block, conditioning, rotations, joint) for block in self.single_blocks]
+        (x,) = context.run_blocks([*then_joined(double), *single], (x, text), grid[0] * grid[1] * grid[2])
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])

@@ -14,6 +14,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import overwriting, then_joined
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
@@ -70,12 +71,10 @@ class Flux2Transformer(DiffusionTransformer):
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths))
         rows, text_rows = self.double_modulation(conditioning), self.double_text_modulation(conditioning)
-        for block in self.double_blocks:
-            block(x, text, rows, text_rows, rotations, joint)
-        x = torch.cat([x, text], dim=1)
+        double = [overwriting(block, rows, text_rows, rotations, joint) for block in self.double_blocks]
         rows = self.single_modulation(conditioning)
-        for block in self.single_blocks:
-            block(x, rows, rotations, joint)
+        single = [overwriting(block, rows, rotations, joint) for block in self.single_blocks]
+        (x,) = context.run_blocks([*then_joined(double), *single], (x, text), grid[0] * grid[1] * grid[2])
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])

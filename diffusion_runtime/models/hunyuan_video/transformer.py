@@ -19,6 +19,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import overwriting, then_joined
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
@@ -95,11 +96,9 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         joint = context.with_layout(
             TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=unrefined.lengths)
         )
-        for block in self.blocks:
-            block(x, text, conditioning, rotations, joint)
-        whole = torch.cat([x, text], dim=1)
-        for block in self.single_blocks:
-            block(whole, conditioning, rotations, joint)
+        double = [overwriting(block, conditioning, rotations, joint) for block in self.blocks]
+        single = [overwriting(block, conditioning, rotations, joint) for block in self.single_blocks]
+        (whole,) = context.run_blocks([*then_joined(double), *single], (x, text), math.prod(grid))
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(whole[:, : x.shape[1]], shift, scale, EPS))
         tokens = context.sharding.gather(tokens, math.prod(grid))

@@ -18,6 +18,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
@@ -77,8 +78,8 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         x = context.sharding.shard(x)
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=text.lengths))
-        for block in self.blocks:
-            block(x, text.values, conditioning, rotations, joint)
+        blocks = (overwriting(block, conditioning, rotations, joint) for block in self.blocks)
+        x, _ = context.run_blocks(blocks, (x, text.values), math.prod(grid))
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(x, shift, scale, EPS))
         tokens = context.sharding.gather(tokens, math.prod(grid))

@@ -18,6 +18,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
 from diffusion_runtime.layers.linear import Linear
@@ -124,8 +125,8 @@ class LTX2Transformer(DiffusionTransformer):
             text_context=text_context,
             keys_context=audio_context,
         )
-        for block in self.blocks:
-            block(video, audio, video_inputs, audio_inputs)
+        blocks = (overwriting(block, video_inputs, audio_inputs) for block in self.blocks)
+        video, audio = context.run_blocks(blocks, (video, audio), math.prod(grid))
         tokens = sharding.gather(self.video.finish(video, video_embedded), math.prod(grid))
         video_velocity = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
         moments = torch.unflatten(self.audio.finish(audio, audio_embedded), 2, (parts.audio.shape[1], -1))

@@ -14,6 +14,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbedding, patchify, unpatchify
@@ -71,8 +72,8 @@ class QwenImageTransformer(DiffusionTransformer):
         rotations = self._rotations(grid, text.shape[1], context)
         layout = TokenLayout(grid, num_suffix_tokens=text.shape[1], valid_lengths=inputs.text.lengths)
         joint = context.with_layout(layout)
-        for block in self.blocks:
-            block(x, text, conditioning, rotations, joint)
+        blocks = (overwriting(block, conditioning, rotations, joint) for block in self.blocks)
+        x, _ = context.run_blocks(blocks, (x, text), layout.num_grid_tokens)
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(x, shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, layout.num_grid_tokens)

@@ -23,6 +23,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
@@ -192,8 +193,8 @@ class WanTransformer(DiffusionTransformer):
             grid_context=context.with_layout(TokenLayout(grid)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
         )
-        for block in self.blocks:
-            x = block(x, block_inputs)
+        blocks = (overwriting(block, block_inputs) for block in self.blocks)
+        (x,) = context.run_blocks(blocks, (x,), math.prod(grid))
         runs = []
         for run in block_inputs.runs:
             shift, scale = (self.out_modulation + run.embedding[:, None].float()).unbind(1)

@@ -21,6 +21,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear
 from diffusion_runtime.layers.norm import RMSNorm
@@ -157,8 +158,9 @@ class ZImageTransformer(DiffusionTransformer):
             num_suffix_tokens=num_filling + text.shape[1],
             valid_lengths=tuple(num_filling + length for length in lengths),
         )
-        for block in self.blocks:
-            x = block(x, conditioning, joint_rotations, context.with_layout(layout))
+        joint = context.with_layout(layout)
+        blocks = (overwriting(block, conditioning, joint_rotations, joint) for block in self.blocks)
+        (x,) = context.run_blocks(blocks, (x,), num_tokens)
         x = x[:, : x.shape[1] - layout.num_suffix_tokens]
         scale = 1 + self.out_modulation(F.silu(conditioning))
         normalized = F.layer_norm(x, x.shape[-1:], eps=self.config.out_eps)

@@ -1,4 +1,4 @@
-"""Backend options from text, JSON or YAML into the types that a backend declares."""
+"""Options from text, JSON or YAML into the types that a dataclass declares: of attention backends and step caches."""
 
 from __future__ import annotations
 

@@ -1,0 +1,39 @@
+"""`calibrate`: a file that `--step-cache magcache` takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cli_support import Command
+
+ARGUMENTS = ("--height", "32", "--width", "32", "--num-frames", "1", "--num-inference-steps", "9", "--device", "cpu")
+
+
+def test_a_file_is_written_and_taken(command: Command, tmp_path: Path, tiny_wan_folder: Path) -> None:
+    path = tmp_path / "calibration.json"
+    model = ("--model-path", str(tiny_wan_folder))
+    made = command("calibrate", "a red circle", *model, *ARGUMENTS, "-o", str(path), "--json")
+    assert made.code == 0, made.err
+    answer = json.loads(made.out)
+    assert answer["schema"] == "diffusion_runtime.calibrate/1"
+    assert answer["calibration"] == json.loads(path.read_text())
+    cache = ("--step-cache", f"magcache:file={path},threshold=10", "-o", str(tmp_path / "out.png"))
+    generated = command("generate", "a blue star", *model, *ARGUMENTS, *cache, "--json")
+    assert generated.code == 0, generated.err
+    [item] = json.loads(generated.out)["items"]
+    assert any(row["reused_by"] == ["magcache"] for row in item["attention_report"]["steps"])
+    again = command("calibrate", "a red circle", *model, *ARGUMENTS, "-o", str(path))
+    assert again.code != 0
+    assert "exists already" in again.err
+
+
+def test_what_is_missing_is_said(command: Command) -> None:
+    for arguments, message in (
+        (("-o", "x.json"), "prompt: there is none"),
+        (("a red circle",), "--output-path: expected the file to write"),
+        (("a red circle", "-o", "no/such/folder/x.json"), "is no folder"),
+    ):
+        answer = command("calibrate", *arguments)
+        assert answer.code != 0
+        assert message in answer.err

@@ -1,0 +1,107 @@
+"""Denoising with step caches on 2 and 4 real processes; test_step_cache_ranks.py runs it with a folder for results.
+
+Each process compares with itself alone: the latents after the last step, and which steps were computed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from denoiser_inputs import text_inputs
+
+from diffusion_runtime import GenerationRequest
+from diffusion_runtime.attention import AttentionContext, AttentionPolicy, AttentionRecorder, RequestCache, StepInfo
+from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
+from diffusion_runtime.denoising.guidance import with_guidance
+from diffusion_runtime.denoising.step_cache.requested import StepCache
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.transformer import WanTransformer
+from diffusion_runtime.parallel.branches import BranchExchange
+from diffusion_runtime.parallel.groups import ProcessMesh
+
+# (ulysses, ring, branch) of each world.
+WORLDS = {2: ((2, 1, 1), (1, 1, 2)), 4: ((2, 2, 1), (2, 1, 2), (1, 2, 2))}
+REQUESTS = {
+    "easycache": GenerationRequest("-", step_cache="easycache:threshold=1.2,warmup=0.2"),
+    "both": GenerationRequest("-", step_cache="easycache:threshold=1.2,warmup=0.2", cfg_gate=0.5),
+    "dbcache": GenerationRequest("-", step_cache="dbcache:F=1,W=2,R=1,MC=2"),
+}
+NUM_STEPS = 10
+PATCH = (1, 2, 2)
+CONFIG = WanTransformerConfig(2, 4, 12, 64, 4, 8, 16, PATCH, norm_cross=True, eps=1e-6, has_gate=False)
+
+
+def denoise(request: GenerationRequest, mesh: ProcessMesh) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Latents after the last step, and the report's rows of steps."""
+    torch.manual_seed(0)
+    policy = AttentionPolicy(environment=None, mesh=mesh)
+    model = WanTransformer(CONFIG, LatentGeometry(4, 8, 4, PATCH), policy).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(1, 4, 3, 6, 10, generator=generator)
+    inputs = {branch: text_inputs(torch.randn(1, 5, 8, generator=generator)) for branch in ("cond", "uncond")}
+    state, recorder = RequestCache(), AttentionRecorder()
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        assert step.timestep is not None
+        timestep = torch.full((1,), step.timestep)
+        context = AttentionContext(
+            step=step, state=state, recorder=recorder, sharding=mesh.sharding, block_runner=cache.block_runner
+        )
+        velocity: torch.Tensor = model(latents, timestep, inputs[step.branch], context)
+        return velocity
+
+    cache = StepCache.of(request, mesh, recorder)
+    guided = with_guidance(predict, 3.0, "two_pass", branches=BranchExchange.of(mesh), wrappers=cache.wrappers)
+    latents = FlowMatchEulerSampler(NUM_STEPS, 3.0).sample(noise, guided)
+    cache.finish(latents.device)
+    return latents, recorder.report().to_dict()["steps"]
+
+
+def work(world: int, rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store-{world}"), world)
+    patience = datetime.timedelta(seconds=600)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+    measured = []
+    singles = {name: denoise(request, ProcessMesh()) for name, request in REQUESTS.items()}
+    for degrees in WORLDS[world]:
+        mesh = ProcessMesh.create(ulysses_degree=degrees[0], ring_degree=degrees[1], branch_degree=degrees[2])
+        for name, request in REQUESTS.items():
+            (together, steps), (alone, steps_alone) = denoise(request, mesh), singles[name]
+            error = float((together - alone).abs().max() / alone.abs().max())
+            row = {"mesh": degrees, "cache": name, "error": error, "steps": steps, "steps_alone": steps_alone}
+            measured.append(row)
+    (folder / f"result-{world}-{rank}.json").write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    folder, children = Path(sys.argv[1]), []
+    for world, rank in itertools.chain.from_iterable(((world, rank) for rank in range(world)) for world in WORLDS):
+        process = os.fork()
+        if process == 0:
+            try:
+                work(world, rank, folder)
+                os._exit(0)
+            except BaseException:
+                print(f"rank {rank} of {world}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+                os._exit(1)
+        children.append(process)
+    return max(os.waitpid(process, 0)[1] != 0 for process in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

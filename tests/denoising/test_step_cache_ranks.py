@@ -1,0 +1,45 @@
+"""Step caches on 2 and 4 processes, CFG parallel among them: the decisions and the latents of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_process_decides_as_one_alone(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/denoising/step_cache_worker.py"), str(tmp_path)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    results = sorted(tmp_path.glob("result-*.json"))
+    assert len(results) == 6
+    for path in results:
+        for row in json.loads(path.read_text()):
+            where = f"{path.stem}, {row['mesh']}, {row['cache']}"
+            without = ("largest_error",)
+            steps, alone = (
+                [{key: value for key, value in each.items() if key not in without} for each in row[name]]
+                for name in ("steps", "steps_alone")
+            )
+            assert steps == alone, where
+            assert row["error"] < 1e-4, where
+            assert all(each["num_reused"] for each in steps), where
+            for each, single in zip(row["steps"], row["steps_alone"], strict=True):
+                assert each["largest_error"] == pytest.approx(single["largest_error"], rel=1e-3), where
