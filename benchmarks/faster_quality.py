@@ -150,7 +150,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "name": way.name,
                 "request": dict(way.request),
                 "preset": way.preset,
-                "attention": {"self": way.attention.backend, "options": dict(way.attention.options)},
+                "attention": {"self": way.attention.name, "options": dict(way.attention.options)},
                 "computed_share": made.computed_share,
                 "denoise_seconds": made.seconds,
                 "time_ratio": made.seconds / full.seconds,

@@ -15,7 +15,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +116,11 @@ def denoiser(models: Sequence[DiffusionTransformer], step: FamilyStep, preset: s
     return run
 
 
-@torch.inference_mode()
-def measure(names: Sequence[str]) -> list[dict[str, Any]]:
+def measure(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     text, decode = time_text(), time_decode()
     print(
         f"text {text:.3f} s, decode " + ", ".join(f"{name} {value:.3f} s" for name, value in decode.items()), flush=True
     )
-    rows = []
     for name in names:
         preset, step, num_models, choices = CASES[name]
         for choice in choices:
@@ -140,12 +138,11 @@ def measure(names: Sequence[str]) -> list[dict[str, Any]]:
             row = {"model": step.name, "preset": preset, "self_attention": used, "choice": choice, "text_seconds": text}
             row |= {"denoise_seconds": seconds, "decode_seconds": decode}
             row |= {"total_seconds": {kind: text + seconds + value for kind, value in decode.items()}}
-            rows.append(row)
             totals = ", ".join(f"{kind} {value:.2f} s" for kind, value in row["total_seconds"].items())
             print(f"{step.name}, {preset}, {used}: denoise {seconds:.3f} s; text to frames: {totals}", flush=True)
             del models, run
             free()
-    return rows
+            yield row
 
 
 def main() -> None:
@@ -153,7 +150,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    document = {
+    document: dict[str, Any] = {
         "schema": "diffusion_runtime.few_steps_gpu/1",
         "machine": {
             "device": torch.cuda.get_device_name(),
@@ -161,10 +158,13 @@ def main() -> None:
             "torch": torch.__version__,
             "diffusion_runtime": diffusion_runtime.__version__,
         },
-        "rows": measure(arguments.only),
+        "rows": [],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    with torch.inference_mode():
+        for row in measure(arguments.only):
+            document["rows"].append(row)
+            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
