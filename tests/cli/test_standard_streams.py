@@ -61,4 +61,4 @@ def test_a_stream_that_is_closed_or_full(streams: str, has_output: bool, npy: Pa
     assert (done.returncode, done.stderr, bool(done.stdout)) == (0, b"", has_output)
     # An error has its exit code, and no traceback.
     failed = command("info", "missing.npy", "--json", cwd=npy.parent, streams=streams)
-    assert (failed.returncode, failed.stderr) == (1, b"" if "2>" in streams else b"error: missing.npy: no such file\n")
+    assert (failed.returncode, failed.stderr) == (2, b"" if "2>" in streams else b"error: missing.npy: no such file\n")
