@@ -71,7 +71,10 @@ SetValues: TypeAlias = Annotated[
 Preset: TypeAlias = Annotated[
     str | None,
     _flag(
-        SIZE, "draft, default, large, few-step settings of `models`, or one of --config.", "--preset", metavar="NAME"
+        SIZE,
+        "fast (4 steps), draft, default, large, few-step settings of `models`, or one of --config.",
+        "--preset",
+        metavar="NAME",
     ),
 ]
 
