@@ -327,7 +327,9 @@ def _leaf_paths(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
     is_spec = path == ("default",) or (len(path) == 2 and path[0] == "per_role")
     if isinstance(value, Mapping) and path[0] in ("default", "per_role"):
         for key, inner in value.items():
-            yield from _leaf_paths((*path, str(key)), inner)
+            if not isinstance(key, str):
+                raise ConfigError(f"attention config: {'.'.join(path)[:80]}: expected text keys, got {shown(key)}")
+            yield from _leaf_paths((*path, key), inner)
     else:
         yield (*path, "backend") if is_spec and isinstance(value, str) else path
 

@@ -153,7 +153,7 @@ MODEL_FILES: list[tuple[str, Any, str]] = [
     ("transformer/config.json", {"patch_size": "x" * 10**6}, "key 'patch_size': expected a list of 3 whole numbers"),
     ("transformer/config.json", {"num_attention_heads": 2**20, "attention_head_dim": 2**20}, "no transformer can have"),
     ("transformer/config.json", {"eps": float("nan")}, "key 'eps': expected a number"),
-    ("scheduler/scheduler_config.json", [], "scheduler_config.json: expected a JSON mapping"),
+    ("scheduler/scheduler_config.json", [], "scheduler_config.json: expected a json object"),
     ("model_index.json", {"transformer": {"a": ["b"]}}, "key 'transformer': expected"),
     ("model_index.json", b"[" * 100_000, "is not valid JSON: it nests"),
     ("model_index.json", b'{"a": 1, "a": 2}', "key 'a' is given twice"),
