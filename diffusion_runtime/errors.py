@@ -137,6 +137,11 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
+def shown_name(name: str) -> str:
+    """A stranger's name for a message: as it is, or as `shown` where it is long or cannot be printed."""
+    return name if len(name) <= MAX_SHOWN_CHARACTERS and name.isprintable() else shown(name)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of another library's error; it may quote untrusted files."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.errors import ModelLoadError, first_line, shown
+from diffusion_runtime.errors import MAX_LINE_CHARACTERS, ModelLoadError, first_line, shown
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, read_index, read_json, read_json_in
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.document import DocumentError
@@ -204,9 +204,14 @@ def _shards(index: Path) -> list[Path]:
 
 
 def listed(names: Iterable[Any]) -> str:
-    shown = [str(name) for name in names]
-    rest = len(shown) - _NUM_LISTED
-    return ", ".join(shown[:_NUM_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    """The first of some names or phrases, each cut to a line, and how many more there are."""
+    texts = [str(name) for name in names]
+    rest = len(texts) - _NUM_LISTED
+    cut = [
+        text if len(text) <= MAX_LINE_CHARACTERS else f"{text[:MAX_LINE_CHARACTERS]}..." for text in texts[:_NUM_LISTED]
+    ]
+    plain = [text if text.isprintable() else shown(text) for text in cut]
+    return ", ".join(plain) + (f" and {rest} more" if rest > 0 else "")
 
 
 # How the files of a component's weights are called, by the library that its class is of.

@@ -341,6 +341,9 @@ def test_alphas_of_the_metadata(tmp_path: Path) -> None:
     for metadata, factor in (
         ({"lora_alpha": "1.5"}, 1.5 / RANK),
         ({"network_alpha": "0.25"}, 0.25 / RANK),
+        # A module's own one, by name before by an expression that comes later, and the other way round.
+        ({"lora_adapter_metadata": json.dumps({"alpha_pattern": {"attn.q": 5, "self_attn.q": 2, ".*q": 3}})}, 2 / RANK),
+        ({"lora_adapter_metadata": json.dumps({"alpha_pattern": {r".*\.(q|k)": 3, "q": 2}})}, 1.0),
         (
             {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 2, "transformer.use_rslora": True})},
             2 / RANK**0.5,
@@ -435,6 +438,38 @@ BAD: Mapping[str, tuple[str, Tensors, str]] = {
         "tensor diffusion_model.blocks.0.self_attn.q.diff_b holds NaN",
     ),
     "one half": ("Wan", {f"{Q_KEY}.lora_down.weight": random(3, 16)}, "only one of lora_A .* the file is incomplete"),
+    "float64 that float32 cannot hold": (
+        "Wan",
+        {f"{Q_KEY}.diff": torch.full((16, 16), 1e200, dtype=torch.float64)},
+        "holds infinity",
+    ),
+    "4-bit floats": (
+        "Wan",
+        {f"{Q_KEY}.diff": torch.zeros(16, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)},
+        "float4_e2m1fn_x2 cannot be read; save the file in bfloat16",
+    ),
+    "control characters in a name": (
+        "Wan",
+        {"transformer.\x1b[31mq\n.lora_down.weight": random(3, 16)},
+        r"safetensors: '\\x1b\[31mq\\n' has only one of lora_A",
+    ),
+    "control characters in a key": ("Wan", {"\x1b[31mq": random(3, 16)}, r"1 of 1 keys are others: '\\x1b\[31mq'"),
+    "a LoKr factor twice": (
+        "Wan",
+        {f"{Q_KEY}.lokr_w1": random(4, 4), f"{Q_KEY}.lokr_w1_a": random(4, 2), f"{Q_KEY}.lokr_w2": random(4, 4)},
+        "lokr_w1 beside lokr_w1_a: leave one out",
+    ),
+    # Each factor takes 40 GB, were it multiplied out before its size is compared.
+    "a LoKr of another size, factored": (
+        "Wan",
+        {
+            f"{Q_KEY}.lokr_w1_a": torch.ones(10**5, 1),
+            f"{Q_KEY}.lokr_w1_b": torch.ones(1, 10**5),
+            f"{Q_KEY}.lokr_w2_a": torch.ones(10**5, 1),
+            f"{Q_KEY}.lokr_w2_b": torch.ones(1, 10**5),
+        },
+        r"q is \[16, 16\], the LoRA's \[10000000000, 10000000000\]",
+    ),
     "half a LoKr": ("Wan", {f"{Q_KEY}.lokr_w1": random(4, 4)}, "neither lokr_w2 nor both of"),
     "an alpha alone": ("Wan", {f"{Q_KEY}.alpha": torch.tensor(1.0)}, "only alpha, which changes nothing"),
     "a magnitude alone": ("Wan", {f"{Q_KEY}.dora_scale": random(16)}, "a DoRA magnitude without"),
@@ -490,6 +525,57 @@ def test_a_file_for_one_transformer_of_two_says_which(tmp_path: Path) -> None:
         bind(file, LoraConfig("a", component="both"), target("Wan"))
     named = file_of(tmp_path, {**low_rank(f"transformer_2.{Q}", 16, 16), **low_rank(f"transformer.{Q}", 16, 16)})
     assert [bool(bind(named, LoraConfig("a"), two).changed(each)) for each in two.shapes] == [True, True]
+
+
+def test_an_alpha_of_whole_numbers_and_one_of_the_whole_file_for_both_transformers(tmp_path: Path) -> None:
+    """kohya's trainers save the rank as it is where no alpha was given."""
+    tensors, two = low_rank(f"transformer_2.{Q}", 16, 16), target("Wan", ("transformer", "transformer_2"))
+    whole = {f"{Q_KEY}.alpha": torch.tensor(6), **low_rank(Q_KEY, 16, 16)}
+    once = low_rank(Q_KEY, 16, 16)[f"{Q_KEY}.lora_up.weight"] @ low_rank(Q_KEY, 16, 16)[f"{Q_KEY}.lora_down.weight"]
+    weight = WEIGHTS["Wan"][f"{Q}.weight"]
+    lora = bind(file_of(tmp_path, whole), LoraConfig("a"), target("Wan"))
+    assert_merged("Wan", lora, {f"{Q}.weight": weight + 2 * once})
+    for metadata in ({"lora_alpha": "6"}, {"lora_adapter_metadata": json.dumps({"lora_alpha": 6})}):
+        delta = bind(file_of(tmp_path, tensors, metadata), LoraConfig("a"), two).delta(
+            "transformer_2", f"{Q}.weight", weight
+        )
+        assert delta is not None
+        torch.testing.assert_close(delta, 2 * once)
+
+
+def test_the_settings_in_a_folder_count_whatever_its_file_is_called(tmp_path: Path) -> None:
+    tensors = low_rank(Q, 16, 16)
+    save_file(tensors, tmp_path / "mine.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 6, "r": 3}))
+    weight = WEIGHTS["Wan"][f"{Q}.weight"]
+    lora = bind(read_lora_file(str(tmp_path)), LoraConfig("a"), target("Wan"))
+    down, up = tensors.values()
+    assert_merged("Wan", lora, {f"{Q}.weight": weight + 2 * up @ down})
+
+
+def test_settings_of_a_stranger_are_checked_at_once(tmp_path: Path) -> None:
+    """Expressions that take years to match are refused; names of modules may be any number."""
+    tensors = low_rank(Q_KEY, 16, 16)
+    for settings, told in (
+        ({"alpha_pattern": {r"(\w+)+!": 1}}, "alpha_pattern: expected names, or regular expressions of at most"),
+        ({"alpha_pattern": {"(q|q)*!": 1}}, "none of a group"),
+        ({"alpha_pattern": {"(.|.)" * 30: 1}}, "6 alternatives"),
+        ({"rank_pattern": {f".{index}": 3 for index in range(20)}}, None),
+        ({"rank_pattern": {f"x{index}*": 3 for index in range(20)}}, "at most 16 regular expressions, got 20"),
+        ({"alpha_pattern": {"(?i)q": 1}}, r"'\(\?i\)q': global flags"),
+        ({"r": 3.5}, "r: expected a whole number of 1 or more, got 3.5"),
+        ({"rank_pattern": {"q": "3"}}, "rank_pattern: expected a whole number of 1 or more, got '3'"),
+        ({"use_rslora": "true"}, "use_rslora: expected true or false, got 'true'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4' takes its first values off"),
+        ({"init_lora_weights": "gaussian"}, None),
+    ):
+        metadata = {"lora_adapter_metadata": json.dumps(settings)}
+        if told is None:
+            file_of(tmp_path, tensors, metadata)
+            continue
+        with pytest.raises(ModelLoadError, match=told) as caught:
+            file_of(tmp_path, tensors, metadata)
+        assert "its lora_adapter_metadata: " in str(caught.value)
 
 
 def test_folders_that_hold_no_lora(tmp_path: Path) -> None:

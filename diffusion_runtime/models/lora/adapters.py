@@ -61,27 +61,54 @@ class Difference(Adapter):
 
 
 @dataclass(frozen=True)
+class Factor:
+    """One factor of a Kronecker product: left [rows, columns], or the product of left [rows, rank] and right [rank,
+    columns], which may be far larger than both and is computed when it is used."""
+
+    left: torch.Tensor
+    right: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.left.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return (self.left if self.right is None else self.right).shape[1]
+
+    @property
+    def rank(self) -> int | None:
+        """Of the decomposition; None without one."""
+        return None if self.right is None else self.right.shape[0]
+
+    def matrix(self, rows: slice) -> torch.Tensor:
+        """Those rows of the factor, float32."""
+        left = self.left[rows].float()
+        return left if self.right is None else left @ self.right.float()
+
+
+@dataclass(frozen=True)
 class Kronecker(Adapter):
     """LoKr: factor * kron(first, second) (Yeh et al., LyCORIS, arXiv:2309.14859)."""
 
-    first: torch.Tensor
-    second: torch.Tensor
+    first: Factor
+    second: Factor
     factor: float
 
     @property
     def rows(self) -> int:  # type: ignore[override]
-        return self.first.shape[0] * self.second.shape[0]
+        return self.first.rows * self.second.rows
 
     @property
     def columns(self) -> int:  # type: ignore[override]
-        return self.first.shape[1] * self.second.shape[1]
+        return self.first.columns * self.second.columns
 
     def delta(self, base: torch.Tensor, rows: slice) -> torch.Tensor:
         start, stop, _ = rows.indices(self.rows)
-        height = self.second.shape[0]
+        height = self.second.rows
         # Only the rows of `first` that reach into the wanted ones.
         above, below = start // height, -(-stop // height)
-        product = torch.kron(self.first[above:below].float(), self.second.float())
+        product = torch.kron(self.first.matrix(slice(above, below)), self.second.matrix(slice(None)))
         return product[start - above * height : stop - above * height] * self.factor
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.config import LoraConfig
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.errors import ModelLoadError, shown_name
 from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.lora.adapters import Adapter, Decomposed
 from diffusion_runtime.models.lora.detection import families_of
@@ -186,7 +186,7 @@ class _Binding:
             if rows and reasons[0] is not None and None not in reasons:
                 self.absent.setdefault(reasons[0], set()).update(module.keys)
             else:
-                self.unmatched.append(module.name)
+                self.unmatched.append(shown_name(module.name))
             return False
         weights = [_weight_name(each.module, shapes) or "" for each in rows]
         self._place_all(component, module, rows, weights, module.weight)
@@ -194,7 +194,8 @@ class _Binding:
             biases = [f"{each.module}.bias" for each in rows]
             if not all(name in shapes for name in biases):
                 raise ModelLoadError(
-                    f"{self.file.path}: {module.name} has a bias, and the model's {', '.join(biases)} is not there"
+                    f"{self.file.path}: {shown_name(module.name)} has a bias, and the model's {', '.join(biases)} is "
+                    "not there"
                 )
             self._place_all(component, module, rows, biases, module.bias)
         return True
@@ -230,14 +231,14 @@ class _Binding:
             if adapter.rows != sum(sizes) or adapter.columns != columns:
                 parts = f" ({' + '.join(f'{name} {size}' for name, size in zip(names, sizes, strict=True))})"
                 self.misfits.append(
-                    f"{module.name} is {[sum(sizes), columns]}{parts if len(rows) > 1 else ''}, the LoRA's "
+                    f"{shown_name(module.name)} is {[sum(sizes), columns]}{parts if len(rows) > 1 else ''}, the LoRA's "
                     f"{[adapter.rows, adapter.columns]}"
                 )
                 return
             if isinstance(adapter, Decomposed) and not adapter.by_row and (len(rows) > 1 or rows[0].of > 1):
                 raise ModelLoadError(
-                    f"{self.file.path}: {module.name} has a DoRA magnitude per column over several matrices; only one "
-                    "per row can be taken apart"
+                    f"{self.file.path}: {shown_name(module.name)} has a DoRA magnitude per column over several "
+                    "matrices; only one per row can be taken apart"
                 )
         start = 0
         for each, name, size in zip(rows, names, sizes, strict=True):
@@ -245,7 +246,8 @@ class _Binding:
             owner = self.owners.setdefault((component, name, first), module.name)
             if owner != module.name:
                 raise ModelLoadError(
-                    f"{self.file.path}: {owner} and {module.name} are both for {name} of the {component}; leave one out"
+                    f"{self.file.path}: {shown_name(owner)} and {shown_name(module.name)} are both for {name} of the "
+                    f"{component}; leave one out"
                 )
             placed = self.changes.setdefault(component, {}).setdefault(name, [])
             target = slice(first, first + size)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
+from diffusion_runtime.errors import ConfigError, ModelLoadError, shown, shown_name
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.checkpoint import read_tensors
-from diffusion_runtime.models.lora.adapters import Adapter, Decomposed, Difference, Kronecker, LowRank
+from diffusion_runtime.models.lora.adapters import Adapter, Decomposed, Difference, Factor, Kronecker, LowRank
 from diffusion_runtime.models.lora.few_step import FewStepHint, few_step_hint
 from diffusion_runtime.models.lora.keys import LoraKey, Names, Role, is_text_encoder_key, parse_key
 from diffusion_runtime.models.lora.settings import AdapterSettings, read_settings
@@ -72,9 +72,9 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     Raises ConfigError for a path that no file can have and for a folder that holds none, ModelLoadError for a file that
     is missing, damaged, without numbers, or whose tensors do not belong together.
     """
-    place = _file_at(lora_path(path), key)
+    place = lora_file(path, key)
     tensors, metadata = read_tensors(place, key)
-    settings = read_settings(place, metadata)
+    settings = read_settings(place, metadata, in_folder=place != lora_path(path))
     groups: dict[tuple[bool, bool, str], dict[Role, LoraKey]] = {}
     unknown: list[str] = []
     text_encoder_keys: list[str] = []
@@ -87,12 +87,12 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
         if parsed.role in group:
             raise ModelLoadError(
                 f"{place}: keys {shown(group[parsed.role].key)} and {shown(name)} are both the {parsed.role.value} of "
-                f"{parsed.module}, with or without a prefix; leave one out"
+                f"{shown_name(parsed.module)}, with or without a prefix; leave one out"
             )
         group[parsed.role] = parsed
     modules = []
     for (second, flattened, module), keys in groups.items():
-        found = {role: _usable(place, parsed.key, tensors[parsed.key]) for role, parsed in keys.items()}
+        found = {role: _usable(place, parsed, tensors[parsed.key]) for role, parsed in keys.items()}
         modules.append(_Reader(place, module, settings[second], found).change(flattened, second, keys))
     if any(setting.use_dora for setting in settings.values()) and not any(
         Role.MAGNITUDE in keys for keys in groups.values()
@@ -110,7 +110,9 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
     )
 
 
-def _file_at(path: Path, key: str) -> Path:
+def lora_file(given: str, key: str) -> Path:
+    """The safetensors file behind what `read_lora_file` is given. Raises ConfigError."""
+    path = lora_path(given)
     if not check_path(path, key).is_dir():
         return path
     for name in _FILES_IN_FOLDERS:
@@ -125,13 +127,23 @@ def _file_at(path: Path, key: str) -> Path:
     return files[0]
 
 
-def _usable(path: Path, key: str, tensor: torch.Tensor) -> torch.Tensor:
+def _usable(path: Path, key: LoraKey, tensor: torch.Tensor) -> torch.Tensor:
+    is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
+    if is_integer and key.role is Role.ALPHA:
+        # Trainers that were given no alpha save the rank, as it is.
+        return tensor.double()
     if not tensor.is_floating_point():
-        raise ModelLoadError(f"{path}: tensor {shown(key)}: expected floating-point numbers, got {tensor.dtype}")
-    # 8-bit floats have no minimum in torch.
-    wrong = unusable_numbers(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+        raise ModelLoadError(f"{path}: tensor {shown(key.key)}: expected floating-point numbers, got {tensor.dtype}")
+    # 8-bit floats have no minimum in torch; float64 is computed with in float32.
+    try:
+        values = tensor.float() if tensor.dtype.itemsize in (1, 8) else tensor
+    except NotImplementedError as error:
+        raise ModelLoadError(
+            f"{path}: tensor {shown(key.key)}: {tensor.dtype} cannot be read; save the file in bfloat16"
+        ) from error
+    wrong = unusable_numbers(values)
     if wrong is not None:
-        raise ModelLoadError(f"{path}: tensor {key} {wrong}. {DAMAGED}")
+        raise ModelLoadError(f"{path}: tensor {shown_name(key.key)} {wrong}. {DAMAGED}")
     return tensor
 
 
@@ -196,19 +208,23 @@ class _Reader:
         return LowRank(down, up, self.settings.scale(self._alpha(rank), rank))
 
     def _kronecker(self) -> Kronecker:
-        first, rank_of_first = self._factor(Role.W1, Role.W1_A, Role.W1_B)
-        second, rank_of_second = self._factor(Role.W2, Role.W2_A, Role.W2_B)
+        first = self._factor(Role.W1, Role.W1_A, Role.W1_B)
+        second = self._factor(Role.W2, Role.W2_A, Role.W2_B)
         # LyCORIS scales only what is decomposed, and by the second factor's rank where both are.
-        rank = rank_of_second or rank_of_first
+        rank = second.rank or first.rank
         if self.settings.is_lokr and Role.ALPHA not in self.tensors:
             rank = self.settings.rank_of(self.name) or rank
         return Kronecker(first, second, 1.0 if rank is None else self.settings.scale(self._alpha(rank), rank))
 
-    def _factor(self, whole: Role, left: Role, right: Role) -> tuple[torch.Tensor, int | None]:
-        """One factor of the product, and the rank of its decomposition, None where it is whole."""
+    def _factor(self, whole: Role, left: Role, right: Role) -> Factor:
+        parts = {left, right} & self.tensors.keys()
+        if whole in self.tensors and not parts:
+            return Factor(self._matrix(whole))
         if whole in self.tensors:
-            return self._matrix(whole), None
-        if not {left, right} <= self.tensors.keys():
+            raise self._error(
+                f"{whole.value} beside {' and '.join(sorted(part.value for part in parts))}: leave one out"
+            )
+        if len(parts) < 2:
             raise self._error(
                 f"neither {whole.value} nor both of {left.value} and {right.value}; the file is incomplete"
             )
@@ -217,7 +233,7 @@ class _Reader:
             raise self._error(
                 f"a rank that does not fit: {left.value} is {list(a.shape)}, {right.value} {list(b.shape)}"
             )
-        return a.float() @ b.float(), b.shape[0]
+        return Factor(a, b)
 
     def _magnitude(self, inner: Adapter) -> torch.Tensor:
         magnitude = self.tensors[Role.MAGNITUDE]
@@ -248,7 +264,7 @@ class _Reader:
         return tensor.reshape(tensor.shape[0], -1)
 
     def _error(self, what: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.path}: {self.name} has {what}")
+        return ModelLoadError(f"{self.path}: {shown_name(self.name)} has {what}")
 
 
 def _column(values: torch.Tensor) -> torch.Tensor:
