@@ -139,7 +139,7 @@ class Pipeline:
                 raise ConfigError("set_loras: this pipeline does not know its model's folder: use load_pipeline")
             self._loras.switch(configs)
             few_steps = self._few_steps_of([config.path for config in configs])
-            self.rules = dataclasses.replace(self.rules, few_steps=few_steps)
+            self.rules = dataclasses.replace(self.rules, few_steps=few_steps, loras=self._loras.loras)
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
             self.recipe = {**self.recipe, "runtime": runtime}
 
@@ -210,9 +210,6 @@ class Pipeline:
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
         for remark in (*self._remarks, *remarks):
             recorder.note(remark)
-        for remark in self._lora_remarks(settings):
-            logger.warning(remark)
-            recorder.note(remark)
         if self.mesh.branch.size > 1 and not settings.is_guided:
             remark = "no guidance to share: the processes of one half wait for the other; leave out --cfg-parallel"
             logger.warning(remark)
@@ -278,17 +275,6 @@ class Pipeline:
             for index, request in enumerate(batch)
             if cancellations.is_wanted(index)
         ]
-
-    def _lora_remarks(self, settings: BatchSettings) -> list[str]:
-        """What of the LoRA files was not applied, and settings that a distilled one is not made for."""
-        remarks: list[str | None] = []
-        for lora in self.loras:
-            remarks += lora.remarks
-            # Where a preset is known for it, the rules say what is wrong.
-            if lora.few_step_hint is not None and self.rules.few_steps is None:
-                steps = settings.num_inference_steps
-                remarks.append(lora.few_step_hint.remark(str(lora.path), steps, is_guided=settings.is_guided))
-        return [remark for remark in remarks if remark is not None]
 
     def _sound(self, latents: torch.Tensor | None, recorder: AttentionRecorder) -> Audio | None:
         """The sound of one sample, [1, channels, length, bins]; a note records audio latents that the decoder cannot

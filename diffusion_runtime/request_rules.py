@@ -19,6 +19,7 @@ from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
@@ -34,7 +35,8 @@ class RequestRules:
     for at all (Model.takes_guidance), what is added to its guidance_scale for classifier-free guidance, which of
     the fields that not every model uses it does (model_fields), whether it needs an image, and its attention layers,
     with or without weights around them, whose options may ask for a number of steps. sampling_presets: of its family;
-    few_steps: what the model, or a LoRA of it, was distilled to, None for many steps.
+    few_steps: what the model, or a LoRA of it, was distilled to, None for many steps. loras: the LoRA files of its
+    transformer.
     """
 
     defaults: Mapping[str, Any]
@@ -50,6 +52,7 @@ class RequestRules:
     needs_image: bool = False
     sampling_presets: tuple[SamplingPreset, ...] = ()
     few_steps: FewSteps | None = None
+    loras: tuple[Lora, ...] = ()
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
@@ -63,7 +66,11 @@ class RequestRules:
                 raise RequestError(unknown_preset(preset, self.presets))
             self._refuse_without_lora(preset)
             request = with_preset(request, preset, self.presets[preset])
+        own_shift = request.flow_shift
         request = request.with_defaults(self.defaults)
+        if request.sigmas is not None and own_shift is None:
+            # They are not shifted, whatever the model's own schedule is.
+            request = dataclasses.replace(request, flow_shift=1.0)
         if request.sampler is None:
             raise self.scheduler.unknown_class_error()
         self._refuse_unused(request)
@@ -154,7 +161,6 @@ class RequestRules:
             return {}
         self.geometry.check(height, width, num_frames)
         if request.sigmas is not None:
-            # They are not shifted.
             return {"flow_shift": 1.0}
         flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
         return {} if flow_shift is None else {"flow_shift": flow_shift}
@@ -166,8 +172,8 @@ class RequestRules:
                 raise RequestError(f"{name}: {declared.refusal.format(product=self._product)}")
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
-        """What a resolved request sets beside the model's defaults and its generation does not use, and what a few-step
-        model was not made for, as sentences."""
+        """What was not applied of the LoRA files, what a resolved request sets beside the model's defaults and its
+        generation does not use, and what a few-step model was not made for, as sentences."""
         reasons: dict[str | None, str] = {}
         if not self.is_guided(request):
             reasons[GUIDANCE] = "no second branch of guidance runs (a scale of 1 or less)"
@@ -176,7 +182,7 @@ class RequestRules:
         if request.sigmas is not None:
             reasons[SHIFT] = "sigmas are the noise levels as they run"
         computed = self._computed_defaults(request)
-        remarks = []
+        remarks = self._lora_remarks(request)
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
             # An empty text asks for nothing.
@@ -187,6 +193,16 @@ class RequestRules:
             remark = self.few_steps.remark(request, self.is_guided(request))
             remarks += [] if remark is None else [remark]
         return tuple(remarks)
+
+    def _lora_remarks(self, request: GenerationRequest) -> list[str]:
+        remarks: list[str | None] = []
+        for lora in self.loras:
+            remarks += lora.remarks
+            # Where a preset is known for it, that says what is wrong.
+            if lora.few_step_hint is not None and self.few_steps is None:
+                num_steps, is_guided = _filled(request.num_inference_steps), self.is_guided(request)
+                remarks.append(lora.few_step_hint.remark(str(lora.path), num_steps, is_guided=is_guided))
+        return [remark for remark in remarks if remark is not None]
 
     def _refuse_without_lora(self, name: str) -> None:
         preset = next((each for each in self.sampling_presets if each.name == name), None)

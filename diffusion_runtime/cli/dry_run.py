@@ -15,7 +15,7 @@ from diffusion_runtime.session.outputs import Outputs
 
 if TYPE_CHECKING:
     from diffusion_runtime.attention.select import Decision
-    from diffusion_runtime.config import RuntimeConfig
+    from diffusion_runtime.config import LoraConfig, RuntimeConfig
     from diffusion_runtime.description import PipelineDescription
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
@@ -43,6 +43,7 @@ def show_plan(
     ]
     if description.degrees.num_processes > 1:
         facts.append(("processes", f"{description.degrees.num_processes}: {description.degrees}"))
+    facts += [("lora", _lora_row(lora)) for lora in description.config.lora]
     for name, declared in REQUEST_FIELDS.items():
         value = getattr(makeable[0], name)
         if not declared.differs_in_batch and not (value is None and declared.may_stay_none):
@@ -72,6 +73,12 @@ def show_plan(
     for failure in failures:
         terminal.error(failure.message, failure.trace)
     return exit_code
+
+
+def _lora_row(lora: LoraConfig) -> str:
+    """As `--lora` takes it."""
+    component = "" if lora.component == "auto" else f"{lora.component}="
+    return f"{component}{lora.path}@{lora.scale:g}"
 
 
 def _attention_plan(description: PipelineDescription) -> Any:
@@ -107,7 +114,14 @@ def _to_json_object(
     for item in items:
         known: dict[str, Any] = {"prompt": item.request.prompt, "seed": item.request.seed}
         if item.failure is None:
-            rows_of_items.append({"path": str(next(waiting)), **known, "request": item.request.to_dict()})
+            rows_of_items.append(
+                {
+                    "path": str(next(waiting)),
+                    **known,
+                    "request": item.request.to_dict(),
+                    "remarks": list(description.rules.unused(item.request)),
+                }
+            )
         else:
             rows_of_items.append({**known, **item.failure.to_dict()})
     return {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.tables import facts_table
 from diffusion_runtime.cli.terminal import json_text, printable, put_on_stdout
+from diffusion_runtime.models.lora.shipped import SHIPPED_LORAS
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.lora.binding import Lora
@@ -20,6 +21,8 @@ _NUM_SHOWN = 20
 
 def is_lora_path(path: str) -> bool:
     """Whether a path names a LoRA rather than a generated file."""
+    if path in SHIPPED_LORAS:
+        return True
     return path.endswith(".safetensors") or (os.path.isdir(path) and any(Path(path).glob("*.safetensors")))
 
 

@@ -106,9 +106,9 @@ def resolve_settings(flags: Flags) -> Settings:
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
     runtime = _build_runtime(flags, config, recipe)
-    if (shipped := _lora_of_preset(flags, config, runtime)) is not None:
+    # Where a recipe comes first, nothing of the preset is used.
+    if not recipe_request and (shipped := _lora_of_preset(flags, config, runtime)) is not None:
         runtime = dataclasses.replace(runtime, lora=(*runtime.lora, shipped))
-        notes.append(f"--preset {flags.preset}: with the LoRA {shipped}")
     return Settings(
         runtime=runtime,
         requests=tuple(requests),
@@ -121,12 +121,17 @@ def resolve_settings(flags: Flags) -> Settings:
 
 def _lora_of_preset(flags: Flags, config: FileConfig, runtime: RuntimeConfig) -> str | None:
     """The shipped LoRA that --preset brings along; None for none, and where it is given already."""
-    if flags.preset is None or flags.preset in config.presets:
+    if flags.preset is None or flags.preset in config.presets or runtime.backend == "diffusers":
         return None
+    from diffusion_runtime.models.lora.shipped import lora_path
     from diffusion_runtime.models.sampling_presets import shipped_lora_of
 
     name = shipped_lora_of(flags.preset, runtime.model_path)
-    return None if name in [lora.path for lora in runtime.lora] else name
+    if name is None:
+        return None
+    folder = lora_path(name)
+    given = [lora_path(lora.path).absolute() for lora in runtime.lora]
+    return None if any(path in (folder, *folder.iterdir()) for path in given) else name
 
 
 def _build_request(values: Mapping[str, Any], repeat: str | None) -> GenerationRequest:

@@ -19,12 +19,15 @@ from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.checkpoint import read_tensors
+from diffusion_runtime.models.lora.reading import lora_file
+from diffusion_runtime.models.lora.settings import CONFIG_FILE, METADATA_KEY, read_settings
+from diffusion_runtime.models.lora.shipped import lora_path
 from diffusion_runtime.models.weight_files import DAMAGED, listed
-from diffusion_runtime.untrusted.files import expand_home
 
 _SECOND = "transformer_2"
 # Where the name of a module ends in a key of diffusers' or peft's.
 _ADAPTER_PART = re.compile(r"(?:\.lora_|_lora\.|\.lora\.|\.lokr_|\.dora_scale|\.alpha$|\.processor\.(?=to_)).*")
+_DOWN = re.compile(r"\.lora_(?:A|down)\.")
 # Parts of text encoders in diffusers' older files, and transformers' names for them.
 _TEXT_PARTS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
@@ -86,9 +89,15 @@ def load_loras(pipeline: Any, loras: Sequence[PlannedLora]) -> None:
         raise ModelLoadError(f"{which}: diffusers cannot load it: {first_line(error)}") from error
 
 
+def remarks_of(loras: Sequence[PlannedLora]) -> tuple[str, ...]:
+    """What of the files was not applied."""
+    return tuple(remark for lora in loras for remark in lora.remarks)
+
+
 def _plan(pipeline_class: Any, config: LoraConfig) -> PlannedLora:
-    path = Path(expand_home(config.path))
-    tensors, _ = read_tensors(path, "lora.path")
+    path = lora_file(config.path, "lora.path")
+    tensors, metadata = read_tensors(path, "lora.path")
+    _refuse_unread_settings(path, tensors, metadata, in_folder=path != lora_path(config.path))
     for key, tensor in tensors.items():
         wrong = unusable_numbers(tensor)
         if wrong is not None:
@@ -114,6 +123,25 @@ def _plan(pipeline_class: Any, config: LoraConfig) -> PlannedLora:
     return PlannedLora(
         config, path, {component: frozenset(names) for component, names in modules.items()}, tuple(dropped)
     )
+
+
+def _refuse_unread_settings(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, in_folder: bool
+) -> None:
+    """diffusers reads alphas out of keys and of METADATA_KEY alone. Raises ModelLoadError for a file whose strength it
+    would change by that."""
+    if METADATA_KEY in metadata:
+        return
+    settings = read_settings(path, metadata, in_folder=in_folder)[False]
+    ranks = [tensor.shape[0] for key, tensor in tensors.items() if _DOWN.search(key) and tensor.dim()]
+    wrong = [rank for rank in ranks if rank and settings.scale(settings.alpha or rank, rank) != 1]
+    if wrong:
+        where = CONFIG_FILE if (path.parent / CONFIG_FILE).exists() else "its metadata"
+        raise ModelLoadError(
+            f"{path}: {where} says alpha {settings.alpha or wrong[0]:g}{', rslora' if settings.use_rslora else ''} for "
+            f"rank {wrong[0]}, which diffusers does not read: it would be applied with another strength. Use a native "
+            "model, or save the file with diffusers or with .alpha keys"
+        )
 
 
 def _destinations(pipeline: Any, lora: PlannedLora) -> tuple[bool, ...]:

@@ -18,7 +18,7 @@ from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_at
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
 from diffusion_runtime.diffusers_bridge.frames import frames_of, sound_of
-from diffusion_runtime.diffusers_bridge.loras import PlannedLora, load_loras, plan_loras
+from diffusion_runtime.diffusers_bridge.loras import PlannedLora, load_loras, plan_loras, remarks_of
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
@@ -118,6 +118,7 @@ class DiffusersPipeline:
                 load_loras(self.pipeline, self._loras)
                 raise
             self._loras = wanted
+            self.rules = dataclasses.replace(self.rules, lora_remarks=remarks_of(wanted))
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
             self.recipe = {**self.recipe, "runtime": runtime}
 
@@ -145,7 +146,7 @@ class DiffusersPipeline:
         frames = frames_of(result, interface.name)
         sound, notes = sound_of(result, self.pipeline)
         notes += self._other_sizes(request, frames.shape)
-        notes += [remark for lora in self._loras for remark in lora.remarks]
+        notes += self.rules.unused(request)
         for note in notes:
             _logger.warning(note)
         report = attention.report()

@@ -23,7 +23,7 @@ from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_at
 from diffusion_runtime.diffusers_bridge.denoisers import denoises
 from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
-from diffusion_runtime.diffusers_bridge.loras import PlannedLora, plan_loras
+from diffusion_runtime.diffusers_bridge.loras import PlannedLora, plan_loras, remarks_of
 from diffusion_runtime.diffusers_bridge.meta_device import meta_model, meta_pipeline
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
@@ -134,6 +134,7 @@ def plan_passthrough(
         defaults={**signature_defaults(interface), **accepted(settings.defaults, interface)},
         presets={name: accepted(preset, interface) for name, preset in settings.presets.items()},
         check_steps=check_steps,
+        lora_remarks=remarks_of(loras),
     )
     if (named := model_of_name(config.model_path)) is not None and (left_out := _left_out(named, rules)):
         _logger.warning(

@@ -24,13 +24,15 @@ DEFAULT_FPS = 16
 @dataclass(frozen=True)
 class PassthroughRules:
     """The request rules of one pipeline. interface: of its class. sizes: those it makes. defaults, presets: values of
-    request fields. check_steps: raises ConfigError for attention options that are made for another number of steps."""
+    request fields. check_steps: raises ConfigError for attention options that are made for another number of steps.
+    lora_remarks: what of its LoRA files was not applied."""
 
     interface: PipelineInterface
     sizes: SizeRules
     defaults: Mapping[str, Any]
     presets: Mapping[str, Mapping[str, Any]]
     check_steps: Callable[[int], None]
+    lora_remarks: tuple[str, ...] = ()
 
     # Known after the first result only.
     makes_sound: ClassVar[bool | None] = None
@@ -76,8 +78,8 @@ class PassthroughRules:
         return False
 
     def unused(self, _request: GenerationRequest) -> tuple[str, ...]:
-        """What a resolved request sets and its generation does not use: nothing, as far as a signature says."""
-        return ()
+        """What of the LoRA files was not applied; of the request everything is used, as far as a signature says."""
+        return self.lora_remarks
 
     def sampling_note(self, _request: GenerationRequest) -> str | None:
         """None: a diffusers pipeline has its own schedule."""

@@ -73,13 +73,15 @@ def prepare_native(
     )
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
+    target = model.lora_target(lora_names_of_families)
+    loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora)
     description = PipelineDescription(
         config=config,
         model_folder=folder,
         family=family.name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        rules=dataclasses.replace(rules, attention_layers=layers),
+        rules=dataclasses.replace(rules, attention_layers=layers, loras=loras),
         attention=planned_attention(layers),
         libraries=(
             LibraryAttention("text_encoder", "transformers", "its own choice"),
@@ -88,8 +90,6 @@ def prepare_native(
         degrees=degrees,
         self_checks=self_checks,
     )
-    target = model.lora_target(lora_names_of_families)
-    loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora)
     return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny)
 
 

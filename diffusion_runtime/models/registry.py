@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import ModelLoadError, nearest
@@ -14,17 +15,29 @@ if TYPE_CHECKING:
     from diffusion_runtime.models.lora.names import LoraNames
 
 
-def _in_folder(folder: str) -> Callable[[], ModelFamily[Any, Any]]:
-    """Gives FAMILY of models/`folder`/family.py, which is imported then and not before."""
+@dataclass(frozen=True)
+class _Registered:
+    """load: imports the family. lora_names: what LoRA files call its modules, without all else of the family."""
+
+    load: Callable[[], ModelFamily[Any, Any]]
+    lora_names: Callable[[], LoraNames]
+
+
+def _in_folder(folder: str) -> _Registered:
+    """FAMILY of models/`folder`/family.py and LORA_NAMES beside it, each imported when it is asked for."""
 
     def load() -> ModelFamily[Any, Any]:
         family: ModelFamily[Any, Any] = importlib.import_module(f"diffusion_runtime.models.{folder}.family").FAMILY
         return family
 
-    return load
+    def lora_names() -> LoraNames:
+        names: LoraNames = importlib.import_module(f"diffusion_runtime.models.{folder}.lora_names").LORA_NAMES
+        return names
+
+    return _Registered(load, lora_names)
 
 
-_families: dict[str, Callable[[], ModelFamily[Any, Any]]] = {
+_families: dict[str, _Registered] = {
     "WanTransformer3DModel": _in_folder("wan"),
     "FluxTransformer2DModel": _in_folder("flux1"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
@@ -40,13 +53,13 @@ def single_file_pipelines() -> tuple[str, ...]:
     """The pipelines of models here whose class in the installed diffusers has from_single_file; imports diffusers."""
     import diffusers
 
-    names = [name for load in _families.values() for name in load().pipeline_classes]
+    names = [name for registered in _families.values() for name in registered.load().pipeline_classes]
     return tuple(name for name in names if hasattr(getattr(diffusers, name, None), "from_single_file"))
 
 
 def register_family(transformer_class: str, load: Callable[[], ModelFamily[Any, Any]]) -> None:
     """Make the family that `load` returns responsible for folders whose model_index.json names `transformer_class`."""
-    _families[transformer_class] = load
+    _families[transformer_class] = _Registered(load, lambda: load().lora_names)
 
 
 def supported_transformer_classes() -> tuple[str, ...]:
@@ -59,14 +72,14 @@ def is_supported(transformer_class: str) -> bool:
 
 
 def lora_names_of_families() -> tuple[LoraNames, ...]:
-    """What LoRA files of every family call its modules; imports all families."""
-    return tuple(load().lora_names for load in _families.values())
+    """What LoRA files of every family call its modules."""
+    return tuple(registered.lora_names() for registered in _families.values())
 
 
 def register_declared_roles() -> None:
     """Make the attention roles of every family known, whether or not a model of it is loaded."""
-    for load in _families.values():
-        _register_roles(load())
+    for registered in _families.values():
+        _register_roles(registered.load())
 
 
 def family_for_folder(folder: AnyFolder) -> ModelFamily[Any, Any]:
@@ -84,7 +97,7 @@ def family_for_folder(folder: AnyFolder) -> ModelFamily[Any, Any]:
             f"{nearest(name, _families)} Supported: {', '.join(_families)}. With --backend diffusers, diffusers' own "
             "pipeline runs it"
         )
-    family = _families[name]()
+    family = _families[name].load()
     _register_roles(family)
     return family
 

@@ -169,11 +169,16 @@ def with_preset(request: GenerationRequest, name: str, values: Mapping[str, Any]
 def unknown_preset(name: object, known: Iterable[str]) -> str:
     """Why `name` is no preset of a model that has those `known`, and what it has."""
     known = sorted(set(known))
-    elsewhere = sorted({preset.family for preset in sampling_presets() if preset.name == name})
+    found = [preset for preset in sampling_presets() if preset.name == name]
+    elsewhere = sorted({f"{preset.family} models" if preset.model is None else _alone(preset) for preset in found})
     if elsewhere:
         there = f"this model has {', '.join(known)}" if known else "this model has none"
-        return f"preset: {shown(name)} is for {' and '.join(elsewhere)} models; {there}"
+        return f"preset: {shown(name)} is for {' and '.join(elsewhere)}; {there}"
     return f"preset: unknown name {shown(name)}.{nearest(name, known) or ' Neither the model nor a config has any.'}"
+
+
+def _alone(preset: SamplingPreset) -> str:
+    return f"the embedded model alone (--model-path {preset.model}, native)"
 
 
 def _reason(folder: AnyFolder, model_path: str, where: str, wanted: Any) -> str | None:

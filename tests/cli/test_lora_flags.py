@@ -8,10 +8,12 @@ import pytest
 import torch
 from cli_support import Command
 from safetensors.torch import save_file
+from sample_media import make_media
 from tiny_flux1 import write_tiny_flux1
 
 from diffusion_runtime.cli.lora_flags import pair_loras, parse_lora
 from diffusion_runtime.errors import UsageError
+from diffusion_runtime.models.lora.shipped import lora_path
 
 
 def test_scales_go_with_the_files_in_their_order() -> None:
@@ -75,6 +77,62 @@ def test_info_of_a_file_for_another_model_is_an_error(command: Command, tmp_path
     assert refused.code == 1
     assert "this LoRA is for Wan, and the model is FLUX.1" in refused.said
     assert command("info", "a.mp4", "--model-path", "shapes").code == 2
+
+
+def test_a_dry_run_says_which_files_are_in_and_what_of_them_is_not_applied(
+    command: Command, tmp_path: Path, tiny_wan_folder: Path
+) -> None:
+    """And what a distilled file is not made for, where no preset is known for it."""
+    path = lora_file(tmp_path).replace("lightning", "hyper")
+    Path(lora_file(tmp_path)).rename(path)
+    dry = ("generate", "a ring", "--model-path", tiny_wan_folder, "--lora", f"{path}@0.5", "--dry-run")
+    dry = (*dry, "--num-inference-steps", "30")
+    text = "".join(command(*dry).err.split())
+    assert f"{path}@0.5" in text
+    assert "1ofits4keyswerenotapplied" in text
+    assert "lookslikeaLoRAfor4stepswithoutguidance" in text
+    remarks = command(*dry, "--json").json["items"][0]["remarks"]
+    assert any("1 of its 4 keys were not applied" in remark for remark in remarks)
+
+
+def test_the_shipped_lora_goes_by_its_name_everywhere(command: Command) -> None:
+    values = command("info", "shapes-fast", "--json").json
+    assert (values["families"], values["num_modules"]) == (["Wan"], 66)
+    missing = command("info", "shapes_fast.safetensors")
+    assert "no such file" in missing.said
+    refused = command("generate", "a ring", "--dry-run", "--lora", "shapes_fast")
+    assert (refused.code, "no such file. Did you mean 'shapes-fast'?" in refused.said) == (1, True), refused.said
+
+
+def test_preset_fast_brings_its_lora_once(command: Command, tiny_wan_folder: Path) -> None:
+    dry = ("generate", "a ring", "--dry-run", "--preset", "fast")
+    for given, expected in (
+        ((), [("shapes-fast", 1.0)]),
+        (("--lora", "shapes-fast@0.5"), [("shapes-fast", 0.5)]),
+        (("--lora", str(lora_path("shapes-fast"))), [(str(lora_path("shapes-fast")), 1.0)]),
+    ):
+        found = command(*dry, *given, "--json")
+        values = found.json
+        assert [(lora["path"], lora["scale"]) for lora in values["runtime"]["lora"]] == expected
+        request = values["items"][0]["request"]
+        # The levels are as they run, whatever shift the model's own schedule has.
+        assert (request["sigmas"], request["flow_shift"]) == ([1.0, 0.984, 0.952, 0.87], 1.0)
+        assert values["items"][0]["remarks"] == []
+        assert "warning" not in found.err
+    for elsewhere in (("--model-path", str(tiny_wan_folder)), ("--backend", "diffusers")):
+        refused = command(*dry, *elsewhere)
+        assert refused.code == 2
+        assert "'fast' is for the embedded model alone (--model-path shapes, native)" in refused.said, refused.said
+        assert "LoRA" not in refused.said
+
+
+def test_a_recipe_that_comes_before_preset_fast_is_an_error_and_not_a_mixture(command: Command) -> None:
+    recipe = {"request": {"prompt": "a ring", "num_inference_steps": 12}, "runtime": {"model_path": "shapes"}}
+    make_media(num_frames=1, recipe=recipe).save("x.png")
+    refused = command("generate", "--from", "x.png", "--preset", "fast", "--dry-run")
+    assert refused.code == 2
+    assert "sets its values already and comes first" in refused.said
+    assert "preset: fast needs the LoRA shapes-fast, which is not loaded" in refused.said
 
 
 def test_a_lora_flag_reaches_the_recipe(command: Command, tmp_path: Path, tiny_wan_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,27 @@ def test_keys_that_the_conversion_drops_are_said_with_every_generation(wan: Path
     pipeline = load_pipeline(str(wan), **HOW, lora=[written(tmp_path / "a.safetensors", tensors)])
     media = pipeline(GenerationRequest("a ring", height=16, width=16, num_frames=1, num_inference_steps=1))
     (note,) = [note for note in media.recipe["notes"] if "left out" in note]
+    assert pipeline.rules.unused(GenerationRequest("a ring")) == (note,)
     assert "left out 1 of its keys: diffusion_model.blocks.0.self_attn.norm_q.diff. A native model" in note
+
+
+def test_a_folder_is_read_as_natively_and_alphas_that_diffusers_does_not_read_are_refused(
+    wan: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    written(folder / "adapter_model.safetensors", low_rank(f"transformer.{Q}"))
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({"r": 2, "lora_alpha": 2}))
+    described = inspect_pipeline(RuntimeConfig(str(wan), **HOW, lora=[str(folder)]))
+    assert described.rules.unused(GenerationRequest("a ring")) == ()
+    for settings, told in (({"r": 2, "lora_alpha": 8}, "alpha 8 for"), ({"use_rslora": True}, "alpha 2, rslora for")):
+        config.write_text(json.dumps(settings))
+        with pytest.raises(ModelLoadError, match=f"adapter_config.json says {told} rank 2, which diffusers does not"):
+            inspect_pipeline(RuntimeConfig(str(wan), **HOW, lora=[str(folder)]))
+    save_file(low_rank(f"transformer.{Q}"), tmp_path / "a.safetensors", {"network_alpha": "1"})
+    with pytest.raises(ModelLoadError, match="its metadata says alpha 1 for rank 2"):
+        inspect_pipeline(RuntimeConfig(str(wan), **HOW, lora=[str(tmp_path / "a.safetensors")]))
 
 
 def fused(folder: Path) -> str:

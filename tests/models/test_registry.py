@@ -58,6 +58,18 @@ def test_another_family_can_be_registered_and_its_roles_are_known(
     assert role_category("registered.sound_to_picture") == "cross"
 
 
+def test_names_in_lora_files_are_known_without_importing_a_family() -> None:
+    script = """
+import sys
+from diffusion_runtime.models.registry import lora_names_of_families
+assert len(lora_names_of_families()) == 8
+imported = [name for name in sys.modules if name.endswith((".wan.family", ".z_image.family", ".ltx2.transformer"))]
+assert not imported and "diffusers" not in sys.modules, imported
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
 def test_roles_of_every_family_are_known_before_a_model_is_loaded() -> None:
     script = """
 from diffusion_runtime import AttentionConfig, force_attention_backend
@@ -70,8 +82,8 @@ assert known_roles() == ("self", "cross"), "families were imported for nothing"
 AttentionConfig.parse({"per_role.ltx2.audio_to_video.backend": "reference", "per_role.diffusers.text": "reference"})
 with force_attention_backend("reference", role="z_image.text_refiner"):
     pass
-for load in _families.values():
-    assert all(is_role(role) for role, _ in load().roles)
+for registered in _families.values():
+    assert all(is_role(role) for role, _ in registered.load().roles)
 try:
     AttentionConfig(per_role={"ltx2.audio_to_vidoe": "reference"})
 except ConfigError as error:

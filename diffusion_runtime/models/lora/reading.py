@@ -6,20 +6,21 @@ An adapter at strength 1 adds alpha / rank * B @ A. Where nothing says alpha, it
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from diffusion_runtime.errors import ConfigError, ModelLoadError, shown, shown_name
+from diffusion_runtime.errors import ConfigError, ModelLoadError, nearest, shown, shown_name
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.checkpoint import read_tensors
 from diffusion_runtime.models.lora.adapters import Adapter, Decomposed, Difference, Factor, Kronecker, LowRank
 from diffusion_runtime.models.lora.few_step import FewStepHint, few_step_hint
 from diffusion_runtime.models.lora.keys import LoraKey, Names, Role, is_text_encoder_key, parse_key
 from diffusion_runtime.models.lora.settings import AdapterSettings, read_settings
-from diffusion_runtime.models.lora.shipped import lora_path
+from diffusion_runtime.models.lora.shipped import SHIPPED_LORAS, lora_path
 from diffusion_runtime.models.weight_files import DAMAGED, listed
 from diffusion_runtime.untrusted.files import check_path
 
@@ -113,6 +114,8 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
 def lora_file(given: str, key: str) -> Path:
     """The safetensors file behind what `read_lora_file` is given. Raises ConfigError."""
     path = lora_path(given)
+    if not os.path.lexists(check_path(path, key)) and "Did you mean" in (close := nearest(given, SHIPPED_LORAS)):
+        raise ModelLoadError(f"{key}: {given}: no such file.{close}")
     if not check_path(path, key).is_dir():
         return path
     for name in _FILES_IN_FOLDERS:
