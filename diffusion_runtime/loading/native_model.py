@@ -104,6 +104,7 @@ class PreparedModel:
                 functools.partial(opened.rewrite_transformer, transformer),
                 opened.lora_target(lora_names_of_families),
                 self.loras,
+                *(() if world is None else (world.run_alike,)),
             ),
         )
 

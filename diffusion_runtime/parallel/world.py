@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, shown
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.failure import FirstProcessError, RankFailure, RunEnded
 from diffusion_runtime.parallel.process_info import ProcessInfo, end_with_launcher
@@ -191,6 +191,23 @@ class World:
         if len(failures) == self.size and len({(each.kind, each.message) for each in failures}) == 1:
             return failures[0]
         raise RunEnded(self.end(failures[0]))
+
+    def run_alike(self, given: str, work: Callable[[], None]) -> None:
+        """`work` on every rank. given: what it is made of, which must be the same on all.
+
+        Raises what `work` raises where all ranks meet it, and RunEnded when an error meets only some of them.
+        """
+        first = self.from_first(lambda: given)
+        try:
+            if given != first:
+                raise ConfigError(
+                    f"rank {self.place.rank}: expected {shown(first)}, as rank 0 has it, got {shown(given)}"
+                )
+            work()
+        except Exception as error:
+            self.agree(self.failure_of(error))
+            raise
+        self.agree(None)
 
     def _failures(self, names: list[str]) -> list[RankFailure]:
         texts = self._store.get([name for name in names if self._store.has(name)])

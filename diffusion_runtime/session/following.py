@@ -6,11 +6,14 @@ Rank 0 gets requests, from a server for example; `generate` of its LeadingPipeli
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import Cancelled
 from diffusion_runtime.generation_pipeline import GenerationPipeline
 from diffusion_runtime.media import GeneratedMedia
@@ -30,7 +33,8 @@ def lead(pipeline: GenerationPipeline, world: World) -> Iterator[LeadingPipeline
 
 
 def follow(pipeline: GenerationPipeline, world: World) -> None:
-    """On every rank but 0: generate what rank 0 is asked for, until it stops. The results are rank 0's to keep.
+    """On every rank but 0: generate what rank 0 is asked for, with the LoRA files it sets, until it stops. The
+    results are rank 0's to keep.
 
     Raises RunEnded when an error meets only some of the ranks.
     """
@@ -39,6 +43,11 @@ def follow(pipeline: GenerationPipeline, world: World) -> None:
             message: dict[str, Any] = json.loads(world.from_first(lambda: ""))
         if message["stop"]:
             return
+        if "loras" in message:
+            # The ranks have agreed on what went wrong.
+            with contextlib.suppress(Exception):
+                pipeline.set_loras(message["loras"])
+            continue
         requests = [GenerationRequest.from_dict(values) for values in message["requests"]]
         try:
             pipeline.generate(requests, on_progress=_watched(world, None) if message["is_watched"] else None)
@@ -82,6 +91,16 @@ class LeadingPipeline:
             raise
         self._world.agree(None)
         return media
+
+    def set_loras(self, loras: Sequence[Any]) -> None:
+        """Other LoRA files on all ranks, as GenerationPipeline.set_loras, each of which reads them.
+
+        Raises what the pipeline raises, and RunEnded when an error meets only some of the ranks.
+        """
+        configs = RuntimeConfig(lora=loras).lora
+        message = {"stop": False, "loras": [dataclasses.asdict(config) for config in configs]}
+        self._world.from_first(lambda: json.dumps(message))
+        self.pipeline.set_loras(configs)
 
     def stop(self) -> None:
         """The other ranks return from `follow`."""

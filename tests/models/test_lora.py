@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from cli_support import process_environment
 from denoiser_inputs import text_inputs
 from diffusers import WanPipeline
 from safetensors.torch import save_file
 from tiny_models import write_tiny_wan
+from warm_python import run_python
 
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
@@ -22,7 +26,12 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.lora.reading import read_lora_file
 
+ROOT = Path(__file__).parents[2]
 WIDTH, RANK = 64, 4
+# As lora_switch_script.py asks for it.
+SWITCHED = GenerationRequest(
+    "a ring", height=32, width=64, num_frames=5, num_inference_steps=2, guidance_scale=1.0, sampler="dmd", seed=3
+)
 MODULES = ("blocks.0.attn1.to_q", "blocks.1.attn1.to_out.0", "blocks.0.attn2.to_v", "blocks.1.ffn.net.2")
 
 
@@ -226,6 +235,26 @@ def test_a_distilled_file_with_many_steps_is_a_remark(tiny_wan_folder: Path, tmp
     assert "a preset made for it" not in notes(9)
     pipeline.set_loras([])
     assert "lightning" not in notes(9)
+
+
+def test_switching_on_two_processes_equals_one(tmp_path: Path) -> None:
+    """With the same files on both, refused alike, and handed on to a rank that follows; other files end the run."""
+    folder, out = write_tiny_wan(tmp_path / "model"), tmp_path / "differ"
+    out.mkdir()
+    lora = write(tmp_path / "one.safetensors", {key: 20 * value for key, value in lora_tensors().items()})
+    environment = process_environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    script = Path(__file__).with_name("lora_switch_script.py")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    finished = run_python(*launcher, script, folder, lora, out, env=environment, max_ranks=2)
+    assert sorted(finished.stdout.splitlines()) == ["rank 0: refused bad", "rank 1: refused bad"], finished.stderr
+    assert finished.returncode != 0
+    assert "as rank 0 has it, got" in finished.stderr
+    for name, loras in (("with", [(lora, 0.5)]), ("bad", [(lora, 0.5)]), ("without", [])):
+        expected = load_pipeline(str(folder), device="cpu", lora=loras)(SWITCHED).frames.astype(int)
+        assert abs(numpy.load(out / f"{name}.npy").astype(int) - expected).max() <= 1, name
+    changed = abs(numpy.load(out / "with.npy").astype(int) - numpy.load(out / "without.npy").astype(int)).max()
+    assert changed > 10
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -11,6 +13,8 @@ from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.models.checkpoint import WeightChange
 from diffusion_runtime.models.lora.binding import Lora, LoraTarget, bind
 from diffusion_runtime.models.lora.reading import read_lora_file
+
+RunAlike: TypeAlias = Callable[[str, Callable[[], None]], None]
 
 
 class Rewrite(Protocol):
@@ -24,18 +28,26 @@ class Rewrite(Protocol):
     ) -> None: ...
 
 
+def _run_alone(_: str, work: Callable[[], None]) -> None:
+    work()
+
+
 class LoraSwitch:
     """The LoRA files of a loaded transformer.
 
     loras: those that are merged into it. The first switch reads the weights of the layers concerned from the model's
     folder and keeps them on the CPU, as they are in the files; from then on nothing is read but LoRA files. The result
-    is bit for bit what loading the model with those files gives.
+    is bit for bit what loading the model with those files gives. run_alike: World.run_alike of the processes that run
+    the model together, so that none of them has other files than the others.
     """
 
-    def __init__(self, rewrite: Rewrite, target: LoraTarget, loras: Sequence[Lora] = ()) -> None:
+    def __init__(
+        self, rewrite: Rewrite, target: LoraTarget, loras: Sequence[Lora] = (), run_alike: RunAlike = _run_alone
+    ) -> None:
         self.loras = tuple(loras)
         self._rewrite = rewrite
         self._target = target
+        self._run_alike = run_alike
         self._kept: dict[str, dict[str, torch.Tensor]] = {component: {} for component in target.shapes}
 
     def switch(self, configs: Sequence[LoraConfig]) -> None:
@@ -43,6 +55,9 @@ class LoraSwitch:
 
         Raises what loading them raises, and leaves the transformer as it was.
         """
+        self._run_alike(json.dumps([dataclasses.asdict(config) for config in configs]), lambda: self._switch(configs))
+
+    def _switch(self, configs: Sequence[LoraConfig]) -> None:
         wanted = tuple(bind(read_lora_file(config.path), config, self._target) for config in configs)
         changed = {
             component: frozenset().union(*(lora.changed(component) for lora in (*self.loras, *wanted)))
