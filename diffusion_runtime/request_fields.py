@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -135,6 +134,8 @@ class Levels:
         for index, level in enumerate(value):
             if not 0 < level <= 1:
                 last = " (the 0 behind the last step is added by itself)" if level == 0 else ""
+                if level > 10:
+                    last = " (timesteps of 1000 are noise levels times 1000)"
                 raise RequestError(
                     f"{name}: expected noise levels above 0 and at most 1{last}, got {shown(level)} for step "
                     f"{index + 1}; such as 1,0.75,0.5,0.25"
@@ -161,7 +162,8 @@ def parse_levels(value: object) -> object:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # A larger integer than a float holds is none of the numbers that are asked for here.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_SCALE <= value <= MAX_SCALE
 
 
 @dataclass(frozen=True)

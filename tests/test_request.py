@@ -98,6 +98,8 @@ def test_noise_levels_and_steps_of_two_sources(
         ({"sigmas": "1,inf"}, "expected numbers with commas"),
         ({"sigmas": 0.5}, "expected numbers with commas"),
         ({"sigmas": "1.5,0.5"}, "sigmas: expected noise levels above 0 and at most 1, got 1.5 for step 1"),
+        ({"sigmas": "1000,757"}, r"\(timesteps of 1000 are noise levels times 1000\), got 1000.0 for step 1"),
+        ({"sigmas": [10**400]}, "expected numbers with commas"),
         ({"sigmas": "1,0.5,0"}, r"at most 1 \(the 0 behind the last step is added by itself\), got 0.0 for step 3"),
         ({"sigmas_before_shift": "1,0.5,0.6"}, "fall from step to step, got 0.6 for step 3 after 0.5"),
         ({"sigmas_before_shift": "1,1"}, "fall from step to step, got 1 for step 2 after 1"),

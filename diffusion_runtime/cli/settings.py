@@ -63,14 +63,15 @@ class Settings:
         return dataclasses.replace(self, runtime=dataclasses.replace(self.runtime, parallel=parallel))
 
     def preset_for(self, model_presets: Iterable[str]) -> str | None:
-        """The preset that is the model's to apply, None when there is none. Raises ConfigError for an unknown name."""
-        if self.preset is None or self.preset in model_presets:
-            return self.preset
-        if self.preset not in self.file_presets:
+        """The preset that is the model's to apply, None when there is none, or when the config file defines one of that
+        name. Raises ConfigError for an unknown name."""
+        if self.preset in self.file_presets:
+            return None
+        if self.preset is not None and self.preset not in model_presets:
             from diffusion_runtime.models.sampling_presets import unknown_preset
 
             raise ConfigError(unknown_preset(self.preset, [*model_presets, *self.file_presets]))
-        return None
+        return self.preset
 
 
 def resolve_settings(flags: Flags) -> Settings:

@@ -25,6 +25,7 @@ from diffusion_runtime.models.lora.shipped import lora_path
 from diffusion_runtime.models.weight_files import DAMAGED, listed
 
 _SECOND = "transformer_2"
+_DENOISERS = ("transformer", "unet")
 # Where the name of a module ends in a key of diffusers' or peft's.
 _ADAPTER_PART = re.compile(r"(?:\.lora_|_lora\.|\.lora\.|\.lokr_|\.dora_scale|\.alpha$|\.processor\.(?=to_)).*")
 _DOWN = re.compile(r"\.lora_(?:A|down)\.")
@@ -35,12 +36,14 @@ _TEXT_PARTS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "
 @dataclass(frozen=True)
 class PlannedLora:
     """A file that the conversion of a pipeline's class takes. modules: by component, what it changes there. dropped:
-    keys that the conversion leaves out."""
+    keys that the conversion leaves out. destinations: the transformers it goes into: whether it is the second, for
+    each."""
 
     config: LoraConfig
     path: Path
     modules: Mapping[str, frozenset[str]]
     dropped: tuple[str, ...]
+    destinations: tuple[bool, ...]
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -52,10 +55,14 @@ class PlannedLora:
         )
 
 
-def plan_loras(pipeline_class: Any, configs: Sequence[LoraConfig]) -> tuple[PlannedLora, ...]:
-    """Read and convert the files, before any weight of the pipeline is read.
+def plan_loras(
+    pipeline_class: Any, configs: Sequence[LoraConfig], models: Mapping[str, torch.nn.Module]
+) -> tuple[PlannedLora, ...]:
+    """Read and convert the files, before any weight of the pipeline is read. models: of the pipeline, with or without
+    weights.
 
-    Raises ConfigError for a pipeline that loads none, ModelLoadError for files that are missing, damaged or without
+    Raises ConfigError for a pipeline that loads none, and where a file does not say which of two transformers it is
+    for; ModelLoadError for files that are missing, damaged or without
     numbers, or that diffusers cannot convert for this pipeline.
     """
     if configs and not callable(getattr(pipeline_class, "load_lora_weights", None)):
@@ -64,22 +71,21 @@ def plan_loras(pipeline_class: Any, configs: Sequence[LoraConfig]) -> tuple[Plan
         )
     if configs and find_spec("peft") is None:
         raise ConfigError("lora: diffusers loads LoRA files with peft, which is not installed: pip install peft")
-    return tuple(_plan(pipeline_class, config) for config in configs)
+    return tuple(_plan(pipeline_class, config, models) for config in configs)
 
 
 def load_loras(pipeline: Any, loras: Sequence[PlannedLora]) -> None:
     """These files instead of all before them.
 
-    Raises ConfigError where a file does not say which of two transformers it is for, ModelLoadError for keys that match
-    no module of the pipeline.
+    Raises ModelLoadError for keys that match no module of the pipeline.
     """
     try:
         pipeline.unload_lora_weights()
         for index, lora in enumerate(loras):
-            for into_second in _destinations(pipeline, lora):
+            for into_second in lora.destinations:
                 _load(pipeline, lora, f"lora_{index}{'_2' if into_second else ''}", into_second)
         if loras:
-            names = list(dict.fromkeys(name for model in _models(pipeline).values() for name in _adapters(model)))
+            names = list(dict.fromkeys(name for model in models_of(pipeline).values() for name in _adapters(model)))
             strengths = {f"lora_{index}": lora.config.scale for index, lora in enumerate(loras)}
             pipeline.set_adapters(names, [strengths[name.removesuffix("_2")] for name in names])
     except (ConfigError, ModelLoadError, MemoryError, torch.OutOfMemoryError):
@@ -94,7 +100,7 @@ def remarks_of(loras: Sequence[PlannedLora]) -> tuple[str, ...]:
     return tuple(remark for lora in loras for remark in lora.remarks)
 
 
-def _plan(pipeline_class: Any, config: LoraConfig) -> PlannedLora:
+def _plan(pipeline_class: Any, config: LoraConfig, models: Mapping[str, torch.nn.Module]) -> PlannedLora:
     path = lora_file(config.path, "lora.path")
     tensors, metadata = read_tensors(path, "lora.path")
     _refuse_unread_settings(path, tensors, metadata, in_folder=path != lora_path(config.path))
@@ -120,9 +126,12 @@ def _plan(pipeline_class: Any, config: LoraConfig) -> PlannedLora:
         component, _, rest = key.partition(".")
         modules.setdefault(component, set()).add(_module(rest))
     dropped = [key for key, tensor in tensors.items() if key not in used and bool(tensor.any())]
-    return PlannedLora(
-        config, path, {component: frozenset(names) for component, names in modules.items()}, tuple(dropped)
-    )
+    planned = {component: frozenset(names) for component, names in modules.items()}
+    destinations = _destinations(config, path, models)
+    there = {component: frozenset(dict(model.named_modules())) for component, model in models.items()}
+    for into_second in destinations:
+        _refuse_missing(path, pipeline_class.__name__, planned, there, into_second, components=_DENOISERS)
+    return PlannedLora(config, path, planned, tuple(dropped), destinations)
 
 
 def _refuse_unread_settings(
@@ -144,16 +153,15 @@ def _refuse_unread_settings(
         )
 
 
-def _destinations(pipeline: Any, lora: PlannedLora) -> tuple[bool, ...]:
-    """Into which transformers a file goes: whether it is the second, for each."""
-    component = lora.config.component
-    if _SECOND not in _models(pipeline):
+def _destinations(config: LoraConfig, path: Path, models: Mapping[str, torch.nn.Module]) -> tuple[bool, ...]:
+    component = config.component
+    if _SECOND not in models:
         if component in (_SECOND, "both"):
             raise ConfigError(f"lora.component: {component}: this pipeline has no {_SECOND}; leave the component out")
         return (False,)
     if component == "auto":
         raise ConfigError(
-            f"{lora.path}: this pipeline has two transformers: give component transformer (high noise), {_SECOND} (low "
+            f"{path}: this pipeline has two transformers: give component transformer (high noise), {_SECOND} (low "
             f"noise) or both, as in --lora {_SECOND}=FILE"
         )
     return {"transformer": (False,), _SECOND: (True,), "both": (False, True)}[component]
@@ -162,20 +170,34 @@ def _destinations(pipeline: Any, lora: PlannedLora) -> tuple[bool, ...]:
 def _load(pipeline: Any, lora: PlannedLora, name: str, into_second: bool) -> None:
     where = {"load_into_transformer_2": True} if into_second else {}
     pipeline.load_lora_weights(str(lora.path), adapter_name=name, local_files_only=True, use_safetensors=True, **where)
-    models = _models(pipeline)
+    there = {component: _changed(model, name) for component, model in models_of(pipeline).items()}
+    _refuse_missing(lora.path, type(pipeline).__name__, lora.modules, there, into_second)
+
+
+def _refuse_missing(
+    path: Path,
+    pipeline: str,
+    modules: Mapping[str, frozenset[str]],
+    there: Mapping[str, frozenset[str]],
+    into_second: bool,
+    components: Sequence[str] = (),
+) -> None:
+    """Raises ModelLoadError for modules of a file that are not `there`. components: those that are looked at, where
+    they are known; empty for all."""
     missing = []
-    for component, wanted in lora.modules.items():
+    for component, wanted in modules.items():
         place = _SECOND if into_second and component == "transformer" else component
-        there = _changed(models[place], name) if place in models else frozenset()
-        missing += [f"{component}.{module}" for module in sorted(wanted - there)]
+        if not components or (component in components and place in there):
+            missing += [f"{component}.{module}" for module in sorted(wanted - there.get(place, frozenset()))]
     if missing:
         raise ModelLoadError(
-            f"{lora.path}: this LoRA is for another model than {type(pipeline).__name__}'s: {len(missing)} of its "
-            f"modules are not in it: {listed(missing)}. Use a file that was made for this model"
+            f"{path}: this LoRA is for another model than {pipeline}'s: {len(missing)} of its modules are not in it: "
+            f"{listed(missing)}. Use a file that was made for this model"
         )
 
 
-def _models(pipeline: Any) -> dict[str, torch.nn.Module]:
+def models_of(pipeline: Any) -> dict[str, torch.nn.Module]:
+    """The components of a pipeline that have weights, by name."""
     return {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
 
 

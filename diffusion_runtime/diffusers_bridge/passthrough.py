@@ -18,7 +18,7 @@ from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_at
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
 from diffusion_runtime.diffusers_bridge.frames import frames_of, sound_of
-from diffusion_runtime.diffusers_bridge.loras import PlannedLora, load_loras, plan_loras, remarks_of
+from diffusion_runtime.diffusers_bridge.loras import PlannedLora, load_loras, models_of, plan_loras, remarks_of
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
 from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
@@ -111,7 +111,7 @@ class DiffusersPipeline:
         """
         configs = RuntimeConfig(lora=loras).lora
         with self._one_generation.held(), quiet_transformers():
-            wanted = plan_loras(type(self.pipeline), configs)
+            wanted = plan_loras(type(self.pipeline), configs, models_of(self.pipeline))
             try:
                 load_loras(self.pipeline, wanted)
             except BaseException:

@@ -114,12 +114,12 @@ def plan_passthrough(
         pipeline_class = _pipeline_class(folder, index)
         interface = PipelineInterface.of(pipeline_class)
         _check_can_run(folder, interface)
-        loras = plan_loras(pipeline_class, config.lora)
         choice = AttentionChoice.of(config, environment)
         if choice.dispatcher is not None:
             check_dispatcher_backend(choice.dispatcher)
         models = {name: meta_model(folder, name, entry) for name, entry in _components(index)}
         models = {name: model for name, model in models.items() if model is not None}
+        loras = plan_loras(pipeline_class, config.lora, models)
         sizes = SizeRules.of(interface, meta_pipeline(pipeline_class, folder, index, models))
     handles = _planned(models, choice, device, dtype, checker) if choice.ours else []
     settings = generation_settings(folder)

@@ -170,9 +170,13 @@ def unknown_preset(name: object, known: Iterable[str]) -> str:
     """Why `name` is no preset of a model that has those `known`, and what it has."""
     known = sorted(set(known))
     found = [preset for preset in sampling_presets() if preset.name == name]
-    elsewhere = sorted({f"{preset.family} models" if preset.model is None else _alone(preset) for preset in found})
+    families = sorted({preset.family for preset in found if preset.model is None})
+    elsewhere = [_alone(preset) for preset in found if preset.model is not None]
+    elsewhere += [f"{' and '.join(families)} models"] if families else []
     if elsewhere:
-        there = f"this model has {', '.join(known)}" if known else "this model has none"
+        there = (
+            f"this model has {', '.join(known)}" if known else "this one has none, as all pipelines of diffusers' own"
+        )
         return f"preset: {shown(name)} is for {' and '.join(elsewhere)}; {there}"
     return f"preset: unknown name {shown(name)}.{nearest(name, known) or ' Neither the model nor a config has any.'}"
 

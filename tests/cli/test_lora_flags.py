@@ -98,8 +98,11 @@ def test_a_dry_run_says_which_files_are_in_and_what_of_them_is_not_applied(
 def test_the_shipped_lora_goes_by_its_name_everywhere(command: Command) -> None:
     values = command("info", "shapes-fast", "--json").json
     assert (values["families"], values["num_modules"]) == (["Wan"], 66)
-    missing = command("info", "shapes_fast.safetensors")
-    assert "no such file" in missing.said
+    missing = command("generate", "a ring", "--dry-run", "--lora", "low_noise=a.safetensors:0.8")
+    assert (
+        "low_noise=a.safetensors:0.8: no such file. Give a file or a folder on this machine: --lora FILE"
+        in missing.said
+    )
     refused = command("generate", "a ring", "--dry-run", "--lora", "shapes_fast")
     assert (refused.code, "no such file. Did you mean 'shapes-fast'?" in refused.said) == (1, True), refused.said
 
@@ -124,6 +127,14 @@ def test_preset_fast_brings_its_lora_once(command: Command, tiny_wan_folder: Pat
         assert refused.code == 2
         assert "'fast' is for the embedded model alone (--model-path shapes, native)" in refused.said, refused.said
         assert "LoRA" not in refused.said
+
+
+def test_a_preset_of_a_config_stands_for_itself(command: Command) -> None:
+    """No LoRA and no noise levels of the model's own preset of that name."""
+    Path("mine.yaml").write_text("presets: {fast: {num_inference_steps: 2}}")
+    values = command("generate", "a ring", "--dry-run", "--json", "--preset", "fast", "--config", "mine.yaml").json
+    request = values["items"][0]["request"]
+    assert (values["runtime"]["lora"], request["num_inference_steps"], request["sigmas"]) == ([], 2, None)
 
 
 def test_a_recipe_that_comes_before_preset_fast_is_an_error_and_not_a_mixture(command: Command) -> None:

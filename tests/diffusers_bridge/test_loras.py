@@ -137,6 +137,18 @@ BAD: dict[str, tuple[Callable[[], dict[str, torch.Tensor]], str]] = {
 }
 
 
+def test_what_a_pipeline_has_not_is_refused_before_its_weights(wan: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.safetensors", low_rank(f"transformer.{Q}"))
+    with pytest.raises(ConfigError, match="this pipeline has no transformer_2; leave the component out"):
+        inspect_pipeline(RuntimeConfig(str(wan), **HOW, lora=[{"path": path, "component": "transformer_2"}]))
+    path = written(tmp_path / "b.safetensors", low_rank("transformer.blocks.7.attn1.to_k"))
+    with pytest.raises(ModelLoadError, match=r"1 of its modules are not in it: transformer\.blocks\.7\.attn1\.to_k"):
+        inspect_pipeline(RuntimeConfig(str(wan), **HOW, lora=[path]))
+    two = write_tiny_wan(tmp_path / "two", boundary_ratio=0.9)
+    with pytest.raises(ConfigError, match="this pipeline has two transformers: give component"):
+        inspect_pipeline(RuntimeConfig(str(two), **HOW, lora=[str(tmp_path / "a.safetensors")]))
+
+
 @table("case", BAD)
 def test_bad_files_are_refused_and_change_nothing(case: str, wan: Path, tmp_path: Path) -> None:
     make, told = BAD[case]

@@ -22,10 +22,13 @@ from diffusion_runtime.models.lora.keys import LoraKey, Names, Role, is_text_enc
 from diffusion_runtime.models.lora.settings import AdapterSettings, read_settings
 from diffusion_runtime.models.lora.shipped import SHIPPED_LORAS, lora_path
 from diffusion_runtime.models.weight_files import DAMAGED, listed
-from diffusion_runtime.untrusted.files import check_path
+from diffusion_runtime.untrusted.files import check_path, shown_path
 
 # What peft, diffusers and trainers call the file inside a folder.
 _FILES_IN_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+_HOW_TO_GIVE = (
+    "Give a file or a folder on this machine: --lora FILE, FILE@0.8, or transformer=FILE, transformer_2=FILE, both=FILE"
+)
 _LOKR = {Role.W1, Role.W1_A, Role.W1_B, Role.W2, Role.W2_A, Role.W2_B}
 
 
@@ -114,8 +117,10 @@ def read_lora_file(path: str, key: str = "lora.path") -> LoraFile:
 def lora_file(given: str, key: str) -> Path:
     """The safetensors file behind what `read_lora_file` is given. Raises ConfigError."""
     path = lora_path(given)
-    if not os.path.lexists(check_path(path, key)) and "Did you mean" in (close := nearest(given, SHIPPED_LORAS)):
-        raise ModelLoadError(f"{key}: {given}: no such file.{close}")
+    if not os.path.lexists(check_path(path, key)):
+        close = nearest(given, SHIPPED_LORAS)
+        how = close if "Did you mean" in close else f" {_HOW_TO_GIVE}" if key == "lora.path" else ""
+        raise ModelLoadError(f"{key}: {shown_path(given)}: no such file.{how}")
     if not check_path(path, key).is_dir():
         return path
     for name in _FILES_IN_FOLDERS:
