@@ -107,8 +107,12 @@ def resolve_settings(flags: Flags) -> Settings:
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
     runtime = _build_runtime(flags, config, recipe)
-    # Where a recipe comes first, nothing of the preset is used.
-    if not recipe_request and (shipped := _lora_of_preset(flags, config, runtime)) is not None:
+    if (shipped := _lora_of_preset(flags, config, runtime)) is not None:
+        if recipe_request:
+            raise ConfigError(
+                f"--preset {flags.preset}: it is for the LoRA {shipped}, and the recipe of {flags.repeat}, which comes "
+                "first, for the model without; give --prompt and --seed instead of --from, or leave the preset out"
+            )
         runtime = dataclasses.replace(runtime, lora=(*runtime.lora, shipped))
     return Settings(
         runtime=runtime,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,8 @@ def _alone(preset: SamplingPreset) -> str:
 def _reason(folder: AnyFolder, model_path: str, where: str, wanted: Any) -> str | None:
     """One entry of recognised_by as a text; None where it does not hold."""
     if where == _MODEL_PATH:
-        name = Path(model_path).name
+        # Of `.` too; a hub id ends in its name as a path does.
+        name = os.path.basename(os.path.abspath(model_path))
         return f"its name is {name}" if _fits(name, wanted) else None
     if not (folder / where).exists():
         return None

@@ -20,7 +20,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.registry import supported_transformer_classes
-from diffusion_runtime.models.sampling_presets import presets_of, recognise_lora, sampling_presets
+from diffusion_runtime.models.sampling_presets import presets_of, recognise, recognise_lora, sampling_presets
 from diffusion_runtime.request_rules import BatchSettings, RequestRules
 from diffusion_runtime.step_info import StepInfo
 
@@ -209,6 +209,18 @@ def test_a_folder_that_says_what_it_is_gets_its_preset_and_says_so(
         "guidance: use --preset fastwan-3 (sampler dmd, num_inference_steps 3, sigmas 1,0.757,0.522, guidance_scale 1)"
     ]
     assert "sampling_preset" not in media.recipe
+
+
+@table("model_path", [".", "../fastwan2.1/", "fastwan2.1", "org/FastWan2.1-T2V-1.3B-Diffusers"])
+def test_a_name_is_recognised_however_the_path_is_written(
+    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "fastwan2.1"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    found = recognise("wan", folder, model_path)
+    assert found is not None
+    assert found.presets[0].name == "fastwan-3"
 
 
 def test_seeds_of_a_batch_equal_single_runs(tiny_wan_copy: Callable[[], Path]) -> None:
