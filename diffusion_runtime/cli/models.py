@@ -47,6 +47,8 @@ def models(as_json: options.Json = False) -> None:
 def _to_json_object(
     listed: Sequence[PublishedModel], classes: Sequence[str], presets: Sequence[SamplingPreset]
 ) -> dict[str, Any]:
+    from diffusion_runtime.models.sampling_presets import names_of, presets_of
+
     return {
         "schema": SCHEMA,
         "transformer_classes": list(classes),
@@ -56,7 +58,7 @@ def _to_json_object(
                 "family": model.family,
                 "model_path": model.model_path,
                 "makes": model.makes,
-                "presets": [*model.presets, *(preset.name for preset in presets if preset.family == model.family)],
+                "presets": [*model.presets, *names_of(presets_of(model.family, model.model_path))],
                 "parameters": {component: round(1e9 * billions) for component, billions in model.parameters},
                 "download_gb": round(model.download_gb, 3),
                 "weights_gb": {dtype: round(model.memory_gb(dtype), 3) for dtype in _SHOWN_DTYPES},
@@ -66,6 +68,7 @@ def _to_json_object(
         "sampling_presets": [
             {
                 "family": preset.family,
+                "model_path": preset.model,
                 "name": preset.name,
                 "models": preset.models,
                 "source": preset.source,

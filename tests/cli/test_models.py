@@ -36,6 +36,8 @@ def test_json_says_what_each_needs(command: Command) -> None:
     row = next(row for row in answer["models"] if row["name"] == "wan2.2-t2v-a14b")
     assert row["weights_gb"]["float32"] == 2 * row["weights_gb"]["bfloat16"]
     assert {"draft", "lightning-4", "turbowan-4"} <= set(row["presets"])
+    # The one preset that is a single model's.
+    assert [row["name"] for row in answer["models"] if "fast" in row["presets"]] == ["shapes"]
     (lightning,) = [
         preset for preset in answer["sampling_presets"] if (preset["family"], preset["name"]) == ("wan", "lightning-4")
     ]
