@@ -576,6 +576,9 @@ def test_settings_of_a_stranger_are_checked_at_once(tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=told) as caught:
             file_of(tmp_path, tensors, metadata)
         assert "its lora_adapter_metadata: " in str(caught.value)
+    metadata = {"lora_adapter_metadata": json.dumps({"alpha_pattern": {".*q": 1}})}
+    with pytest.raises(ModelLoadError, match="a module name of at most 120 characters beside regular expressions"):
+        file_of(tmp_path, low_rank("a." * 80, 4, 4), metadata)
 
 
 def test_folders_that_hold_no_lora(tmp_path: Path) -> None:

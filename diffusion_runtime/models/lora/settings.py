@@ -40,7 +40,8 @@ _RESIDUAL_INITS = ("pissa", "olora", "corda", "loftq")
 
 
 class ByPattern(Generic[_T]):
-    """Values by pattern of module names, as peft finds them: the first pattern that the end of a name matches."""
+    """Values by pattern of module names, as peft finds them: the first pattern that the end of a name matches. `find`
+    raises ModelLoadError for a name that expressions could take years with."""
 
     def __init__(self, values: Mapping[str, _T] | None = None) -> None:
         self._plain: dict[str, tuple[int, _T]] = {}
@@ -55,8 +56,12 @@ class ByPattern(Generic[_T]):
         parts = name.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts)))
         found = [self._plain[end] for end in ends if end in self._plain]
-        if len(name) <= _MAX_NAME_CHARACTERS:
-            found += [(index, value) for index, pattern, value in self._expressions if pattern.fullmatch(name)]
+        if self._expressions and len(name) > _MAX_NAME_CHARACTERS:
+            raise ModelLoadError(
+                f"{shown(name)}: expected a module name of at most {_MAX_NAME_CHARACTERS} characters beside regular "
+                f"expressions in alpha_pattern or rank_pattern, got {len(name)}"
+            )
+        found += [(index, value) for index, pattern, value in self._expressions if pattern.fullmatch(name)]
         return min(found, key=lambda each: each[0])[1] if found else None
 
 
