@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,16 @@ class FamilyCase:
     """geometry: channels, pixels per latent, frames per latent, patch. sigmas: of four steps at shift 1, where the
     folder's scheduler is Euler's. flow_shift: of the folder; None where it follows the size.
 
+    layers: the number of attention layers per role; one_of: of how many a layer says it is one, where that is another
+    number; runs_once: roles that run once per request and branch. text_modules: what projects the text, once as well.
+
     refusals: found by reading json alone, without a weight; text_refusals: by loading the text encoder; text_files:
     each is needed for that, with what is said without it. other_size: values of the transformer that its weights do not
     fit, and what the error says of them.
     """
 
     geometry: tuple[int, int, int, tuple[int, int, int]]
-    roles: frozenset[str]
+    layers: Mapping[str, int]
     refusals: tuple[Refusal, ...]
     other_size: tuple[Mapping[str, Any], tuple[str, ...]]
     embeds_guidance: bool = False
@@ -79,20 +82,24 @@ class FamilyCase:
     flow_shift: float | None = None
     text_refusals: tuple[Refusal, ...] = ()
     text_files: tuple[tuple[str, str], ...] = ()
+    text_modules: tuple[str, ...] = ("text_embedding",)
+    one_of: Mapping[str, int] = field(default_factory=dict)
+    runs_once: frozenset[str] = frozenset()
 
 
-SELF = frozenset({"self"})
 SCHEDULER = "scheduler/scheduler_config.json"
 VAE = "vae/config.json"
 INDEX = "model_index.json"
 EXPERTS = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
 FROM_IMAGE = r"image_condition_type.*in_channels.*image-conditioned checkpoint"
 
+LTX2_SOUND_ROLES = ("ltx2.audio_self", "ltx2.audio_cross", "ltx2.audio_to_video", "ltx2.video_to_audio")
+
 FAMILIES = {
     "wan": FamilyCase(
         geometry=(16, 8, 4, (1, 2, 2)),
         flow_shift=3.0,
-        roles=frozenset({"self", "cross"}),
+        layers={"self": 2, "cross": 2},
         sigmas=None,
         refusals=(
             *missing("patch_size", "num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim"),
@@ -130,7 +137,7 @@ FAMILIES = {
     ),
     "flux1": FamilyCase(
         geometry=(4, 2, 1, (1, 2, 2)),
-        roles=SELF,
+        layers={"self": 4},
         embeds_guidance=True,
         refusals=(
             *missing("in_channels", "num_layers", "num_single_layers", "attention_head_dim", "joint_attention_dim"),
@@ -153,7 +160,7 @@ FAMILIES = {
     ),
     "flux2": FamilyCase(
         geometry=(8, 4, 1, (1, 1, 1)),
-        roles=SELF,
+        layers={"self": 4},
         embeds_guidance=True,
         refusals=(
             *(
@@ -183,7 +190,7 @@ FAMILIES = {
     ),
     "qwen_image": FamilyCase(
         geometry=(4, 4, 1, (1, 2, 2)),
-        roles=SELF,
+        layers={"self": 3},
         refusals=(
             *missing("patch_size", "in_channels", "out_channels", "num_layers", "joint_attention_dim"),
             *misfits(("patch_size", 1), ("num_layers", 0), ("guidance_embeds", True), ("zero_cond_t", True)),
@@ -205,7 +212,8 @@ FAMILIES = {
     "hunyuan_video": FamilyCase(
         geometry=(16, 8, 4, (1, 2, 2)),
         flow_shift=7.0,
-        roles=frozenset({"self", "hunyuan_video.text_refiner"}),
+        layers={"hunyuan_video.text_refiner": 2, "self": 4},
+        text_modules=("refiner.projection",),
         embeds_guidance=True,
         refusals=(
             *missing("in_channels", "num_layers", "num_attention_heads", "attention_head_dim", "text_embed_dim"),
@@ -239,7 +247,8 @@ FAMILIES = {
     "hunyuan_video_15": FamilyCase(
         geometry=(8, 4, 4, (1, 1, 1)),
         flow_shift=5.0,
-        roles=frozenset({"self", "hunyuan_video_15.text_refiner"}),
+        layers={"hunyuan_video_15.text_refiner": 2, "self": 2},
+        text_modules=("text.refiner.projection", "text.glyphs"),
         refusals=(
             *missing("in_channels", "out_channels", "num_layers", "text_embed_dim", "text_embed_2_dim"),
             *missing("image_embed_dim"),
@@ -269,11 +278,8 @@ FAMILIES = {
     ),
     "ltx2": FamilyCase(
         geometry=(6, 32, 8, (1, 1, 1)),
-        roles=frozenset(
-            {"self", "cross"}
-            | {f"ltx2.{name}" for name in ("audio_self", "audio_cross")}
-            | {"ltx2.audio_to_video", "ltx2.video_to_audio"}
-        ),
+        layers=dict.fromkeys(("self", "cross", *LTX2_SOUND_ROLES), 2),
+        text_modules=("video.text_embedding", "audio.text_embedding"),
         refusals=(
             *missing("in_channels", "audio_in_channels", "num_layers", "num_attention_heads", "caption_channels"),
             *misfits(("patch_size", 2), ("audio_patch_size", 2), ("qk_norm", "layer_norm"), ("rope_type", "spiral")),
@@ -333,7 +339,9 @@ FAMILIES = {
     "z_image": FamilyCase(
         geometry=(4, 2, 1, (1, 2, 2)),
         flow_shift=3.0,
-        roles=frozenset({"self", "z_image.text_refiner"}),
+        layers={"z_image.text_refiner": 2, "self": 4},
+        one_of={"z_image.text_refiner": 4},
+        runs_once=frozenset({"z_image.text_refiner"}),
         refusals=tuple(
             Refusal({key: value}, rf"{CONFIG}: key '{key}'.*{told}")
             for key, value, told in (

@@ -73,7 +73,7 @@ def test_json_alone_says_geometry_schedule_and_attention(json_of: FolderOf, fami
     assert rules.embeds_guidance == case.embeds_guidance
     assert not rules.takes_image
     assert rules.schedule.sigmas(4) == case.sigmas
-    assert {row.role for row in description.attention} == case.roles
+    assert {row.role for row in description.attention} == case.layers.keys()
 
 
 @table(("family", "case"), FAMILIES.items(), FAMILIES)
