@@ -48,22 +48,19 @@ def errors(
     shape: TileShape | None,
     scale: float,
     device: str,
+    gated: bool = True,
 ) -> dict[str, float]:
-    """Largest differences of out, lse and out with a branch, over the reference's own from float64; must be small."""
+    """Largest differences of out, lse and out with a branch, over the reference's own from float64; must be small.
+
+    gated: also with a branch, in a launch of its own.
+    """
     plan = plan_of(kind, layout).to(device)
     q, k, v = (
         x.to(device) for x in random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     )
-    generator = torch.Generator().manual_seed(5)
-    branch = PooledBranch(
-        torch.randn(2, 2, plan.q.num_blocks, head_dim, generator=generator).to(device),
-        torch.randn(q.shape, generator=generator).to(device, dtype),
-    )
     exact, exact_lse = block_sparse_reference(q.double(), k.double(), v.double(), plan, scale=scale)
     rounded, _ = block_sparse_reference(q, k, v, plan, scale=scale)
     out, lse = block_sparse_triton(q, k, v, plan, scale=scale, shape=shape)
-    gated, _ = block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, shape=shape)
-    exact_gated = add_branch(exact, plan, branch)
     rounding = torch.finfo(dtype).eps
     own = (rounded.double() - exact).norm() / exact.norm()
     empty = exact_lse == float("-inf")
@@ -73,12 +70,20 @@ def errors(
         "own": float(own),
         "out": float((out.double() - exact).norm() / exact.norm()),
         "lse": float((lse.double() - exact_lse).masked_fill(empty, 0).abs().max()),
-        "gated": float((gated.double() - exact_gated).norm() / exact_gated.norm()),
     }
+    if gated:
+        generator = torch.Generator().manual_seed(5)
+        branch = PooledBranch(
+            torch.randn(2, 2, plan.q.num_blocks, head_dim, generator=generator).to(device),
+            torch.randn(q.shape, generator=generator).to(device, dtype),
+        )
+        with_branch, _ = block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, shape=shape)
+        expected = add_branch(exact, plan, branch)
+        result["gated"] = float((with_branch.double() - expected).norm() / expected.norm())
     # The kernel rounds its softmax weights too, and sums in another order.
     bound = max(3 * float(own), 4 * rounding)
     assert result["out"] <= bound, (kind, result, bound)
-    assert result["gated"] <= bound, (kind, result, bound)
+    assert result.get("gated", 0.0) <= bound, (kind, result, bound)
     assert result["lse"] <= 1e-4 + 8 * rounding, (kind, result)
     return result
 
@@ -89,31 +94,42 @@ def check_poisoned_values(kind: str, layout: TokenLayout, shape: TileShape | Non
     q, k, v = (x.to(device) for x in random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=16))
     clean, _ = block_sparse_triton(q, k, v, plan, scale=0.25, shape=shape)
     mask = plan.to_dense_mask().transpose(1, 2)
-    for x, value, keys in ((v, float("nan"), (0, 29, 74)), (v, float("inf"), (13,)), (k, float("nan"), (48, -1))):
-        poisoned = x.clone()
-        poisoned[:, keys] = value
+    for x, values in (
+        (v, {0: float("nan"), 29: float("nan"), 74: float("nan"), 13: float("inf")}),
+        (k, {48: float("nan"), -1: float("nan")}),
+    ):
+        poisoned, keys = x.clone(), list(values)
+        for key, value in values.items():
+            poisoned[:, key] = value
         out, _ = block_sparse_triton(q, *((k, poisoned) if x is v else (poisoned, v)), plan, scale=0.25, shape=shape)
         sees = mask[..., keys].any(dim=-1)
         assert sees.any(), kind
         assert not sees.all(), kind
-        assert torch.equal(~out.isfinite().all(dim=-1), sees), (kind, value, keys)
-        assert torch.equal(out[~sees], clean[~sees]), (kind, value, keys)
+        assert torch.equal(~out.isfinite().all(dim=-1), sees), (kind, keys)
+        assert torch.equal(out[~sees], clean[~sees]), (kind, keys)
 
 
 def main() -> None:
-    """Every kind of plan and layout in float32; head sizes and float16 on one; bulk copies, pointers, rests."""
+    """Every kind of plan and layout in float32; head sizes and float16 on one; bulk copies, pointers, rests.
+
+    The interpreter takes a second and more for a launch. The branch is added per tile after the sums, so every kind has
+    it once per tile shape, where text is padded, and once each where text comes first and where the head is padded.
+    """
     small = (TileShape(32, 16, 4, 2, False, rest_rows=16), TileShape(16, 32, 4, 2, True))
     kinds = ("tiles", "small tiles", "clusters", "row mask")
     # Text before the grid differs from text after it in the order alone.
-    cases = [("suffix", kind, shape) for kind in kinds for shape in small]
-    cases += [("grid", kind, small[place % 2]) for place, kind in enumerate(kinds)]
-    cases += [("prefix", "small tiles", small[0]), ("prefix", "clusters", small[1])]
-    for place, kind, shape in cases:
-        print(place, kind, shape, errors(kind, LAYOUTS[place], 16, torch.float32, shape, 0.25, "cpu"), flush=True)
+    cases = [("suffix", kind, shape, True) for kind in kinds for shape in small]
+    cases += [("grid", kind, small[place % 2], False) for place, kind in enumerate(kinds)]
+    cases += [("prefix", "small tiles", small[0], True), ("prefix", "clusters", small[1], False)]
+    for place, kind, shape, gated in cases:
+        result = errors(kind, LAYOUTS[place], 16, torch.float32, shape, 0.25, "cpu", gated)
+        print(place, kind, shape, result, flush=True)
     for head_dim in (64, 72):
-        print(head_dim, errors("tiles", LAYOUTS["grid"], head_dim, torch.float16, small[0], 0.1, "cpu"), flush=True)
+        result = errors("tiles", LAYOUTS["grid"], head_dim, torch.float16, small[0], 0.1, "cpu", gated=head_dim == 72)
+        print(head_dim, result, flush=True)
     for scale in (-0.3, 0.0):
-        print(scale, errors("tiles", LAYOUTS["grid"], 16, torch.float32, small[0], scale, "cpu"), flush=True)
+        result = errors("tiles", LAYOUTS["grid"], 16, torch.float32, small[0], scale, "cpu", gated=False)
+        print(scale, result, flush=True)
     for place, kind in enumerate(kinds):
         check_poisoned_values(kind, LAYOUTS["suffix"], small[place % 2], "cpu")
     print("ok")

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 from published_configs import PUBLISHED, write_published
+from tables import table
 
 from diffusion_runtime import RuntimeConfig
+from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.models.registry import family_for_folder
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -23,12 +26,42 @@ def dry_run(folder: Path) -> str:
     return inspect_pipeline(RuntimeConfig(str(folder), device="cpu", dtype="bfloat16")).family
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_folder_is_understood(name: str, tmp_path: Path) -> None:
-    assert dry_run(write_published(tmp_path, name))
+# Parameters of the transformers; Wan2.2-T2V-A14B's are two.
+NUM_PARAMETERS = {
+    "Wan2.1-T2V-1.3B-Diffusers": 1_418_996_800,
+    "Wan2.2-T2V-A14B-Diffusers": 2 * 14_288_491_584,
+    "Wan2.2-TI2V-5B-Diffusers": 4_999_787_712,
+    "HunyuanVideo": 12_821_012_544,
+    "HunyuanVideo-1.5-Diffusers-480p_t2v": 8_326_608_160,
+    "HunyuanVideo-1.5-Diffusers-480p_i2v": 8_326_608_160,
+    "Qwen-Image": 20_430_401_088,
+    "FLUX.1-dev": 11_901_408_320,
+    "FLUX.1-schnell": 11_891_178_560,
+    "FLUX.2-dev": 32_223_281_152,
+    "FLUX.2-klein-4B": 3_875_544_576,
+    "LTX-2": 18_876_174_592,
+    "Z-Image-Turbo": 6_154_908_736,
+    "Z-Image": 6_154_908_736,
+}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_folder_has_a_size() -> None:
+    assert set(NUM_PARAMETERS) == set(PUBLISHED)
+
+
+@table(("name", "num_parameters"), NUM_PARAMETERS.items(), NUM_PARAMETERS)
+def test_a_published_folder_is_understood_and_builds_without_memory(
+    name: str, num_parameters: int, tmp_path: Path
+) -> None:
+    folder = write_published(tmp_path, name)
+    family = family_for_folder(folder)
+    assert dry_run(folder) == family.name
+    parameters = list(family.describe(folder).build_transformer(AttentionPolicy()).parameters())
+    assert sum(parameter.numel() for parameter in parameters) == num_parameters
+    assert all(parameter.is_meta for parameter in parameters)
+
+
+@table("name", PUBLISHED)
 def test_a_key_that_nobody_knows_ends_a_dry_run(name: str, tmp_path: Path) -> None:
     write_published(tmp_path, name)
     for file, values in PUBLISHED[name].items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ from tiny_flux1 import write_tiny_flux1
 
 
 @pytest.fixture(scope="package")
-def tiny_flux1_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_flux1_folder(tiny_folder_of: Callable[[str], Path]) -> Path:
     """As [dev]: guidance is an input, the shift grows with the tokens. Read only: tests share it."""
-    return write_tiny_flux1(tmp_path_factory.mktemp("models") / "flux1")
+    return tiny_folder_of("flux1")
 
 
 @pytest.fixture(scope="package")

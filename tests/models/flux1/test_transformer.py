@@ -13,7 +13,7 @@ from family_parity import load_transformer, relative
 from tiny_encoders import HIDDEN
 from tiny_flux1 import CHANNELS
 
-from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
+from diffusion_runtime.attention import AttentionContext, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.models.flux1.family import FAMILY
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
@@ -111,15 +111,6 @@ def test_every_input_matters(models: Any) -> None:
         assert relative(run_ours(models[0], latents, *other), out) > 1e-3
 
 
-def test_a_batch_equals_its_samples(models: Any) -> None:
-    latents, timestep, inputs = arguments(batch=2)
-    together = run_ours(models[0], latents, timestep, inputs)
-    for index in range(2):
-        part = slice(index, index + 1)
-        alone = dataclasses.replace(inputs, text=inputs.text.take([index]))
-        assert relative(together[part], run_ours(models[0], latents[part], timestep[part], alone)) < 1e-5
-
-
 def test_text_that_is_declared_padding_is_left_out(models: Any) -> None:
     latents, timestep, inputs = arguments(batch=2)
     padded = Conditions.of(inputs.text.embeddings, (4, 7), pooled=inputs.text.pooled)
@@ -149,10 +140,6 @@ def test_bfloat16_is_as_exact_as_diffusers(models: Any, tiny_flux1_folder: Path)
 def test_layers_see_the_grid_with_the_text_behind_it(models: Any) -> None:
     ours, _ = models
     layers = list(ours.attention_layers())
-    assert [(layer.layer.role, layer.layer.index, layer.layer.num_layers) for layer in layers] == [
-        ("self", index, 4) for index in range(4)
-    ]
-    assert {f"{layer.layer.name}.attention" for layer in layers} <= {name for name, _ in ours.named_modules()}
     seen: list[TokenLayout] = []
 
     def keep(module: AttentionLayer, given: tuple[Any, ...]) -> None:
@@ -167,21 +154,3 @@ def test_layers_see_the_grid_with_the_text_behind_it(models: Any) -> None:
         hook.remove()
     # Trimmed to the longest prompt.
     assert set(seen) == {TokenLayout((1, 4, 6), num_suffix_tokens=7, valid_lengths=(4, 7))}
-
-
-def test_the_text_is_projected_once_a_request_and_branch(models: Any) -> None:
-    ours, _ = models
-    calls: list[int] = []
-    hook = ours.text_embedding.register_forward_hook(lambda module, given, out: calls.append(1))
-    latents, timestep, inputs = arguments()
-    context = AttentionContext(step=StepInfo(branch="cond"))
-    first = ours(latents, timestep, inputs, context)
-    for _ in range(2):
-        assert torch.equal(ours(latents, timestep, inputs, context), first)
-    assert len(calls) == 1
-    other = dataclasses.replace(
-        inputs, text=dataclasses.replace(inputs.text, embeddings=inputs.text.embeddings.flip(2))
-    )
-    assert relative(ours(latents, timestep, other, context), first) > 1e-3
-    assert len(calls) == 2
-    hook.remove()

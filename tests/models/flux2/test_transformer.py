@@ -12,7 +12,7 @@ from diffusers import Flux2Transformer2DModel
 from family_parity import load_transformer, relative
 from tiny_flux2 import CHANNELS, TEXT_DIM
 
-from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
+from diffusion_runtime.attention import AttentionContext, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.models.flux2.family import FAMILY
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
@@ -123,10 +123,6 @@ def test_bfloat16_is_as_exact_as_diffusers(tiny_flux2_folder: Path, ours: Flux2T
 
 def test_layers_see_the_grid_with_the_text_behind_it(ours: Flux2Transformer) -> None:
     layers = list(ours.attention_layers())
-    assert [(layer.layer.role, layer.layer.index, layer.layer.num_layers) for layer in layers] == [
-        ("self", index, 4) for index in range(4)
-    ]
-    assert {f"{layer.layer.name}.attention" for layer in layers} <= {name for name, _ in ours.named_modules()}
     seen: list[TokenLayout] = []
 
     def keep(module: AttentionLayer, given: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -142,15 +138,3 @@ def test_layers_see_the_grid_with_the_text_behind_it(ours: Flux2Transformer) -> 
     assert len(seen) == 4
     # Trimmed to the longest prompt.
     assert set(seen) == {TokenLayout((1, 4, 6), num_suffix_tokens=7, valid_lengths=(4, 7))}
-
-
-def test_the_text_is_projected_once_a_request_and_branch(ours: Flux2Transformer) -> None:
-    calls: list[int] = []
-    hook = ours.text_embedding.register_forward_hook(lambda module, given, out: calls.append(1))
-    latents, timestep, inputs = arguments()
-    context = AttentionContext(step=StepInfo(branch="cond"))
-    first = ours(latents, timestep, inputs, context)
-    for _ in range(2):
-        assert torch.equal(ours(latents, timestep, inputs, context), first)
-    assert len(calls) == 1
-    hook.remove()

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_hunyuan_video import write_tiny_hunyuan_video
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_folder(tiny_folder_of: Callable[[str], Path]) -> Path:
     """Read only: tests share it."""
-    return write_tiny_hunyuan_video(tmp_path_factory.mktemp("models") / "tiny_hunyuan_video")
+    return tiny_folder_of("hunyuan_video")
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from tiny_hunyuan_video_15 import write_tiny_hunyuan_video_15
 
 
 @pytest.fixture(scope="session")
-def text_to_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_to_video(tiny_folder_of: Callable[[str], Path]) -> Path:
     """Read only: tests share it."""
-    return write_tiny_hunyuan_video_15(tmp_path_factory.mktemp("models") / "text_to_video")
+    return tiny_folder_of("hunyuan_video_15")
 
 
 @pytest.fixture(scope="session")

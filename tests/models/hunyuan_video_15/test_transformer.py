@@ -204,10 +204,9 @@ def test_the_next_timestep_is_an_input_of_meanflow_models_alone(folder_of: Calla
         assert (relative(one, other) > 1e-3) == differs
 
 
-@pytest.mark.parametrize("name", ["text", "image"])
-def test_a_batch_equals_its_samples(folder_of: Callable[[str], Path], name: str) -> None:
-    ours = load_ours(folder_of(name))
-    inputs = make_inputs((2, 4, 6), (9, 3, 6), (0, 2, 6), has_image=name == "image")
+def test_a_batch_that_starts_from_images_equals_its_samples(folder_of: Callable[[str], Path]) -> None:
+    ours = load_ours(folder_of("image"))
+    inputs = make_inputs((2, 4, 6), (9, 3, 6), (0, 2, 6), has_image=True)
     together = run_ours(ours, inputs)
     for index in range(3):
         assert relative(together[index : index + 1], run_ours(ours, inputs.take(index))) < 1e-5
@@ -250,55 +249,7 @@ def test_bfloat16_is_as_exact_as_diffusers(folder_of: Callable[[str], Path]) -> 
     assert relative(out, reference) < 1.5 * theirs_error < 0.3
 
 
-def test_a_real_size_config_builds_without_memory(tmp_path: Path) -> None:
-    """54 blocks of 16 heads of 128: 8.3 billion parameters."""
-    write_rest(tmp_path)
-    (tmp_path / "vae" / "config.json").write_text("{}")
-    (tmp_path / "transformer").mkdir()
-    config = {
-        "in_channels": 65,
-        "out_channels": 32,
-        "num_attention_heads": 16,
-        "attention_head_dim": 128,
-        "num_layers": 54,
-        "num_refiner_layers": 2,
-        "mlp_ratio": 4.0,
-        "patch_size": 1,
-        "patch_size_t": 1,
-        "qk_norm": "rms_norm",
-        "text_embed_dim": 3584,
-        "text_embed_2_dim": 1472,
-        "image_embed_dim": 1152,
-        "rope_theta": 256.0,
-        "rope_axes_dim": [16, 56, 56],
-        "target_size": 640,
-        "task_type": "t2v",
-        "use_meanflow": False,
-    }
-    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
-    transformer = family_for_folder(tmp_path).describe(tmp_path).build_transformer(AttentionPolicy())
-    assert sum(parameter.numel() for parameter in transformer.parameters()) == 8_326_608_160
-    assert all(parameter.is_meta for parameter in transformer.parameters())
-
-
 # --- attention --------------------------------------------------------------------------------------------------------
-
-
-def test_attention_layers_are_named_and_every_call_is_counted(folder_of: Callable[[str], Path]) -> None:
-    ours = load_ours(folder_of("text"))
-    layers = [layer.layer for layer in ours.attention_layers()]
-    assert [(layer.role, layer.index) for layer in layers] == [
-        (REFINER_ROLE, 0),
-        (REFINER_ROLE, 1),
-        ("self", 0),
-        ("self", 1),
-    ]
-    assert {f"{layer.name}.attention" for layer in layers} <= {name for name, _ in ours.named_modules()}
-    context = AttentionContext()
-    for _ in range(2):
-        run_ours(ours, make_inputs((1, 4, 4)), context)
-    rows = context.recorder.report().rows
-    assert {(row.role, row.count, row.layers) for row in rows} == {(REFINER_ROLE, 4, "0-1"), ("self", 4, "0-1")}
 
 
 def test_padding_of_all_streams_is_one_length_and_no_mask_reaches_a_layer(folder_of: Callable[[str], Path]) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_ltx2 import write_tiny_ltx2
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_folder(tiny_folder_of: Callable[[str], Path]) -> Path:
     """Read only: tests share it."""
-    return write_tiny_ltx2(tmp_path_factory.mktemp("models") / "tiny_ltx2")
+    return tiny_folder_of("ltx2")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tiny_encoders import HIDDEN
 from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS, random_transformer
 
-from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo, TokenLayout
+from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import RequestError
@@ -72,11 +72,6 @@ class Inputs:
     def conditions(self) -> Conditions:
         stream = TextStream(self.audio_text, self.lengths)
         return Conditions.of(self.text, self.lengths, further=[stream])
-
-    def take(self, index: int) -> Inputs:
-        one = slice(index, index + 1)
-        tensors = (self.video, self.audio, self.timestep, self.text, self.audio_text)
-        return Inputs(*(tensor[one] for tensor in tensors), self.lengths[one], self.size)
 
 
 def make_inputs(size: ClipSize = WIDE, lengths: Sequence[int] = (5, 9)) -> Inputs:
@@ -200,14 +195,6 @@ def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -
             assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-def test_a_batch_equals_its_samples(folder_of: Callable[[str], Path]) -> None:
-    ours = load_ours(folder_of("halves turn"))
-    inputs = make_inputs(WIDE, (9, 3, 6))
-    together = run_ours(ours, inputs)
-    for index in range(3):
-        assert_equal(together[index : index + 1], run_ours(ours, inputs.take(index)), inputs.take(index))
-
-
 def test_every_condition_reaches_both_streams(folder_of: Callable[[str], Path]) -> None:
     """Otherwise the comparisons above could not tell whether one of them went astray."""
     ours = load_ours(folder_of("halves turn"))
@@ -269,20 +256,6 @@ def test_a_lora_on_rows_that_change_their_order_equals_diffusers(
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def test_attention_layers_are_named_and_every_call_is_counted(folder_of: Callable[[str], Path]) -> None:
-    ours = load_ours(folder_of("halves turn"))
-    layers = [layer.layer for layer in ours.attention_layers()]
-    assert [(layer.role, layer.index, layer.num_layers) for layer in layers] == [
-        (role, index, 2) for index in range(2) for role in ROLES
-    ]
-    assert {f"{layer.name}.attention" for layer in layers} <= {name for name, _ in ours.named_modules()}
-    context = AttentionContext()
-    for _ in range(2):
-        run_ours(ours, make_inputs(SQUARE), context)
-    rows = context.recorder.report().rows
-    assert {(row.role, row.count, row.layers) for row in rows} == {(role, 4, "0-1") for role in ROLES}
-
-
 def test_layouts_say_what_the_keys_are_and_no_mask_reaches_a_layer(folder_of: Callable[[str], Path]) -> None:
     ours = load_ours(folder_of("halves turn"))
     seen: dict[str, set[TokenLayout]] = {role: set() for role in ROLES}
@@ -312,28 +285,6 @@ def test_a_sparse_backend_that_keeps_everything_equals_dense(folder_of: Callable
 
 
 # --- what is kept between steps ---------------------------------------------------------------------------------------
-
-
-def test_the_text_is_projected_once_a_request_and_branch(folder_of: Callable[[str], Path]) -> None:
-    ours = load_ours(folder_of("halves turn"))
-    calls: list[int] = []
-    for stream in (ours.video, ours.audio):
-        stream.text_embedding.register_forward_hook(lambda module, arguments, out: calls.append(1))
-    inputs = make_inputs(SQUARE)
-    text = inputs.conditions()
-    other = Conditions.of(inputs.text.flip(2), inputs.lengths, further=text.further)
-    first, second = (run_ours(ours, inputs, text=words) for words in (text, other))
-    assert relative(first, second) > 1e-3
-    calls.clear()
-    cond = AttentionContext(step=StepInfo(branch="cond"))
-    uncond = AttentionContext(step=StepInfo(branch="uncond"), state=cond.state)
-    for _ in range(3):
-        assert torch.equal(run_ours(ours, inputs, cond, text), first)
-        assert torch.equal(run_ours(ours, inputs, uncond, other), second)
-    assert len(calls) == 4
-    # The same branch with another text.
-    assert torch.equal(run_ours(ours, inputs, cond, other), second)
-    assert len(calls) == 6
 
 
 def test_what_does_not_fit_is_named(folder_of: Callable[[str], Path]) -> None:

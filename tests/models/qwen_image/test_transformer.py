@@ -13,7 +13,7 @@ from family_parity import load_transformer, relative
 from tiny_encoders import HIDDEN
 from tiny_qwen_image import CHANNELS
 
-from diffusion_runtime.attention import AttentionContext, StepInfo, TokenLayout
+from diffusion_runtime.attention import AttentionContext, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
@@ -92,15 +92,6 @@ def test_time_and_text_matter(models: Any) -> None:
         assert relative(run_ours(models[0], latents, *other), out) > 1e-3
 
 
-def test_a_batch_equals_its_samples(models: Any) -> None:
-    latents, timestep, inputs = arguments(lengths=(4, 9))
-    together = run_ours(models[0], latents, timestep, inputs)
-    for index in range(2):
-        part = slice(index, index + 1)
-        alone = dataclasses.replace(inputs, text=inputs.text.take([index]))
-        assert relative(together[part], run_ours(models[0], latents[part], timestep[part], alone)) < 1e-5
-
-
 def test_bfloat16_is_as_exact_as_diffusers(models: Any, tiny_qwen_image_folder: Path) -> None:
     ours = load_transformer(FAMILY, tiny_qwen_image_folder, torch.bfloat16)
     theirs = load_theirs(tiny_qwen_image_folder, torch.bfloat16)
@@ -119,10 +110,6 @@ def test_bfloat16_is_as_exact_as_diffusers(models: Any, tiny_qwen_image_folder: 
 def test_layers_see_padding_as_lengths_behind_the_grid(models: Any) -> None:
     ours, _ = models
     layers = list(ours.attention_layers())
-    assert [(layer.layer.role, layer.layer.index, layer.layer.num_layers) for layer in layers] == [
-        ("self", index, 3) for index in range(3)
-    ]
-    assert {f"{layer.layer.name}.attention" for layer in layers} <= {name for name, _ in ours.named_modules()}
     seen: list[TokenLayout] = []
 
     def keep(module: AttentionLayer, given: tuple[Any, ...]) -> None:
@@ -155,19 +142,6 @@ def test_no_mask_reaches_torchs_kernel(models: Any, monkeypatch: pytest.MonkeyPa
     assert calls
     assert all(mask is None for mask in calls)
     assert {row.count for row in context.recorder.report().rows} == {3}
-
-
-def test_the_text_is_projected_once_a_request_and_branch(models: Any) -> None:
-    ours, _ = models
-    calls: list[int] = []
-    hook = ours.text_embedding.register_forward_hook(lambda module, given, out: calls.append(1))
-    latents, timestep, inputs = arguments()
-    context = AttentionContext(step=StepInfo(branch="cond"))
-    first = ours(latents, timestep, inputs, context)
-    for _ in range(2):
-        assert torch.equal(ours(latents, timestep, inputs, context), first)
-    assert len(calls) == 1
-    hook.remove()
 
 
 def test_guidance_keeps_the_length_of_every_token(models: Any) -> None:

@@ -14,7 +14,7 @@ from denoiser_inputs import text_inputs
 from diffusers import WanTransformer3DModel
 from family_parity import write_plain_scheduler
 
-from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo, TokenLayout
+from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.errors import BackendUnavailableError, RequestError
 from diffusion_runtime.models.wan.family import FAMILY
@@ -145,16 +145,6 @@ def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -
             assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
 
 
-def test_a_batch_equals_its_samples(folder_of: Callable[[str], Path]) -> None:
-    ours = load_ours(folder_of("plain"))
-    latents, timestep, text = inputs((2, 4, 6), batch=3)
-    together = run_ours(ours, latents, timestep, text, AttentionContext())
-    for index in range(3):
-        part = slice(index, index + 1)
-        alone = run_ours(ours, latents[part], timestep[part], text[part], AttentionContext())
-        assert relative(together[part], alone) < 1e-5
-
-
 def test_bfloat16_keeps_the_same_parts_in_float32_and_is_as_exact_as_diffusers(
     folder_of: Callable[[str], Path],
 ) -> None:
@@ -180,53 +170,7 @@ def test_every_parameter_has_the_dtype_it_has_in_diffusers(folder_of: Callable[[
     assert not their_dtypes
 
 
-def test_a_real_size_config_builds_without_memory(tmp_path: Path) -> None:
-    """Wan 2.1 14B: 40 layers of 40 heads of 128, 57 GB in float32."""
-    (tmp_path / "transformer").mkdir()
-    config = {
-        "attention_head_dim": 128,
-        "num_attention_heads": 40,
-        "num_layers": 40,
-        "ffn_dim": 13824,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 4096,
-        "freq_dim": 256,
-        "patch_size": [1, 2, 2],
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-        "eps": 1e-6,
-        "image_dim": None,
-        "added_kv_proj_dim": None,
-        "rope_max_seq_len": 1024,
-    }
-    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
-    write_plain_scheduler(tmp_path)
-    (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "WanTransformer3DModel"]}))
-    (tmp_path / "vae").mkdir()
-    (tmp_path / "vae" / "config.json").write_text("{}")
-    transformer = FAMILY.describe(tmp_path).build_transformer(AttentionPolicy())
-    assert sum(parameter.numel() for parameter in transformer.parameters()) == 14_288_491_584
-    assert all(parameter.is_meta for parameter in transformer.parameters())
-
-
 # --- attention --------------------------------------------------------------------------------------------------------
-
-
-def test_attention_layers_are_named_and_every_call_is_counted(folder_of: Callable[[str], Path]) -> None:
-    ours = load_ours(folder_of("plain"))
-    layers = list(ours.attention_layers())
-    assert [(layer.layer.role, layer.layer.index) for layer in layers] == [
-        (role, index) for index in range(3) for role in ("self", "cross")
-    ]
-    assert all(layer.layer.num_layers == 3 and layer.decisions for layer in layers)
-    names = {layer.layer.name for layer in layers}
-    assert {f"{name}.attention" for name in names} <= {name for name, _ in ours.named_modules()}
-    context = AttentionContext()
-    for _ in range(2):
-        run_ours(ours, *inputs((1, 4, 4)), context)
-    rows = context.recorder.report().rows
-    assert {(row.role, row.count, row.layers) for row in rows} == {("self", 6, "0-2"), ("cross", 6, "0-2")}
 
 
 def test_layers_see_the_grid_and_the_text(folder_of: Callable[[str], Path]) -> None:
@@ -262,30 +206,6 @@ def test_latents_that_are_no_whole_patches_are_refused(folder_of: Callable[[str]
     ours = load_ours(folder_of("plain"))
     with pytest.raises(RequestError, match="whole number of 1 x 2 x 2 patches"):
         run_ours(ours, *inputs((1, 3, 4)), AttentionContext())
-
-
-# --- what is kept between steps ---------------------------------------------------------------------------------------
-
-
-def test_the_text_is_projected_once_a_request_and_branch(folder_of: Callable[[str], Path]) -> None:
-    ours = load_ours(folder_of("plain"))
-    calls: list[int] = []
-    ours.text_embedding.register_forward_hook(lambda module, arguments, out: calls.append(1))
-    latents, timestep, text = inputs((1, 4, 4))
-    other_text = text.flip(2).clone()
-    first, other = (run_ours(ours, latents, timestep, words, AttentionContext()) for words in (text, other_text))
-    assert relative(first, other) > 1e-3
-    calls.clear()
-    context = AttentionContext(step=StepInfo(branch="cond"))
-    uncond = AttentionContext(step=StepInfo(branch="uncond"), state=context.state)
-    for _ in range(3):
-        assert torch.equal(run_ours(ours, latents, timestep, text, context), first)
-        assert torch.equal(run_ours(ours, latents, timestep, other_text, uncond), other)
-    assert len(calls) == 2
-    # The same branch with another text, and an equal text in another tensor.
-    assert torch.equal(run_ours(ours, latents, timestep, other_text, context), other)
-    assert torch.equal(run_ours(ours, latents, timestep, text.clone(), context), first)
-    assert len(calls) == 4
 
 
 def test_another_grid_in_the_same_request_has_its_own_positions(folder_of: Callable[[str], Path]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_z_image import write_tiny_z_image
 
 
 @pytest.fixture(scope="package")
-def tiny_z_image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_z_image_folder(tiny_folder_of: Callable[[str], Path]) -> Path:
     """Read only: tests share it."""
-    return write_tiny_z_image(tmp_path_factory.mktemp("models") / "z_image")
+    return tiny_folder_of("z_image")

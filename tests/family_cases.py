@@ -1,0 +1,358 @@
+"""What tests that hold for every family read: one case per family, of its tiny folder and of what it may not say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG = "transformer/config.json"
+EULER_SIGMAS = (1.0, 0.75, 0.5, 0.25)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values that a json file may not hold, and what the error says (a regular expression). `...` takes a key out."""
+
+    values: Mapping[str, Any]
+    told: str
+    file: str = CONFIG
+
+
+def in_file(file: str, told: str, **values: Any) -> Refusal:
+    return Refusal(values, told, file)
+
+
+def missing(*keys: str) -> tuple[Refusal, ...]:
+    """Keys of the transformer that have no default."""
+    return tuple(Refusal({key: ...}, rf"{CONFIG}: key '{key}' is missing") for key in keys)
+
+
+def misfits(*values: tuple[str, Any]) -> tuple[Refusal, ...]:
+    """Values of the transformer's keys that are of another type or of a model that this runtime has not."""
+    return tuple(Refusal({key: value}, rf"{CONFIG}: key '{key}': expected .*, got ") for key, value in values)
+
+
+def latents_of(width: int) -> dict[str, Any]:
+    """An autoencoder that fits itself and no transformer of another width."""
+    return {"z_dim": width, "latents_mean": [0.0] * width, "latents_std": [1.0] * width}
+
+
+def change(folder: Path, file: str, values: Mapping[str, Any]) -> Path:
+    """Set keys of a json file; `...` takes a key out. Returns the folder."""
+    path = folder / file
+    content = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+    return folder
+
+
+@contextmanager
+def changed(folder: Path, file: str, values: Mapping[str, Any]) -> Iterator[None]:
+    """As `change`, and as it was behind it."""
+    before = (folder / file).read_text()
+    change(folder, file, values)
+    try:
+        yield
+    finally:
+        (folder / file).write_text(before)
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """geometry: channels, pixels per latent, frames per latent, patch. sigmas: of four steps at shift 1, where the
+    folder's scheduler is Euler's. flow_shift: of the folder; None where it follows the size.
+
+    layers: the number of attention layers per role; one_of: of how many a layer says it is one, where that is another
+    number; runs_once: roles that run once per request and branch. text_modules: what projects the text, once as well.
+
+    refusals: found by reading json alone, without a weight; text_refusals: by loading the text encoder; text_files:
+    each is needed for that, with what is said without it. other_size: values of the transformer that its weights do not
+    fit, and what the error says of them.
+    """
+
+    geometry: tuple[int, int, int, tuple[int, int, int]]
+    layers: Mapping[str, int]
+    refusals: tuple[Refusal, ...]
+    other_size: tuple[Mapping[str, Any], tuple[str, ...]]
+    embeds_guidance: bool = False
+    sigmas: tuple[float, ...] | None = EULER_SIGMAS
+    flow_shift: float | None = None
+    text_refusals: tuple[Refusal, ...] = ()
+    text_files: tuple[tuple[str, str], ...] = ()
+    text_modules: tuple[str, ...] = ("text_embedding",)
+    one_of: Mapping[str, int] = field(default_factory=dict)
+    runs_once: frozenset[str] = frozenset()
+
+
+SCHEDULER = "scheduler/scheduler_config.json"
+VAE = "vae/config.json"
+INDEX = "model_index.json"
+EXPERTS = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
+FROM_IMAGE = r"image_condition_type.*in_channels.*image-conditioned checkpoint"
+
+LTX2_SOUND_ROLES = ("ltx2.audio_self", "ltx2.audio_cross", "ltx2.audio_to_video", "ltx2.video_to_audio")
+
+FAMILIES = {
+    "wan": FamilyCase(
+        geometry=(16, 8, 4, (1, 2, 2)),
+        flow_shift=3.0,
+        layers={"self": 2, "cross": 2},
+        sigmas=None,
+        refusals=(
+            *missing("patch_size", "num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim"),
+            *missing("text_dim", "freq_dim"),
+            *misfits(("patch_size", [1, 2]), ("patch_size", 2), ("num_layers", 0), ("num_layers", "2")),
+            *misfits(("attention_head_dim", 15), ("freq_dim", 7), ("ffn_dim", 1.5), ("eps", "small")),
+            *misfits(("cross_attn_norm", 1), ("qk_norm", "rms_norm")),
+            *(
+                Refusal({key: value}, rf"config.json: key '{key}' is {value}: this is an image-conditioned")
+                for key, value in (("image_dim", 1280), ("added_kv_proj_dim", 64), ("pos_embed_seq_len", 514))
+            ),
+            Refusal({"in_channels": 36}, r"'in_channels' \(36\) and 'out_channels' \(16\) differ"),
+            # Two experts and the boundary between them belong together.
+            Refusal(EXPERTS, "model_index.json: keys 'transformer_2' and 'boundary_ratio'", INDEX),
+            in_file(INDEX, "model_index.json: keys 'transformer_2' and 'boundary_ratio'", boundary_ratio=0.875),
+            *(
+                Refusal(
+                    {**EXPERTS, "boundary_ratio": value},
+                    "key 'boundary_ratio': expected a number between 0 and 1",
+                    INDEX,
+                )
+                for value in (0, 1, 1.5, -0.1)
+            ),
+            Refusal(
+                {**EXPERTS, "boundary_ratio": 0.9, "expand_timesteps": True},
+                "key 'expand_timesteps': expected false in a model of two experts",
+                INDEX,
+            ),
+            Refusal(latents_of(48), "vae/config.json: key 'z_dim': expected 16", VAE),
+        ),
+        other_size=(
+            {"ffn_dim": 100, "num_layers": 3},
+            ("blocks.2.attn1.to_q.weight", "blocks.0.ffn.net.0.proj.weight is [96, 64], expected [100, 64]"),
+        ),
+    ),
+    "flux1": FamilyCase(
+        geometry=(4, 2, 1, (1, 2, 2)),
+        layers={"self": 4},
+        embeds_guidance=True,
+        refusals=(
+            *missing("in_channels", "num_layers", "num_single_layers", "attention_head_dim", "joint_attention_dim"),
+            *misfits(("patch_size", 2), ("in_channels", 18), ("num_layers", "2"), ("guidance_embeds", 1)),
+            *misfits(("axes_dims_rope", [4, 6, 8]), ("axes_dims_rope", [5, 5, 6]), ("axes_dims_rope", [16])),
+            Refusal({"in_channels": 96, "out_channels": 16}, r"'in_channels' \(96\) and 'out_channels' \(16\) differ"),
+            Refusal({"guidance_embed": True}, "'guidance_embed' is unknown .* Did you mean 'guidance_embeds'"),
+            in_file(VAE, "vae/config.json: key 'latent_channels': expected 4", latent_channels=16),
+            in_file(SCHEDULER, "max_image_seq_len: expected more than base_image_seq_len", max_image_seq_len=100),
+            in_file(SCHEDULER, "base_shift: expected a number, got 'half'", base_shift="half"),
+            in_file(SCHEDULER, "time_shift_type: expected one of", time_shift_type="cubic"),
+        ),
+        other_size=(
+            {"num_single_layers": 3, "pooled_projection_dim": 24},
+            (
+                "single_transformer_blocks.2.norm.linear.weight",
+                "text_embedder.linear_1.weight is [32, 32], expected [32, 24]",
+            ),
+        ),
+    ),
+    "flux2": FamilyCase(
+        geometry=(8, 4, 1, (1, 1, 1)),
+        layers={"self": 4},
+        embeds_guidance=True,
+        refusals=(
+            *(
+                Refusal({key: value}, rf"{CONFIG}: key.*'{key}'.*{told}")
+                for key, value, told in (
+                    ("patch_size", 2, "expected 1"),
+                    ("in_channels", 6, "a multiple of 4"),
+                    ("out_channels", 16, "differ: this is not a text-to-image checkpoint"),
+                    ("axes_dims_rope", [4, 4, 4, 2], "even numbers whose sum is attention_head_dim, 16"),
+                    ("axes_dims_rope", [8, 8], "a list of 4 whole numbers"),
+                    ("timestep_guidance_channels", 31, "an even number"),
+                    ("guidance_embeds", False, r"expected true in a folder of FLUX.2 \[dev\]"),
+                )
+            ),
+            in_file(VAE, "expected 2, a quarter of the transformer's in_channels", latent_channels=4),
+            in_file(VAE, r"expected \[2, 2\]", patch_size=[1, 1]),
+            in_file(INDEX, "no native model for what that pipeline", _class_name="Flux2KleinInpaintPipeline"),
+            in_file(INDEX, r"expected false in a folder of FLUX.2 \[klein\]", _class_name="Flux2KleinPipeline"),
+        ),
+        other_size=({"num_single_layers": 3}, ("single_transformer_blocks.2.attn.to_qkv_mlp_proj.weight",)),
+        text_refusals=(
+            Refusal(
+                {"joint_attention_dim": 64}, "48 numbers a token, and the transformer takes joint_attention_dim, 64"
+            ),
+            in_file("text_encoder/config.json", "model_type: expected 'mistral3', got 'llama'", model_type="llama"),
+        ),
+    ),
+    "qwen_image": FamilyCase(
+        geometry=(4, 4, 1, (1, 2, 2)),
+        layers={"self": 3},
+        refusals=(
+            *missing("patch_size", "in_channels", "out_channels", "num_layers", "joint_attention_dim"),
+            *misfits(("patch_size", 1), ("num_layers", 0), ("guidance_embeds", True), ("zero_cond_t", True)),
+            *misfits(("axes_dims_rope", [4, 6, 8]), ("axes_dims_rope", [5, 5, 6])),
+            *misfits(("use_additional_t_cond", True), ("use_layer3d_rope", True)),
+            Refusal({"in_channels": 32}, r"'in_channels' \(32\) and 'out_channels' \(4\)"),
+            in_file(
+                INDEX,
+                "model_index.json: key '_class_name': expected QwenImagePipeline, got",
+                _class_name="QwenImageEditPipeline",
+            ),
+            Refusal(latents_of(16), "vae/config.json: key 'z_dim': expected 4", VAE),
+        ),
+        other_size=(
+            {"num_layers": 4, "joint_attention_dim": 24},
+            ("transformer_blocks.3.img_mod.1.weight", "txt_norm.weight is [32], expected [24]"),
+        ),
+    ),
+    "hunyuan_video": FamilyCase(
+        geometry=(16, 8, 4, (1, 2, 2)),
+        flow_shift=7.0,
+        layers={"hunyuan_video.text_refiner": 2, "self": 4},
+        text_modules=("refiner.projection",),
+        embeds_guidance=True,
+        refusals=(
+            *missing("in_channels", "num_layers", "num_attention_heads", "attention_head_dim", "text_embed_dim"),
+            *missing("rope_axes_dim"),
+            *misfits(("patch_size", 0), ("num_single_layers", "2"), ("mlp_ratio", "four"), ("guidance_embeds", 1)),
+            *misfits(("qk_norm", "layer_norm"), ("rope_axes_dim", [4, 6])),
+            *misfits(("rope_axes_dim", [4, 6, 8]), ("rope_axes_dim", [5, 5, 6])),
+            Refusal({"image_condition_type": "token_replace"}, FROM_IMAGE),
+            Refusal({"in_channels": 33}, FROM_IMAGE),
+            in_file(SCHEDULER, "use_dynamic_shifting", use_dynamic_shifting=True),
+            in_file(VAE, "vae/config.json: key 'latent_channels': expected 16", latent_channels=32),
+        ),
+        other_size=(
+            {"mlp_ratio": 3.0, "num_layers": 3},
+            (
+                "transformer_blocks.2.attn.to_q.weight",
+                "transformer_blocks.0.ff.net.0.proj.weight is [128, 32], expected [96, 32]",
+            ),
+        ),
+        text_refusals=(
+            in_file("text_encoder/config.json", "model_type: expected 'llama', got 'umt5'", model_type="umt5"),
+        ),
+        text_files=(
+            ("text_encoder/config.json", "text_encoder/config.json"),
+            ("text_encoder/model.safetensors", "text_encoder"),
+            ("tokenizer/tokenizer.json", "tokenizer/tokenizer.json is missing"),
+            ("text_encoder_2/config.json", "text_encoder_2/config.json"),
+            ("tokenizer_2/tokenizer.json", "tokenizer_2/vocab.json is missing"),
+        ),
+    ),
+    "hunyuan_video_15": FamilyCase(
+        geometry=(8, 4, 4, (1, 1, 1)),
+        flow_shift=5.0,
+        layers={"hunyuan_video_15.text_refiner": 2, "self": 2},
+        text_modules=("text.refiner.projection", "text.glyphs"),
+        refusals=(
+            *missing("in_channels", "out_channels", "num_layers", "text_embed_dim", "text_embed_2_dim"),
+            *missing("image_embed_dim"),
+            *misfits(("in_channels", 8), ("patch_size", 0), ("mlp_ratio", "four"), ("qk_norm", "layer_norm")),
+            *misfits(("rope_axes_dim", [4, 6, 8]), ("rope_axes_dim", [5, 5, 6])),
+            *misfits(("task_type", "upscale"), ("use_meanflow", "yes")),
+            in_file(VAE, "vae/config.json: key 'latent_channels': expected 8", latent_channels=32),
+            in_file(
+                INDEX,
+                "key '_class_name': expected HunyuanVideo15Pipeline or",
+                _class_name="HunyuanVideo15UpscalePipeline",
+            ),
+        ),
+        other_size=(
+            {"mlp_ratio": 3.0, "num_layers": 3},
+            (
+                "transformer_blocks.2.attn.to_q.weight",
+                "transformer_blocks.0.ff.net.0.proj.weight is [128, 32], expected [96, 32]",
+            ),
+        ),
+        text_files=(
+            ("text_encoder/config.json", "text_encoder/config.json"),
+            ("tokenizer/tokenizer.json", "tokenizer/vocab.json is missing"),
+            ("text_encoder_2/model.safetensors", "text_encoder_2"),
+            ("tokenizer_2/tokenizer_config.json", "tokenizer_2/tokenizer_config.json is missing"),
+        ),
+    ),
+    "ltx2": FamilyCase(
+        geometry=(6, 32, 8, (1, 1, 1)),
+        layers=dict.fromkeys(("self", "cross", *LTX2_SOUND_ROLES), 2),
+        text_modules=("video.text_embedding", "audio.text_embedding"),
+        refusals=(
+            *missing("in_channels", "audio_in_channels", "num_layers", "num_attention_heads", "caption_channels"),
+            *misfits(("patch_size", 2), ("audio_patch_size", 2), ("qk_norm", "layer_norm"), ("rope_type", "spiral")),
+            *misfits(("vae_scale_factors", [8, 32]), ("attention_head_dim", 15), ("cross_attention_dim", 16)),
+            *misfits(("audio_cross_attention_dim", 32), ("out_channels", 12), ("norm_elementwise_affine", True)),
+            # LTX-2.3 and 2.5.
+            *misfits(("gated_attn", True), ("audio_cross_attn_mod", True), ("use_prompt_embeddings", False)),
+            *misfits(("ff_bias", False)),
+            Refusal(
+                {"audio_num_attention_heads": 4, "audio_attention_head_dim": 4},
+                "key 'audio_num_attention_heads': expected 2, num_attention_heads, got 4",
+            ),
+            in_file(
+                INDEX, "expected LTX2Pipeline, got 'LTX2ImageToVideoPipeline'", _class_name="LTX2ImageToVideoPipeline"
+            ),
+            in_file(VAE, "vae/config.json: key 'latent_channels': expected 6", latent_channels=32),
+            in_file(VAE, "key 'timestep_conditioning': expected false", timestep_conditioning=True),
+            in_file(VAE, "key 'decoder_inject_noise'", decoder_inject_noise=[False, True, False, False]),
+            in_file(
+                "audio_vae/config.json",
+                r"audio_vae/config.json: keys 'latent_channels' \(2\) and 'mel_bins' \(64\)",
+                mel_bins=64,
+            ),
+            in_file(INDEX, "key 'vocoder': expected LTX2Vocoder, got LTX2Vo", vocoder=["ltx2", "LTX2VocoderWithBWE"]),
+        ),
+        other_size=(
+            {"caption_channels": 16, "num_layers": 3},
+            (
+                "transformer_blocks.2.scale_shift_table",
+                "caption_projection.linear_1.weight is [32, 32], expected [32, 16]",
+            ),
+        ),
+        text_refusals=(
+            in_file(
+                "text_encoder/config.json",
+                "model_type: expected 'gemma3' or 'gemma3_text', got 'gemma4'",
+                model_type="gemma4",
+            ),
+            *(
+                Refusal({key: value}, told, "connectors/config.json")
+                for key, value, told in (
+                    ("caption_channels", 31, "key 'caption_channels': expected 32"),
+                    ("text_proj_in_factor", 49, "key 'text_proj_in_factor': expected 4"),
+                    ("audio_connector_attention_head_dim", 8, r"_dim' \(8\): expected their product to be 32"),
+                    ("video_connector_num_learnable_registers", 100, "expected a number that divides 1024"),
+                )
+            ),
+        ),
+        text_files=(
+            ("text_encoder/config.json", "text_encoder/config.json"),
+            ("text_encoder/model.safetensors", "text_encoder"),
+            ("tokenizer/tokenizer.json", "tokenizer/tokenizer.json is missing"),
+            ("connectors/config.json", "connectors/config.json"),
+            ("connectors/diffusion_pytorch_model.safetensors", "connectors"),
+        ),
+    ),
+    "z_image": FamilyCase(
+        geometry=(4, 2, 1, (1, 2, 2)),
+        flow_shift=3.0,
+        layers={"z_image.text_refiner": 2, "self": 4},
+        one_of={"z_image.text_refiner": 4},
+        runs_once=frozenset({"z_image.text_refiner"}),
+        refusals=tuple(
+            Refusal({key: value}, rf"{CONFIG}: key '{key}'.*{told}")
+            for key, value, told in (
+                ("all_patch_size", [4], r"expected \[2\], the only value"),
+                ("siglip_feat_dim", 1152, "expected None, the only value"),
+                ("qk_norm", False, "expected true"),
+                ("n_kv_heads", 1, "expected n_heads, 3"),
+                ("axes_dims", [4, 6, 8], "even numbers whose sum is the head size, 16"),
+                ("dim", 50, "a multiple of n_heads, 3"),
+            )
+        ),
+        other_size=({"n_layers": 3}, ("layers.2.attention.to_q.weight",)),
+    ),
+}

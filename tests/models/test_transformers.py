@@ -1,0 +1,145 @@
+"""What holds for every family's transformer, on what its own text encoder makes of two prompts; see family_cases.
+
+That its predictions are diffusers' own is tested per family, as the calls of their classes differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from family_cases import FAMILIES, FamilyCase
+from family_parity import relative
+from tables import table
+from tiny_families import small_request
+
+from diffusion_runtime import Pipeline, load_pipeline
+from diffusion_runtime.attention import AttentionContext, StepInfo
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs
+from diffusion_runtime.text_encoders.interface import Conditions, TextStream
+
+# What importing diffusers' pipelines says about packages that are not here, and about guiders.
+pytestmark = pytest.mark.filterwarnings("ignore")
+PROMPTS = ('a red circle and the words "a star" moving left', "a star")
+Given = tuple[torch.Tensor, torch.Tensor, DenoiserInputs]
+
+
+@pytest.fixture(scope="module")
+def pipeline_of(tiny_folder_of: Callable[[str], Path]) -> Callable[[str], Pipeline]:
+    """A family's pipeline in float32."""
+    pipelines: dict[str, Pipeline] = {}
+
+    def pipeline(family: str) -> Pipeline:
+        if family not in pipelines:
+            loaded = load_pipeline(str(tiny_folder_of(family)), device="cpu", dtype="float32")
+            assert isinstance(loaded, Pipeline)
+            pipelines[family] = loaded
+        return pipelines[family]
+
+    return pipeline
+
+
+def given_to(pipeline: Pipeline) -> Given:
+    """Latents, unequal timesteps, and text of two lengths with noise where it is padding, so that it would show."""
+    generator = torch.Generator().manual_seed(1)
+    request = small_request(pipeline)
+    assert request.num_frames is not None
+    size = ClipSize(64, 64, request.num_frames, 24)
+    latents = torch.randn(2, *pipeline.rules.geometry.sample_shape(size), generator=generator)
+    text = pipeline.text_encoder.encode(PROMPTS)
+    further = tuple(
+        TextStream(with_noise(stream.embeddings, stream.lengths), stream.lengths) for stream in text.further
+    )
+    noisy = dataclasses.replace(text, embeddings=with_noise(text.embeddings, text.lengths), further=further)
+    guidance = 3.5 if pipeline.rules.embeds_guidance else None
+    return latents, torch.tensor([937.3, 474.65]), DenoiserInputs(noisy, size, guidance=guidance)
+
+
+def with_noise(embeddings: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    noisy = embeddings.clone()
+    for row, length in zip(noisy, lengths, strict=True):
+        row[length:] = torch.randn(row[length:].shape, generator=torch.Generator().manual_seed(length))
+    return noisy
+
+
+def flipped(text: Conditions) -> Conditions:
+    """Another text of the same lengths, in tensors of its own."""
+    further = tuple(TextStream(stream.embeddings.flip(2), stream.lengths) for stream in text.further)
+    return dataclasses.replace(text, embeddings=text.embeddings.flip(2), further=further)
+
+
+@table(("family", "case"), FAMILIES.items(), FAMILIES)
+def test_attention_layers_are_named_and_every_call_is_counted(
+    pipeline_of: Callable[[str], Pipeline], family: str, case: FamilyCase
+) -> None:
+    pipeline = pipeline_of(family)
+    layers = [layer.layer for layer in pipeline.transformer.attention_layers()]
+    for role, number in case.layers.items():
+        of_role = [(layer.index, layer.num_layers) for layer in layers if layer.role == role]
+        assert of_role == [(index, case.one_of.get(role, number)) for index in range(number)], role
+    modules = dict(pipeline.transformer.named_modules())
+    for layer in pipeline.transformer.attention_layers():
+        name = layer.layer.name
+        assert layer in (modules.get(name), modules.get(f"{name}.attention")), name
+    context = AttentionContext()
+    given = given_to(pipeline)
+    for factor in (1.0, 0.5):
+        pipeline.transformer(given[0], factor * given[1], given[2], context)
+    counts: dict[str, int] = {}
+    for row in context.recorder.report().rows:
+        counts[row.role] = counts.get(row.role, 0) + row.count
+    assert counts == {role: number * (1 if role in case.runs_once else 2) for role, number in case.layers.items()}
+
+
+@table("family", FAMILIES)
+def test_a_batch_equals_its_samples_and_inputs_stay(pipeline_of: Callable[[str], Pipeline], family: str) -> None:
+    pipeline = pipeline_of(family)
+    latents, timestep, inputs = given_to(pipeline)
+    before = latents.clone(), inputs.text.embeddings.clone()
+    together = pipeline.transformer(latents, timestep, inputs, AttentionContext())
+    assert together.shape == latents.shape
+    assert torch.equal(latents, before[0])
+    assert torch.equal(inputs.text.embeddings, before[1])
+    for index in range(2):
+        part = slice(index, index + 1)
+        alone = dataclasses.replace(inputs, text=inputs.text.take([index]))
+        found = pipeline.transformer(latents[part], timestep[part], alone, AttentionContext())
+        assert relative(together[part], found) < 1e-5
+
+
+@table(("family", "case"), FAMILIES.items(), FAMILIES)
+def test_the_text_is_projected_once_a_request_and_branch(
+    pipeline_of: Callable[[str], Pipeline], family: str, case: FamilyCase
+) -> None:
+    transformer = pipeline_of(family).transformer
+    latents, timestep, inputs = given_to(pipeline_of(family))
+    other_inputs = dataclasses.replace(inputs, text=flipped(inputs.text))
+    first, second = (transformer(latents, timestep, given, AttentionContext()) for given in (inputs, other_inputs))
+    assert relative(first, second) > 1e-3
+    assert relative(transformer(latents, timestep / 2, inputs, AttentionContext()), first) > 1e-3
+    calls: list[str] = []
+    hooks = [
+        transformer.get_submodule(name).register_forward_hook(lambda module, given, out, name=name: calls.append(name))
+        for name in case.text_modules
+    ]
+    try:
+        cond = AttentionContext(step=StepInfo(branch="cond"))
+        uncond = AttentionContext(step=StepInfo(branch="uncond"), state=cond.state)
+        for _ in range(3):
+            assert torch.equal(transformer(latents, timestep, inputs, cond), first)
+            assert torch.equal(transformer(latents, timestep, other_inputs, uncond), second)
+        assert sorted(calls) == sorted(2 * case.text_modules)
+        # The same branch with another text.
+        assert torch.equal(transformer(latents, timestep, other_inputs, cond), second)
+        assert sorted(calls) == sorted(3 * case.text_modules)
+        # An equal text in other tensors.
+        equal = dataclasses.replace(inputs, text=flipped(flipped(inputs.text)))
+        assert torch.equal(transformer(latents, timestep, equal, cond), first)
+        assert sorted(calls) == sorted(4 * case.text_modules)
+    finally:
+        for hook in hooks:
+            hook.remove()
