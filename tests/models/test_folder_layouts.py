@@ -31,9 +31,9 @@ SHARD = "20KB"
 
 
 @pytest.fixture(scope="module", params=list(WRITERS))
-def family_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def family_folder(request: pytest.FixtureRequest, tiny_folder_of: Callable[[str], Path]) -> Path:
     """Read only."""
-    return WRITERS[request.param](tmp_path_factory.mktemp("layouts") / request.param)
+    return tiny_folder_of(request.param)
 
 
 def frames(folder: Path) -> numpy.ndarray:

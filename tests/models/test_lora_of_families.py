@@ -4,6 +4,7 @@ load_lora_weights and fuse_lora make of it, whatever our layers fuse."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,13 @@ def their_outputs(theirs: Any, num_frames: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merged_at_load_equals_diffusers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_at_load_equals_diffusers(
+    family: str, tiny_folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their adapters beside the weights give what their fused weights give, and those are ours, to the number."""
     from diffusers import DiffusionPipeline
 
-    folder = WRITERS[family](tmp_path / "model")
+    folder = tiny_folder_of(family)
     theirs = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
     path = write_lora(theirs.transformer, tmp_path / "lora.safetensors")
     kept = record_latents(monkeypatch)

@@ -82,7 +82,7 @@ def test_a_decoder_of_another_class_ends_a_dry_run(tmp_path: Path) -> None:
         dry_run(tmp_path)
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "pipeline"),
     [
         ("Wan2.1-T2V-1.3B-Diffusers", "WanVideoToVideoPipeline"),
@@ -99,7 +99,7 @@ def test_a_folder_of_another_pipeline_is_refused_with_what_runs_it(name: str, pi
         dry_run(tmp_path)
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "changes"),
     [
         ("Wan2.1-T2V-1.3B-Diffusers", {"image_dim": 1280, "added_kv_proj_dim": 1536, "in_channels": 36}),

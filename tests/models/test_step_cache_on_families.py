@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ NUM_STEPS = 4
 
 
 @pytest.mark.parametrize("family", list(WRITERS))
-def test_every_family_has_them(tmp_path: Path, family: str) -> None:
-    pipeline = load_pipeline(str(WRITERS[family](tmp_path / family)), device="cpu")
+def test_every_family_has_them(tiny_folder_of: Callable[[str], Path], family: str) -> None:
+    pipeline = load_pipeline(str(tiny_folder_of(family)), device="cpu")
     plain = dataclasses.replace(small_request(pipeline, NUM_STEPS), guidance_mode="two_pass")
 
     def run(cache: str | None) -> Any:

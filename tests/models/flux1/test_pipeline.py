@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 from family_parity import assert_equal_runs, load_theirs, record_latents
+from tables import table
 from tiny_flux1 import MAX_TEXT_TOKENS, TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
@@ -80,8 +81,8 @@ def check(
     assert_equal_runs(ours, requests, kept, lambda resolved, noise: run_theirs(theirs, resolved, noise, true_cfg_scale))
 
 
-@pytest.mark.parametrize("guidance_mode", ["batched", "two_pass"])
-@pytest.mark.parametrize("true_cfg_scale", [None, 3.0])
+@table("guidance_mode", ["batched", "two_pass"])
+@table("true_cfg_scale", [None, 3.0])
 def test_a_batch_of_two_unequal_prompts(
     dev: tuple[Pipeline, FluxPipeline],
     kept: list[torch.Tensor],

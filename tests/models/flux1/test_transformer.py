@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from family_parity import load_transformer, relative
+from tables import table
 from tiny_encoders import HIDDEN
 from tiny_flux1 import CHANNELS
 
@@ -78,8 +79,8 @@ def run_ours(
     return out
 
 
-@pytest.mark.parametrize("size", [(2, 2), (8, 12), (6, 2)])
-@pytest.mark.parametrize("batch", [1, 2])
+@table("size", [(2, 2), (8, 12), (6, 2)])
+@table("batch", [1, 2])
 def test_forward_equals_diffusers(models: Any, size: tuple[int, int], batch: int) -> None:
     given = arguments(*size, batch=batch)
     before = given[0].clone(), given[2].text.embeddings.clone()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from family_cases import SCHEDULER, change
 from published_configs import write_published
+from tables import table
 from tiny_flux2 import HIDDEN, TINY_SIZES, write_tiny_flux2_klein
 
 from diffusion_runtime import GenerationRequest
@@ -97,7 +98,7 @@ def test_statistics_stay_exact_in_bfloat16(tiny_flux2_folder: Path) -> None:
     assert (exact - rounded).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("name", ["FLUX.2-dev", "FLUX.2-klein-4B"])
+@table("name", ["FLUX.2-dev", "FLUX.2-klein-4B"])
 def test_latents_of_published_models(tmp_path: Path, name: str) -> None:
     folder = write_published(tmp_path, name)
     assert FAMILY.describe(folder).geometry.latent_shape(1024, 768, 1) == (128, 1, 64, 48)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Pipeline
 from family_parity import assert_equal_runs, load_theirs, record_latents, relative
+from tables import table
 from tiny_flux2 import TINY_SIZES, change_json
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
@@ -77,16 +78,16 @@ def test_every_token_of_the_text_equals_that_of_diffusers(name: str, request: py
         assert relative(found[:, place], expected[:, place]) < 1e-5
 
 
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-@pytest.mark.parametrize("number", [1, 2])
+@table("guidance_scale", [1.0, 4.0])
+@table("number", [1, 2])
 def test_dev_equals_that_of_diffusers(
     dev: tuple[Pipeline, Flux2Pipeline], monkeypatch: pytest.MonkeyPatch, guidance_scale: float, number: int
 ) -> None:
     assert_equals_theirs(dev, requests(number, guidance_scale=guidance_scale), monkeypatch)
 
 
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-@pytest.mark.parametrize("number", [1, 2])
+@table("guidance_scale", [1.0, 4.0])
+@table("number", [1, 2])
 def test_klein_equals_that_of_diffusers(
     klein: tuple[Pipeline, Flux2KleinPipeline], monkeypatch: pytest.MonkeyPatch, guidance_scale: float, number: int
 ) -> None:
@@ -154,7 +155,7 @@ def test_two_passes_equal_one_batch(klein: tuple[Pipeline, Flux2KleinPipeline]) 
     assert numpy.abs(frames[0] - frames[1]).max() <= 1
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [(64, 4), (4096, 50), (4300, 28), (4301, 28), (16384, 4), (1024, 300)])
+@table(("tokens", "steps"), [(64, 4), (4096, 50), (4300, 28), (4301, 28), (16384, 4), (1024, 300)])
 def test_the_shift_is_that_of_diffusers(dev: tuple[Pipeline, Flux2Pipeline], tokens: int, steps: int) -> None:
     from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 

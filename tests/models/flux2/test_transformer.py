@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import Flux2Transformer2DModel
 from family_parity import load_transformer, relative
+from tables import table
 from tiny_flux2 import CHANNELS, TEXT_DIM
 
 from diffusion_runtime.attention import AttentionContext, TokenLayout
@@ -69,8 +70,8 @@ def run_theirs(
     return out.transpose(1, 2).unflatten(2, (1, rows, columns))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("size", [(4, 6), (5, 3), (1, 1)])
+@table("batch", [1, 2])
+@table("size", [(4, 6), (5, 3), (1, 1)])
 def test_velocities_equal_those_of_diffusers(models: Any, batch: int, size: tuple[int, int]) -> None:
     given = arguments(batch, *size)
     before = given[0].clone(), given[2].text.embeddings.clone()

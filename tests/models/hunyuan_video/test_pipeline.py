@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoPipeline
 from family_parity import CPU, assert_equal_runs, load_theirs, record_latents, relative
+from tables import table
 from tiny_hunyuan_video import TINY_SIZES, write_tiny_hunyuan_video
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
@@ -73,7 +74,7 @@ def batch(**values: Any) -> list[GenerationRequest]:
     return [request(prompt=prompt, negative_prompt=other, seed=seed, **values) for prompt, other, seed in pairs]
 
 
-@pytest.mark.parametrize("num_frames", [1, 9])
+@table("num_frames", [1, 9])
 def test_one_request(pair: Pair, our_latents: list[torch.Tensor], num_frames: int) -> None:
     compare(pair, [request(num_frames=num_frames)], our_latents)
 
@@ -82,7 +83,7 @@ def test_a_batch_of_two_unequal_prompts(pair: Pair, our_latents: list[torch.Tens
     compare(pair, batch(guidance_scale=4.0), our_latents)
 
 
-@pytest.mark.parametrize("guidance_mode", ["batched", "two_pass"])
+@table("guidance_mode", ["batched", "two_pass"])
 def test_classifier_free_guidance_on_top(pair: Pair, our_latents: list[torch.Tensor], guidance_mode: str) -> None:
     compare(pair, batch(true_cfg_scale=3.0, guidance_mode=guidance_mode), our_latents)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideoTransformer3DModel
 from family_parity import CPU, relative, write_plain_scheduler
+from tables import table
 from tiny_encoders import HIDDEN
 from tiny_hunyuan_video import random_transformer
 
@@ -133,7 +134,7 @@ def run_theirs(
 # --- parity -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@table("name", VARIANTS)
 def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -> None:
     folder = folder_of(name)
     ours, theirs = load_ours(folder), load_theirs(folder)

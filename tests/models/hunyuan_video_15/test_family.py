@@ -12,6 +12,7 @@ import torch
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from family_cases import CONFIG, change
 from family_parity import CPU
+from tables import table
 
 from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
 from diffusion_runtime.config import RuntimeConfig
@@ -69,7 +70,7 @@ def test_a_guider_of_another_kind_or_without_its_file_is_refused(tiny_copy: Call
         defaults_of(change(folder, "model_index.json", other))
 
 
-@pytest.mark.parametrize(("target_size", "size"), [(640, (480, 848)), (960, (720, 1280)), (160, (112, 192))])
+@table(("target_size", "size"), [(640, (480, 848)), (960, (720, 1280)), (160, (112, 192))])
 def test_the_size_is_the_one_diffusers_takes(target_size: int, size: tuple[int, int]) -> None:
     processor = HunyuanVideo15ImageProcessor(vae_scale_factor=16)
     assert wide_size(target_size, 16) == size == processor.calculate_default_height_width(9, 16, target_size)

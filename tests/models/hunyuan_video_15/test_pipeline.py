@@ -12,6 +12,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
 from family_parity import CPU, assert_equal_runs, load_theirs, record_latents, relative
 from PIL import Image
+from tables import table
 from tiny_hunyuan_video_15 import TINY_SIZES, write_tiny_hunyuan_video_15
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
@@ -191,7 +192,7 @@ def test_an_image_that_is_missing_or_too_many_is_said(
         text_pair[0](request(image_path=str(picture)))
 
 
-@pytest.mark.parametrize(
+@table(
     ("prompt", "written"),
     [
         ("no quotation marks", ""),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from family_parity import CPU, relative, write_plain_scheduler
+from tables import table
 from tiny_hunyuan_video_15 import CHANNELS, GLYPH_DIM, IMAGE_DIM, TEXT_DIM, random_transformer
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo, TokenLayout
@@ -177,7 +178,7 @@ def run_theirs(
 # --- parity -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@table("name", VARIANTS)
 def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -> None:
     folder = folder_of(name)
     ours, theirs = load_ours(folder), load_theirs(folder)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from diffusers import LTX2Pipeline
 from family_parity import load_theirs, record_latents
+from tables import table
 from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, TINY_SIZES, write_tiny_ltx2
 from warm_python import run_python
 
@@ -145,12 +146,12 @@ def batch(**values: Any) -> list[GenerationRequest]:
     return [request(prompt=prompt, negative_prompt=other, seed=seed, **values) for prompt, other, seed in pairs]
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_frames": 17, "fps": 24, "height": 96}, {"num_frames": 1, "fps": 12}])
+@table("changes", [{}, {"num_frames": 17, "fps": 24, "height": 96}, {"num_frames": 1, "fps": 12}])
 def test_one_request_without_guidance(pair: Pair, our_latents: list[torch.Tensor], changes: dict[str, Any]) -> None:
     compare(pair, [request(guidance_scale=1.0, **changes)], our_latents)
 
 
-@pytest.mark.parametrize("guidance_mode", ["batched", "two_pass"])
+@table("guidance_mode", ["batched", "two_pass"])
 def test_a_batch_of_two_unequal_prompts_with_guidance(
     pair: Pair, our_latents: list[torch.Tensor], guidance_mode: str
 ) -> None:

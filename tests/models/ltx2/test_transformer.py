@@ -13,6 +13,7 @@ import torch
 from diffusers import LTX2VideoTransformer3DModel
 from family_parity import CPU, relative, write_plain_scheduler
 from safetensors.torch import save_file
+from tables import table
 from tiny_encoders import HIDDEN
 from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS, random_transformer
 
@@ -182,7 +183,7 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, inputs: Inputs) -> No
 # --- parity -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@table("name", VARIANTS)
 def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -> None:
     folder = folder_of(name)
     ours, theirs = load_ours(folder), load_theirs(folder)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from family_parity import assert_equal_runs, load_theirs, record_latents
+from tables import table
 from tiny_qwen_image import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
@@ -83,8 +84,8 @@ def test_the_template_is_as_long_as_what_is_cut_off(pair: tuple[Pipeline, QwenIm
     assert ours.text_encoder.encode(["a red circle moving left", ""]).lengths == (10, 5)
 
 
-@pytest.mark.parametrize("guidance_mode", ["batched", "two_pass"])
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+@table("guidance_mode", ["batched", "two_pass"])
+@table("guidance_scale", [1.0, 4.0])
 def test_a_batch_of_two_unequal_prompts(
     pair: tuple[Pipeline, QwenImagePipeline], kept: list[torch.Tensor], guidance_mode: str, guidance_scale: float
 ) -> None:

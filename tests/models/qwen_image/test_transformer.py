@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from family_parity import load_transformer, relative
+from tables import table
 from tiny_encoders import HIDDEN
 from tiny_qwen_image import CHANNELS
 
@@ -71,8 +72,8 @@ def run_ours(
 
 
 # Odd numbers of rows and columns have their centre beside the middle.
-@pytest.mark.parametrize("size", [(2, 2), (8, 12), (10, 6)])
-@pytest.mark.parametrize("lengths", [(9,), (11,), (4, 9), (7, 1)])
+@table("size", [(2, 2), (8, 12), (10, 6)])
+@table("lengths", [(9,), (11,), (4, 9), (7, 1)])
 def test_forward_equals_diffusers(models: Any, size: tuple[int, int], lengths: tuple[int, ...]) -> None:
     given = arguments(*size, lengths)
     before = given[0].clone(), given[2].text.embeddings.clone()

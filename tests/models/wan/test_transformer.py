@@ -13,6 +13,7 @@ import torch
 from denoiser_inputs import text_inputs
 from diffusers import WanTransformer3DModel
 from family_parity import write_plain_scheduler
+from tables import table
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
@@ -129,7 +130,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 # --- parity -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@table("name", VARIANTS)
 def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -> None:
     folder = folder_of(name)
     assert (len(list((folder / "transformer").glob("*.safetensors"))) > 2) == ("sharded" in name)
@@ -159,7 +160,7 @@ def test_bfloat16_keeps_the_same_parts_in_float32_and_is_as_exact_as_diffusers(
     assert relative(out, reference) < 1.5 * theirs_error < 0.1
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@table("name", VARIANTS)
 def test_every_parameter_has_the_dtype_it_has_in_diffusers(folder_of: Callable[[str], Path], name: str) -> None:
     ours, theirs = load_ours(folder_of(name), torch.bfloat16), load_theirs(folder_of(name), torch.bfloat16)
     their_dtypes = {key: value.dtype for key, value in theirs.state_dict().items()}

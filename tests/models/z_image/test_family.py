@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
 from family_cases import SCHEDULER, change
+from tables import table
 
 from diffusion_runtime.models.registry import family_for_folder
 
 
-@pytest.mark.parametrize(("flow_shift", "steps", "scale"), [(3.0, 8, 0.0), (6.0, 50, 4.0)])
+@table(("flow_shift", "steps", "scale"), [(3.0, 8, 0.0), (6.0, 50, 4.0)])
 def test_the_model_before_distillation_has_settings_of_its_own(
     tiny_z_image_folder: Path, tmp_path: Path, flow_shift: float, steps: int, scale: float
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import ZImagePipeline
 from family_parity import assert_equal_runs, load_theirs, record_latents
+from tables import table
 from tiny_z_image import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
@@ -28,8 +29,8 @@ def request(**values: Any) -> GenerationRequest:
     return GenerationRequest(**{**fields, "num_inference_steps": 3, **values})
 
 
-@pytest.mark.parametrize("guidance_scale", [0.0, 0.5, 4.0])
-@pytest.mark.parametrize("num_requests", [1, 2])
+@table("guidance_scale", [0.0, 0.5, 4.0])
+@table("num_requests", [1, 2])
 def test_the_pipeline_equals_that_of_diffusers(
     pair: tuple[Pipeline, ZImagePipeline], monkeypatch: pytest.MonkeyPatch, guidance_scale: float, num_requests: int
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import ZImageTransformer2DModel
 from family_parity import load_transformer, relative
+from tables import table
 from tiny_encoders import HIDDEN
 from tiny_z_image import CHANNELS
 
@@ -51,8 +52,8 @@ def run_theirs(
     return -torch.stack(velocity)
 
 
-@pytest.mark.parametrize("lengths", [(5,), (32,), (7, 7), (3, 40), (33, 64, 1)])
-@pytest.mark.parametrize("size", [(8, 12), (8, 16), (2, 2)])
+@table("lengths", [(5,), (32,), (7, 7), (3, 40), (33, 64, 1)])
+@table("size", [(8, 12), (8, 16), (2, 2)])
 def test_velocities_equal_those_of_diffusers(
     ours: ZImageTransformer, theirs: ZImageTransformer2DModel, lengths: tuple[int, ...], size: tuple[int, int]
 ) -> None:
