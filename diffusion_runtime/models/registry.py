@@ -1,4 +1,4 @@
-"""Which model families there are: transformer class name -> family, imported when a folder asks for it."""
+"""Registry of model families: transformer class name -> family, imported when a folder asks for it."""
 
 from __future__ import annotations
 
