@@ -73,9 +73,7 @@ def main() -> int:
             "fastest_us": round(min(times), 2),
             "added_us": round(statistics.median(added), 2),
         }
-        print(
-            f"{name:18} {rows[name]['median_us']:7.2f} us a call, {rows[name]['added_us']:+7.2f} over torch's function"
-        )
+        print(f"{name:18} {rows[name]['median_us']:7.2f} us per call, {rows[name]['added_us']:+7.2f} over torch's")
     is_reached = rows["attention"]["added_us"] < TARGET
     print(f"attention adds less than {TARGET:.0f} us: {'reached' if is_reached else 'MISSED'}")
     if arguments.output:

@@ -1,7 +1,7 @@
 """How many bytes a forward pass sends, by formula, for every way to share it.
 
 With U processes along the Ulysses axis, R along the ring, C = ceil(grid tokens / (U R)) tokens a slice, H query heads
-and G key heads of d numbers, e bytes a number, a layer of self-attention over one sample sends, from each process:
+and G key heads of d numbers, e bytes per number, a layer of self-attention over one sample sends, from each process:
 
     Ulysses, in    C (U - 1) / U (H + 2 G) d e      q, k and v, of its slice; H more with a gate
     Ulysses, out   (C + text) (U - 1) / U H d e     its heads of the others' slices, and of the text

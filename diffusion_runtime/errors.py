@@ -138,7 +138,7 @@ def shown(value: object) -> str:
 
 
 def shown_name(name: str) -> str:
-    """A stranger's name for a message: as it is, or as `shown` where it is long or cannot be printed."""
+    """An untrusted name for a message: as it is, or as `shown` where it is long or cannot be printed."""
     return name if len(name) <= MAX_SHOWN_CHARACTERS and name.isprintable() else shown(name)
 
 

@@ -66,9 +66,9 @@ def option_names(options_type: type) -> tuple[str, ...]:
 
 
 def check_options(options_type: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`options` in the types that the dataclass `options_type` declares, each checked as far as it speaks for itself.
+    """`options` in the types that the dataclass `options_type` declares, each checked by itself.
 
-    They may be a part of what a backend is given in the end, so what several say together is for `build_options`: an
+    They may be a part of what a backend is given in the end, so rules between several are for `build_options`: an
     option that is refused alone and accepted with the others passes.
 
     Raises ConfigError that names `where`, the key and the nearest valid key, or the type that was expected.

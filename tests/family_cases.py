@@ -183,7 +183,7 @@ FAMILIES = {
         other_size=({"num_single_layers": 3}, ("single_transformer_blocks.2.attn.to_qkv_mlp_proj.weight",)),
         text_refusals=(
             Refusal(
-                {"joint_attention_dim": 64}, "48 numbers a token, and the transformer takes joint_attention_dim, 64"
+                {"joint_attention_dim": 64}, "48 numbers per token, and the transformer takes joint_attention_dim, 64"
             ),
             in_file("text_encoder/config.json", "model_type: expected 'mistral3', got 'llama'", model_type="llama"),
         ),

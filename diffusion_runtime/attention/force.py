@@ -43,10 +43,10 @@ def current_force() -> tuple[ForcedChoice, ...]:
 class force_attention_backend:
     """Context manager and decorator: `spec` serves `role` (None: every role it serves) inside, above all else.
 
-    Nestable, the innermost that speaks for a role wins; restored on exceptions; invisible to other threads and tasks,
-    which may hold the same instance at the same time. A layer built inside keeps the choice; a layer called inside
-    takes it for that call. Decorated coroutine functions, generators and asynchronous generators hold it while they
-    run, and not while they are suspended.
+    Nestable, the innermost that names a backend for a role wins; restored on exceptions; invisible to other threads and
+    tasks, which may hold the same instance at the same time. A layer built inside keeps the choice; a layer called
+    inside takes it for that call. Decorated coroutine functions, generators and asynchronous generators hold it while
+    they run, and not while they are suspended.
 
     Raises ConfigError for unknown names, options and roles, DiffusionRuntimeError when it is left in another thread or
     task than it was entered in.

@@ -166,7 +166,7 @@ def _pick_anew(call: AttentionCall) -> tuple[_Pick, bool]:
     hardware = detect_hardware(str(call.q.device))
     requirements = requirements_of(call)
     able = [backend for backend in candidates(hardware) if not refusals(backend.name, requirements)]
-    assert able, f"selection promised that something lossless can serve {requirements}"
+    assert able, f"selection found something lossless that can serve {requirements}, and it is gone"
     if len(able) == 1:
         return _Pick(able[0], "only candidate"), True
     names = {backend.name: backend for backend in able}

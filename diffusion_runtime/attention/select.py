@@ -190,7 +190,7 @@ def _serves(backend: Backend, requirements: AttentionRequirements) -> bool:
     """Whether it is made for the role; one that raises when asked counts as made for it, and is then refused."""
     try:
         return backend.capability.serves(requirements)
-    except Exception:  # whatever a stranger's capability raises
+    except Exception:  # whatever a third-party capability raises
         return True
 
 

@@ -85,7 +85,7 @@ def _show(media: MediaFile) -> None:
 
 
 def _describe_sound(audio: Mapping[str, Any], path: Path) -> str:
-    """audio: maybe a stranger's; what it lacks is left out."""
+    """audio: maybe of an untrusted file; what it lacks is left out."""
     units = (("seconds", "s"), ("num_channels", "channels"), ("sample_rate", "Hz"))
     parts = [f"{audio[key]:g} {unit}" for key, unit in units if isinstance(audio.get(key), int | float)]
     return ", ".join([*parts, f"in {path.with_suffix('.wav').name}"] if audio.get("is_beside") is True else parts)

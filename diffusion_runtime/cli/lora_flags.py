@@ -34,7 +34,7 @@ def pair_loras(paths: Sequence[str], scales: Sequence[float], loras: Sequence[st
     """
     if len(scales) > len(paths):
         raise UsageError(
-            f"--lora-scale is given {len(scales)} times for {len(paths)} --lora-path; give one a file, in their order, "
+            f"--lora-scale is given {len(scales)} times for {len(paths)} --lora-path; give one per file, in order, "
             "or --lora FILE@STRENGTH"
         )
     padded = [*scales, *[1.0] * (len(paths) - len(scales))]

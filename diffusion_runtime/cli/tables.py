@@ -18,7 +18,7 @@ from diffusion_runtime.cli.terminal import printable
 
 # A last column that is narrower than this breaks most lines after two or three words.
 _MIN_LAST_COLUMN = 24
-# A report from a stranger's file may be of any length.
+# A report from an untrusted file may be of any length.
 _MAX_ROWS = 200
 _MAX_CELL_CHARACTERS = 500
 _STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
@@ -139,18 +139,18 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _describe_steps(row: Mapping[str, Any]) -> str:
-    """row: of StepRow, maybe a stranger's."""
-    said = {name: str(row.get(name, "?"))[:_MAX_CELL_CHARACTERS] for name in _STEP_FIELDS}
+    """row: of StepRow, maybe of an untrusted file."""
+    fields = {name: str(row.get(name, "?"))[:_MAX_CELL_CHARACTERS] for name in _STEP_FIELDS}
     methods = row.get("reused_by")
     by = ", ".join(map(str, methods))[:_MAX_CELL_CHARACTERS] if isinstance(methods, list) and methods else "nothing"
     text = "steps of {branch}, expert {expert}: {num_computed} computed ({computed}), {num_reused} reused".format(
-        **said
+        **fields
     )
     error = row.get("largest_error")
     at_most = f", largest accumulated error {error:.3g}" if isinstance(error, float) else ""
-    return text + (f" by {by} ({said['reused']}){at_most}" if said["num_reused"] != "0" else "")
+    return text + (f" by {by} ({fields['reused']}){at_most}" if fields["num_reused"] != "0" else "")
 
 
 def _mappings(value: object) -> list[Mapping[str, Any]]:
-    """The mappings in a list; a report may come from a stranger's file and hold anything."""
+    """The mappings in a list; a report may come from an untrusted file and hold anything."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

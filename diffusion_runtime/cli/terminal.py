@@ -28,7 +28,7 @@ _LIBRARY_LOGGERS = ("diffusers", "transformers", "huggingface_hub", "torch", "py
 class Terminal:
     """For people. quiet: errors only. verbose: tracebacks, and the log down to debug, libraries included.
 
-    silent: nothing at all, for a process that another one speaks for.
+    silent: nothing at all, for ranks other than 0, whose output rank 0 writes.
     """
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False, silent: bool = False) -> None:
@@ -122,7 +122,7 @@ class _TerminalHandler(logging.Handler):
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, which in a stranger's file could drive the terminal; lines and tabs stay."""
+    """`text` without control characters, which in an untrusted file could drive the terminal; lines and tabs stay."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs"))
 
 

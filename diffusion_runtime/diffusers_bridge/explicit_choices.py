@@ -1,4 +1,4 @@
-"""Which explicit attention choices apply to a role, before checking whether they can run."""
+"""Explicit attention choices that apply to a role, before checking whether they can run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LoRA files of a diffusers pipeline, by diffusers' own loader: adapters beside the weights, every key accounted for.
 
 diffusers converts the names of many trainers and drops some keys on the way. What it drops is found by following the
-tensors of a file through its conversion, and said with every generation; a key that no module takes is an error.
+tensors of a file through its conversion, and reported with every generation; a key that no module takes is an error.
 """
 
 from __future__ import annotations

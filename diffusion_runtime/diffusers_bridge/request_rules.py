@@ -1,4 +1,4 @@
-"""Which request values a diffusers pipeline takes, read from the signature of its call."""
+"""Request rules of a diffusers pipeline: the values it takes, read from the signature of its call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which denoising step of which request a forward pass belongs to, read from the pipeline's scheduler without a
+"""Denoising step and request that a forward pass belongs to, read from the pipeline's scheduler without a
 synchronisation."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `prepare` returns: a model whose attention is decided and whose weights are still on disk."""
+"""Prepared, what `prepare` returns: a model whose attention is decided and whose weights are still on disk."""
 
 from __future__ import annotations
 

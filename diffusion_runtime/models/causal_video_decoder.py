@@ -86,14 +86,14 @@ class CausalVideoDecoder(VideoDecoder):
 
     def _compare(self, raw: torch.Tensor, bands: RankGroup | None) -> None:
         """Leave out fused decoders up to the first whose frames are what they should be, on all processes alike."""
-        # Frames that are not numbers in diffusers' module either say nothing about kernels.
+        # Frames that are not numbers in diffusers' module as well are no error of a kernel.
         expected = self._decode_plainly(raw, bands).nan_to_num()
         while self._fused:
             refused = self._fused[0]
             reason = _refusal(refused, raw, expected, bands)
             if bands is not None:
-                told = all_gather(bands, torch.tensor([reason is not None], device=raw.device))
-                reason = reason or ("another process's are wrong" if any(bool(each) for each in told) else None)
+                differs = all_gather(bands, torch.tensor([reason is not None], device=raw.device))
+                reason = reason or ("another process's are wrong" if any(bool(each) for each in differs) else None)
             if reason is None:
                 break
             del self._fused[0]

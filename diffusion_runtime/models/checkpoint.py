@@ -1,4 +1,4 @@
-"""Where a model is, and its weights: safetensors only, one file or sharded, read tensor by tensor into their place.
+"""Checkpoints: the folder of a model, and its weights: safetensors alone, one file or sharded, read tensor by tensor.
 
 A pickle (.bin, .pt, .ckpt) can run code when it is opened, so none is ever read.
 """

@@ -1,4 +1,4 @@
-"""Whether diffusers can be imported. It imports xformers wherever that is installed, and fails with it."""
+"""Import check of diffusers, which imports xformers wherever that is installed, and fails with it."""
 
 from __future__ import annotations
 

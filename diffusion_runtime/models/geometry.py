@@ -35,7 +35,7 @@ class LatentGeometry:
     """How pixels become latents and latents become tokens.
 
     num_channels: of a latent. spatial_factor: pixels a latent in height and width. temporal_factor: frames a latent
-    after the first one, which holds a single frame. patch: latents a token in (frames, height, width).
+    after the first one, which holds a single frame. patch: latents per token in (frames, height, width).
     """
 
     num_channels: int

@@ -1,4 +1,4 @@
-"""Which model families there are: transformer class name -> family, imported when a folder asks for it."""
+"""Registry of model families: transformer class name -> family, imported when a folder asks for it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ class _Registered:
     lora_names: Callable[[], LoraNames]
 
 
-def _in_folder(folder: str) -> _Registered:
-    """FAMILY of models/`folder`/family.py and LORA_NAMES beside it, each imported when it is asked for."""
+def _in_folder(folder: str, *, lora_names_in: str | None = None) -> _Registered:
+    """FAMILY of models/`folder`/family.py and LORA_NAMES beside it, each imported when it is asked for.
+
+    lora_names_in: the folder of LORA_NAMES, for a family that is declared from another one and shares its names.
+    """
 
     def load() -> ModelFamily[Any, Any]:
         family: ModelFamily[Any, Any] = importlib.import_module(f"diffusion_runtime.models.{folder}.family").FAMILY
         return family
 
     def lora_names() -> LoraNames:
-        names: LoraNames = importlib.import_module(f"diffusion_runtime.models.{folder}.lora_names").LORA_NAMES
+        names: LoraNames = importlib.import_module(
+            f"diffusion_runtime.models.{lora_names_in or folder}.lora_names"
+        ).LORA_NAMES
         return names
 
     return _Registered(load, lora_names)
@@ -72,8 +77,9 @@ def is_supported(transformer_class: str) -> bool:
 
 
 def lora_names_of_families() -> tuple[LoraNames, ...]:
-    """What LoRA files of every family call its modules."""
-    return tuple(registered.lora_names() for registered in _families.values())
+    """What LoRA files of every family call its modules; once for families that share their names."""
+    by_title = {names.title: names for names in (registered.lora_names() for registered in _families.values())}
+    return tuple(by_title.values())
 
 
 def register_declared_roles() -> None:

@@ -20,8 +20,8 @@ class SharedDecoder(LatentDecoder):
         self._decoder = decoder
         self._world = world
         self._in_bands = decoder is not None and decoder.splits_rows
-        told = json.loads(world.from_first(lambda: json.dumps(self._describe_decoder())))
-        self.library, self.implementation = told
+        description = json.loads(world.from_first(lambda: json.dumps(self._describe_decoder())))
+        self.library, self.implementation = description
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode; the same frames on every process."""
@@ -58,10 +58,10 @@ class SharedDecoder(LatentDecoder):
             made.append(self._decoder.decode_audio(latents))
             return json.dumps(None if made[0] is None else [list(made[0].samples.shape), made[0].sample_rate])
 
-        told = json.loads(self._world.from_first(decode))
-        if told is None:
+        header = json.loads(self._world.from_first(decode))
+        if header is None:
             return None
-        shape, sample_rate = told
+        shape, sample_rate = header
         device = self._world.device
         if made and made[0] is not None:
             samples = torch.from_numpy(made[0].samples).to(device)

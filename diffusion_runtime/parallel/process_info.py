@@ -95,13 +95,13 @@ _LOOK_SECONDS = 0.5
 _is_watching = threading.Lock()
 
 
-def end_with_launcher(place: ProcessInfo) -> None:
+def end_with_launcher(process: ProcessInfo) -> None:
     """From now on this process ends soon after its launcher. Uses the standard library alone, so that it works while
     other libraries are still being imported; a second call changes nothing."""
-    if not place.has_agent or not _is_watching.acquire(blocking=False):
+    if not process.has_agent or not _is_watching.acquire(blocking=False):
         return
     # Our own launcher passes its process id on, so that one which is gone already is detected as well.
-    launcher = int(os.environ[LAUNCHED_VARIABLE]) if place.is_launched else os.getppid()
+    launcher = int(os.environ[LAUNCHED_VARIABLE]) if process.is_launched else os.getppid()
     threading.Thread(target=_end_with, args=(launcher,), name="launcher watchdog", daemon=True).start()
 
 

@@ -79,38 +79,41 @@ class RunStore:
         return dist.PrefixStore(f"{self._prefix}groups", self._store.clone())  # type: ignore[attr-defined]
 
 
-def connect(place: ProcessInfo, timeout: timedelta) -> RunStore:
-    """The board of this process's run, where its ProcessInfo says. A process alone needs no port.
+def connect(process: ProcessInfo, timeout: timedelta) -> RunStore:
+    """The run store at the address in `process`. A process alone needs no port.
 
     Raises ConfigError when another run uses the same port, DiffusionRuntimeError when the store does not answer in
     time.
     """
-    if place.world_size == 1 and not place.port:
+    if process.world_size == 1 and not process.port:
         return RunStore(dist.HashStore(), "diffusion_runtime/")  # type: ignore[attr-defined]
-    meeting = f"{place.address}:{place.port}"
+    meeting = f"{process.address}:{process.port}"
     # An IPv6 address stands in brackets in an URL.
-    host = f"[{place.address}]" if ":" in place.address else place.address
+    host = f"[{process.address}]" if ":" in process.address else process.address
     try:
-        store, _, _ = next(rendezvous(f"tcp://{host}:{place.port}", place.rank, place.world_size, timeout=timeout))
+        store, _, _ = next(
+            rendezvous(f"tcp://{host}:{process.port}", process.rank, process.world_size, timeout=timeout)
+        )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-            raise DiffusionRuntimeError(_no_answer(place, meeting, timeout)) from error
+            raise DiffusionRuntimeError(_no_answer(process, meeting, timeout)) from error
         raise ConfigError(
-            f"MASTER_PORT {place.port} is in use on {place.address}: is another run started there? Take another port"
+            f"MASTER_PORT {process.port} is in use on {process.address}: is another run started there? "
+            "Take another port"
         ) from error
     except dist.DistError as error:
-        raise DiffusionRuntimeError(_no_answer(place, meeting, timeout)) from error
-    run_store = RunStore(store, f"diffusion_runtime/{place.attempt}/")
-    if run_store.count(f"joined/{place.rank}") > 1:
+        raise DiffusionRuntimeError(_no_answer(process, meeting, timeout)) from error
+    run_store = RunStore(store, f"diffusion_runtime/{process.attempt}/")
+    if run_store.count(f"joined/{process.rank}") > 1:
         raise ConfigError(
-            f"rank {place.rank} was started twice at {meeting}: another run meets there; take another MASTER_PORT "
+            f"rank {process.rank} was started twice at {meeting}: another run meets there; take another MASTER_PORT "
             "(torchrun: --master-port, or --standalone)"
         )
     return run_store
 
 
-def _no_answer(place: ProcessInfo, meeting: str, timeout: timedelta) -> str:
+def _no_answer(process: ProcessInfo, meeting: str, timeout: timedelta) -> str:
     return (
-        f"rank {place.rank}: no rendezvous store answers at {meeting} after {timeout.total_seconds():.0f} s; is rank 0 "
-        "running, and are MASTER_ADDR and MASTER_PORT the same everywhere?"
+        f"rank {process.rank}: no rendezvous store answers at {meeting} after {timeout.total_seconds():.0f} s; is rank "
+        "0 running, and are MASTER_ADDR and MASTER_PORT the same everywhere?"
     )

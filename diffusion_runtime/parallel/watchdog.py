@@ -52,8 +52,8 @@ class _Heartbeat:
 class Watchdog:
     """The watchdog thread of one process.
 
-    announce: called at most once, on the process that is believed, with why the run ends. thread: the one that runs
-    the model, whose waiting and hanging is judged; None for the thread that makes this.
+    announce: called at most once, on the process that records the reason first, with why the run ends. thread: the
+    one that runs the model, which is watched for waiting and hanging; None for the thread that makes this.
     """
 
     def __init__(

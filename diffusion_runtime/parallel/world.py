@@ -56,7 +56,7 @@ class World:
         self._describe = describe
         self._collective_seconds = 0.0
         self._num_agreements = 0
-        self._num_told = 0
+        self._num_replies = 0
 
     @classmethod
     def join(
@@ -69,16 +69,16 @@ class World:
     ) -> World:
         """Meet the other ranks at the rendezvous. announce: called once, on one rank, with why the run ends early.
 
-        describe: what an error that ends the run says to people; by default its type and first line. thread: the one
-        that will run the model, which the watchdog looks at; None for the one that calls this.
+        describe: the failure that is reported for an error that ends the run; by default its type and first line.
+        thread: the one that will run the model, which the watchdog looks at; None for the one that calls this.
 
         Raises ConfigError when another run uses the same port, DiffusionRuntimeError when the others do not come.
         """
         end_with_launcher(place)
-        board = connect(place, timedelta(seconds=MEETING_SECONDS))
-        watch = Watchdog(board, place, announce, thread)
-        watch.start()
-        return cls(place, board, watch, describe if describe is not None else describe_error)
+        store = connect(place, timedelta(seconds=MEETING_SECONDS))
+        watchdog = Watchdog(store, place, announce, thread)
+        watchdog.start()
+        return cls(place, store, watchdog, describe if describe is not None else describe_error)
 
     @property
     def size(self) -> int:
@@ -141,7 +141,7 @@ class World:
         self._watchdog.enable_hang_detection(timeout)
 
     def idle(self) -> AbstractContextManager[None]:
-        """A block in which this process waits for work, however long; nobody is at fault for that."""
+        """A block in which this process waits for work, however long; it is not a hang."""
         return self._watchdog.idle()
 
     def from_first(self, make: Callable[[], str]) -> str:
@@ -149,8 +149,8 @@ class World:
 
         Raises on rank 0 what `make` raises, and FirstProcessError on the others.
         """
-        name = f"reply/{self._num_agreements}/{self._num_told}"
-        self._num_told += 1
+        name = f"reply/{self._num_agreements}/{self._num_replies}"
+        self._num_replies += 1
         if self.is_first:
             try:
                 text = make()
@@ -181,7 +181,7 @@ class World:
         """
         names = [f"agreed/{self._num_agreements}/{rank}" for rank in range(self.size)]
         self._num_agreements += 1
-        self._num_told = 0
+        self._num_replies = 0
         self._store.set(names[self.place.rank], "" if failure is None else failure.to_json())
         deadline = _Deadline(IN_STEP_SECONDS)
         self._store.wait(names, give_up=lambda: deadline.is_over(lambda: bool(self._failures(names))))
@@ -252,7 +252,7 @@ class World:
         return self._watchdog.end(failure)
 
     def end_unreported(self, failure: RankFailure) -> None:
-        """The same for a reason that the user has been told already."""
+        """The same for a reason that was already reported."""
         self._store.end(failure)
 
     def ending(self) -> RankFailure | None:

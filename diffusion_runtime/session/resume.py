@@ -36,7 +36,7 @@ def find_finished(
     all_wanted = [output_identity({**description, "request": request.to_dict()}) for request in requests]
     for request, wanted in zip(requests, all_wanted, strict=True):
         target = outputs.target(request)
-        found, strangers, is_free = None, [], False
+        found, unrelated, is_free = None, [], False
         for path in [numbered(target, number) for number in sorted({1} | numbers.get(target.stem, set()))]:
             if path in taken:
                 continue
@@ -49,10 +49,10 @@ def find_finished(
                 found = path
                 break
             if identity not in all_wanted and not is_free:
-                strangers.append(path)
-        if found is None and strangers:
+                unrelated.append(path)
+        if found is None and unrelated:
             raise UsageError(
-                f"--resume: {strangers[0]} was not made by this command: its recipe is another one, or missing. Move "
+                f"--resume: {unrelated[0]} was not made by this command: its recipe is another one, or missing. Move "
                 "it, or choose another --output-path"
             )
         if found is not None:

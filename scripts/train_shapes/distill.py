@@ -464,7 +464,7 @@ def load_low_rank(model: Distillation, path: Path) -> None:
 
 
 def judge(model: Distillation, arguments: argparse.Namespace, log: Log) -> None:
-    """Prompt accuracy of the averaged student, one line a kind; contact sheets beside the weights."""
+    """Prompt accuracy of the averaged student, one line per kind; contact sheets beside the weights."""
     shapes = TOY_SHAPES[:1] if arguments.toy else SHAPES[:1]
     count = 4 if arguments.toy else arguments.judge_prompts
     workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("SHARED_BY", "1")))

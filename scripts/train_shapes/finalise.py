@@ -35,7 +35,7 @@ FINAL: tuple[tuple[str, int, int], ...] = (
     ("29x384", 128, 64),
     ("29x256", 256, 512),
 )
-"""Frames x size, prompts a kind, length of the padded prompt."""
+"""Frames x size, prompts per kind, length of the padded prompt."""
 
 
 def record(

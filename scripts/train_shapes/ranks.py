@@ -1,4 +1,4 @@
-"""One process a GPU: the same weights and the same steps everywhere, other data, averaged gradients, one clock.
+"""One process per GPU: the same weights and the same steps everywhere, other data, averaged gradients, one clock.
 
 `torchrun --standalone --nproc-per-node N -m ...` starts the processes; without it there is one, and nothing is sent.
 """

@@ -256,14 +256,14 @@ RETIRED = (
     "ThreadObserver "
     "Together Watch Whereabouts _Patience blame competes end_without_a_word essence is_said judge_hangs "
     "capability_on is_dense_layer kept_for_text mourn_board read_place speaks_for telling_steps "
-    "AttentionReportLike PlanRequest ProgressLike SequenceLayout why_dense"
+    "AttentionReportLike PlanRequest ProgressLike SequenceLayout board heard said strangers told why_dense"
 ).split()
 
 
 def retired_identifiers() -> Iterator[str]:
     for path in MODULES:
         for node in ast.walk(tree(path)):
-            name = getattr(node, "name", None) or getattr(node, "id", None) or getattr(node, "attr", None)
+            name = next(filter(None, (getattr(node, kind, None) for kind in ("name", "id", "attr", "arg"))), None)
             if name in RETIRED:
                 yield f"{here(path)}:{getattr(node, 'lineno', 0)}: {name}"
 

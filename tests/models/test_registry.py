@@ -16,6 +16,7 @@ from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.registry import (
     family_for_folder,
     is_supported,
+    lora_names_of_families,
     register_family,
     supported_transformer_classes,
 )
@@ -56,6 +57,14 @@ def test_another_family_can_be_registered_and_its_roles_are_known(
     assert isinstance(family, ModelFamily)
     assert family.name == "registered"
     assert role_category("registered.sound_to_picture") == "cross"
+
+
+def test_a_family_declared_from_another_one_shares_its_names_in_lora_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each title once: a file for both would be taken for one of two families that nothing tells apart."""
+    monkeypatch.setattr("diffusion_runtime.models.registry._families", {})
+    register_family("WanTransformer3DModel", lambda: FAMILY)
+    register_family("DeclaredFromWan", lambda: dataclasses.replace(FAMILY, name="declared"))
+    assert [names.title for names in lora_names_of_families()] == [FAMILY.lora_names.title]
 
 
 def test_names_in_lora_files_are_known_without_importing_a_family() -> None:

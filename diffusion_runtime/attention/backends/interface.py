@@ -209,7 +209,7 @@ class Backend(ABC):
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:
         """Compute one call, which has at least one query and one key. Selection has already checked `capability`, so
-        every call is one it promised.
+        every call is one it declared.
 
         Callers go through `calling.run_backend`, which answers empty calls and keeps what requirements do not name:
         key_counts.

@@ -118,6 +118,6 @@ def _failure(backend: Backend, device: torch.device, dtype: str, head_dim: int) 
             )
             # What a kernel that was built for another chip raises may come where its result is waited for.
             backend.run(call).out.cpu()
-    except Exception as error:  # whatever a stranger's kernel raises
+    except Exception as error:  # whatever a third-party kernel raises
         return raised_line(error)
     return None

@@ -29,7 +29,7 @@ def forget_wrong() -> None:
 def refusals(name: str, requirements: AttentionRequirements) -> list[str]:
     """Every reason why the backend `name` cannot serve `requirements`; empty when it can.
 
-    Where nothing else speaks against it and the requirements are those of this process's machine, its package is
+    Where there is no other reason and the requirements are those of this process's machine, its package is
     imported, and kernels that came compiled are tried, once per process: one that is installed and broken is refused
     like any other, and so is one that raises when asked, and one that a self-check of this process found wrong.
     """
@@ -39,7 +39,7 @@ def refusals(name: str, requirements: AttentionRequirements) -> list[str]:
         return [broken or f"this version does not have it; it has {', '.join(available_names())}"]
     try:
         return _refusals(backend, requirements)
-    except Exception as error:  # whatever a stranger's probe or capability raises
+    except Exception as error:  # whatever a third-party probe or capability raises
         return [unaskable(backend, error)]
 
 

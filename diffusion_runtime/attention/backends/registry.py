@@ -260,7 +260,7 @@ def _read_entry_points() -> None:
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
             register_backend(entry_point.load())
-        except Exception as error:  # whatever a stranger's module raises when it is imported
+        except Exception as error:  # whatever a third-party module raises when it is imported
             package = "" if entry_point.dist is None else f" of package {entry_point.dist.name!r}"
             reason = f"entry point {entry_point.value!r}{package} cannot be used: {raised_line(error)}"
             _broken[plain(entry_point.name)] = reason

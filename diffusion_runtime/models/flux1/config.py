@@ -1,4 +1,4 @@
-"""What a FLUX.1 folder says about its transformer and latents, read from json and checked."""
+"""Config of a FLUX.1 folder: its transformer and latents, read from json and checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.geometry import ImageGeometry
 
-# Four latents a token. The checkpoint's own patch_size is 1: its pipeline folds them before.
+# Four latents per token. The checkpoint's own patch_size is 1: its pipeline folds them before.
 PATCH = (1, 2, 2)
 _LATENTS_A_TOKEN = 4
 # Channels of a head that carry (an axis images do not use, row, column), where config.json does not say.

@@ -1,4 +1,4 @@
-"""What LoRA files of FLUX.1 call its modules: the names of the authors, of XLabs' trainer, and diffusers'."""
+"""Module names in LoRA files of FLUX.1: the names of the authors, of XLabs' trainer, and diffusers'."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MAX_TOKENS, MAX_TOKENS_FEW_STEPS = 512, 256
 
 
 class Flux1TextEncoder(TextEncoder):
-    """The pooled vector is of the tokens that CLIP has room for; T5 has room for more. What either cut is said."""
+    """The pooled vector is of the tokens that CLIP takes; T5 takes more. Tokens that either cuts are counted."""
 
     library = "transformers"
 

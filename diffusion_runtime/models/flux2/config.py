@@ -1,4 +1,4 @@
-"""What a FLUX.2 folder says about its pipeline, transformer and latents, read from json and checked."""
+"""Config of a FLUX.2 folder: its pipeline, transformer and latents, read from json and checked."""
 
 from __future__ import annotations
 

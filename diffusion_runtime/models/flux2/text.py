@@ -1,4 +1,4 @@
-"""How FLUX.2 reads a prompt: as a user's message to a language model, by the hidden states of three of its layers."""
+"""Text encoder of FLUX.2: hidden states of three layers of a language model, which reads the prompt as a message."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtyp
     text_dim = read_transformer_config(folder).text_dim
     if encoder.dim != text_dim:
         raise ModelLoadError(
-            f"{folder / 'text_encoder'}: three layers of it make {encoder.dim} numbers a token, and the transformer "
+            f"{folder / 'text_encoder'}: three layers of it make {encoder.dim} numbers per token, and the transformer "
             f"takes joint_attention_dim, {text_dim}; the two are not of the same model"
         )
     return encoder

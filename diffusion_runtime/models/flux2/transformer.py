@@ -2,7 +2,7 @@
 
     latents -> tokens -> double-stream blocks -> [grid, text] -> single-stream blocks -> modulated norm -> velocity
 
-What timestep and guidance scale make of the modulation is computed once a step: all double-stream blocks share it, and
+What timestep and guidance scale make of the modulation is computed once per step: double-stream blocks share it, and
 all single-stream blocks. Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 """
 

@@ -1,4 +1,4 @@
-"""Which tensors of a diffusers FLUX.2 checkpoint make up each of ours."""
+"""Weight map: which tensors of a diffusers FLUX.2 checkpoint make up each of ours."""
 
 from __future__ import annotations
 

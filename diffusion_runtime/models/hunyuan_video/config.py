@@ -1,4 +1,4 @@
-"""What a HunyuanVideo folder says about its transformer and latents, read from json and checked."""
+"""Config of a HunyuanVideo folder: its transformer and latents, read from json and checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KNOWN_KEYS = (
 class HunyuanVideoConfig:
     """Sizes of a HunyuanVideo transformer.
 
-    num_layers: blocks of two streams; num_single_layers: blocks of one, behind them. patch: latents a token in
+    num_layers: blocks of two streams; num_single_layers: blocks of one, behind them. patch: latents per token in
     (frames, height, width). axis_channels: of a head that carry the position on each axis; theta: of those.
     has_guidance: whether the guidance scale is an input.
     """

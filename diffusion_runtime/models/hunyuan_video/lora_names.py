@@ -1,4 +1,4 @@
-"""What LoRA files of HunyuanVideo call its modules: the authors' names, ComfyUI's, and diffusers'."""
+"""Module names in LoRA files of HunyuanVideo: the authors' names, ComfyUI's, and diffusers'."""
 
 from __future__ import annotations
 

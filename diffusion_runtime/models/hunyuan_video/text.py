@@ -47,7 +47,7 @@ class HunyuanVideoTextEncoder(TextEncoder):
         self.implementation = ", ".join(dict.fromkeys([language_model.implementation, clip.implementation]))
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. What either encoder cut is told: CLIP's room is the smaller one."""
+        """See TextEncoder.encode. Tokens that either encoder cuts are counted: CLIP takes fewer."""
         pooled, cut = self.clip.encode(prompts)
         conditions = self.language_model.encode(prompts)
         return dataclasses.replace(conditions, pooled=pooled, encoder="the language model", further_cuts=(cut,))

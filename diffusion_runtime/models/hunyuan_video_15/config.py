@@ -1,4 +1,4 @@
-"""What a HunyuanVideo-1.5 folder says about its transformer, latents and guidance, read from json and checked."""
+"""Config of a HunyuanVideo-1.5 folder: its transformer, latents and guidance, read from json and checked."""
 
 from __future__ import annotations
 

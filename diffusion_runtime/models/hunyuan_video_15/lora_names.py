@@ -1,4 +1,4 @@
-"""What LoRA files of HunyuanVideo-1.5 call its modules: the authors' names, ComfyUI's, and diffusers'."""
+"""Module names in LoRA files of HunyuanVideo-1.5: the authors' names, ComfyUI's, and diffusers'."""
 
 from __future__ import annotations
 

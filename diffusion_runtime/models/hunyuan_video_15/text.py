@@ -57,7 +57,7 @@ class HunyuanVideo15TextEncoder(TextEncoder):
         self.implementation = ", ".join(dict.fromkeys([language_model.implementation, byt5.implementation]))
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. An empty prompt is a blank. What either encoder cut is told."""
+        """See TextEncoder.encode. An empty prompt is a blank. Tokens that either encoder cuts are counted."""
         conditions = self.language_model.encode([prompt or " " for prompt in prompts])
         written, cut = self.byt5.encode([glyph_text(prompt) for prompt in prompts])
         return dataclasses.replace(conditions, further=(written,), encoder="the language model", further_cuts=(cut,))

@@ -1,4 +1,4 @@
-"""What a LoRA file adds to a weight: low rank, a whole difference, Kronecker products, and DoRA around any of them."""
+"""LoRA adapters, added to a weight: low rank, a whole difference, Kronecker products, and DoRA around any of them."""
 
 from __future__ import annotations
 

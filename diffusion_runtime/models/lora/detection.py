@@ -1,4 +1,4 @@
-"""Which model family a LoRA file was made for: by the names of its modules, then by widths and numbers of blocks."""
+"""Detects the model family of a LoRA file: by the names of its modules, then by widths and numbers of blocks."""
 
 from __future__ import annotations
 

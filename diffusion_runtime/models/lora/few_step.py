@@ -1,4 +1,4 @@
-"""Whether a LoRA distils a model to a few steps, as far as its file's name and metadata say it."""
+"""Few-step (distillation) LoRAs, recognised by the name and the metadata of the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLES = ("modelspec.title", "ss_output_name", "name")
 
 @dataclass(frozen=True)
 class FewStepHint:
-    """num_steps: how many the file says, None where it does not. source: what said it, as in `its file name says
+    """num_steps: how many the file says, None where it does not. source: where it was found, as in `its file name says
     "4step"`."""
 
     num_steps: int | None

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-# A stranger's key may have any length.
+# An untrusted key may have any length.
 MAX_KEY_CHARACTERS = 300
 
 

@@ -64,7 +64,7 @@ class LoraNames:
         return tuple(rows.at(match[0]) for rows in table.get(template, ()))
 
     def reason_absent(self, module: str) -> str | None:
-        """Which models have this module of diffusers', where that is said; None otherwise."""
+        """Which models have this module of diffusers', where the family declares it; None otherwise."""
         return self.absent.get(module) or self.absent.get(_NUMBER.sub("{}", module, count=1))
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""What a file's metadata or the adapter_config.json beside it says: alphas, ranks, rank-stabilised scaling, DoRA.
+"""LoRA settings in a file's metadata or adapter_config.json: alphas, ranks, rank-stabilised scaling (rsLoRA), DoRA.
 
 rsLoRA: alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski, arXiv:2312.03732).
 """
@@ -26,7 +26,7 @@ CONFIG_FILE = "adapter_config.json"
 _ALPHA_KEYS = ("lora_alpha", "network_alpha")
 # Names of modules, of which a file may list any number.
 _PLAIN = re.compile(r"[\w.\-]+")
-# A stranger's regular expression may take years to match: with many repetitions or alternatives, or with repetitions of
+# An untrusted regular expression may take years to match: with many repetitions or alternatives, or with repetitions of
 # what has several ways to match itself. Within these bounds, and with names of this length, one takes milliseconds.
 _REPETITION = re.compile(r"[*+?{]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
@@ -67,7 +67,7 @@ class ByPattern(Generic[_T]):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Of one component. alpha, rank: None where nothing is said. alphas, ranks: of modules that have their own.
+    """Of one component. alpha, rank: None where the file has none. alphas, ranks: of modules that have their own.
     is_lokr: peft's LoKr, which scales by alpha / rank whether or not its factors are decomposed."""
 
     alpha: float | None = None

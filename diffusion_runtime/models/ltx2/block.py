@@ -205,13 +205,17 @@ class LTX2Block(nn.Module):
         def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
             return modulated_rms_norm(x, shift, scale, self.eps)
 
-        heard = self.audio_to_video.keys_and_values(modulated(audio, *audio_rows[:2]), audio_turns)
-        to_video = self.audio_to_video(modulated(video, *video_rows[:2]), heard, audio_inputs.keys_context, video_turns)
-        seen = self.video_to_audio.keys_and_values(modulated(video, *video_rows[2:4]), video_turns)
+        audio_kv = self.audio_to_video.keys_and_values(modulated(audio, *audio_rows[:2]), audio_turns)
+        to_video = self.audio_to_video(
+            modulated(video, *video_rows[:2]), audio_kv, audio_inputs.keys_context, video_turns
+        )
+        video_kv = self.video_to_audio.keys_and_values(modulated(video, *video_rows[2:4]), video_turns)
         # The sound is too short to share: every process attends to the whole video.
         sharding, num_tokens = video_inputs.context.sharding, _num_tokens(video_inputs.keys_context)
-        seen = sharding.gather(seen[0], num_tokens), sharding.gather(seen[1], num_tokens)
-        to_audio = self.video_to_audio(modulated(audio, *audio_rows[2:4]), seen, video_inputs.keys_context, audio_turns)
+        video_kv = sharding.gather(video_kv[0], num_tokens), sharding.gather(video_kv[1], num_tokens)
+        to_audio = self.video_to_audio(
+            modulated(audio, *audio_rows[2:4]), video_kv, video_inputs.keys_context, audio_turns
+        )
         add_gated_(video, to_video, video_rows[4])
         add_gated_(audio, to_audio, audio_rows[4])
 

@@ -1,4 +1,4 @@
-"""What an LTX-2 folder says about its transformer and latents, read from json and checked."""
+"""Config of an LTX-2 folder: its transformer and latents, read from json and checked."""
 
 from __future__ import annotations
 

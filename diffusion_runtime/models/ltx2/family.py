@@ -3,7 +3,7 @@
 What it runs is the first stage of LTX-2.0, which is whole by itself: a video and its sound at the size that was asked
 for, by classifier-free guidance of one scale for both. Not here: upsampling and the second stage behind it; images to
 start from; the further terms of guidance that diffusers' LTX2Pipeline has had since LTX-2.3 (perturbed attention,
-isolated modalities, a scale of the sound's own, rescaling), which take more forward passes a step or numbers that a
+isolated modalities, a scale of the sound's own, rescaling), which take more forward passes per step or numbers that a
 request does not have. What a request can say gives what that pipeline gives with stg_scale 0, modality_scale 1 and
 guidance_rescale 0, and the sound's own three the same, audio_guidance_scale that of the video.
 """

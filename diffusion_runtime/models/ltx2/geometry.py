@@ -18,7 +18,7 @@ from diffusion_runtime.models.geometry import ClipSize, LatentGeometry, LatentPa
 
 @dataclass(frozen=True)
 class LTX2Geometry(LatentGeometry):
-    """num_audio_channels, num_audio_bins: of one moment of the sound. audio_rate: moments a second. min_latents: in
+    """num_audio_channels, num_audio_bins: of one moment of the sound. audio_rate: moments per second. min_latents: in
     height and width, as many as the decoder needs."""
 
     num_audio_channels: int

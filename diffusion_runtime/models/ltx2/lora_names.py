@@ -1,4 +1,4 @@
-"""What LoRA files of LTX-2 call its modules: the authors' names, and diffusers'."""
+"""Module names in LoRA files of LTX-2: the authors' names, and diffusers'."""
 
 from __future__ import annotations
 

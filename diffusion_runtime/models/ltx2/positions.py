@@ -17,7 +17,7 @@ class PositionRules:
 
     causal_offset: frames that the first latent frame holds. factors: of the video's autoencoder, in frames, height and
     width. extents: what counts as 1: seconds, and pixels of height and width. audio_factor: mel frames a latent;
-    mel_rate: mel frames a second; audio_extent: seconds that count as 1.
+    mel_rate: mel frames per second; audio_extent: seconds that count as 1.
     """
 
     theta: float

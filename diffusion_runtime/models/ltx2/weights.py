@@ -1,4 +1,4 @@
-"""Which tensors of a diffusers LTX-2 checkpoint make up each of ours.
+"""Weight map: which tensors of a diffusers LTX-2 checkpoint make up each of ours.
 
 Projections that read the same input are one tensor here: q, k, v of self-attention; k, v of every other one.
 

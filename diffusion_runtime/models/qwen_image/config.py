@@ -1,4 +1,4 @@
-"""What a Qwen-Image folder says about its transformer and latents, read from json and checked."""
+"""Config of a Qwen-Image folder: its transformer and latents, read from json and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LoRA files of Qwen-Image call its modules: its authors and diffusers use the same names."""
+"""Module names in LoRA files of Qwen-Image: its authors and diffusers use the same names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors of a diffusers Qwen-Image checkpoint make up each of ours."""
+"""Weight map: which tensors of a diffusers Qwen-Image checkpoint make up each of ours."""
 
 from __future__ import annotations
 

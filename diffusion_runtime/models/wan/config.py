@@ -1,4 +1,4 @@
-"""What a Wan folder says about its transformer and latents, read from json and checked."""
+"""Config of a Wan folder: its transformer and latents, read from json and checked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
 class WanTransformerConfig:
     """Sizes of a Wan transformer.
 
-    patch: latents a token in (frames, height, width). num_waves: channels of the sinusoidal timestep.
+    patch: latents per token in (frames, height, width). num_waves: channels of the sinusoidal timestep.
     norm_cross: whether a layer norm with weights stands before the cross-attention. eps: of every norm.
     has_gate: whether blocks have the gate of Video Sparse Attention; only the names of the weights say it.
     """

@@ -1,4 +1,4 @@
-"""What LoRA files of the Wan family call its modules: Wan's own names, and diffusers'."""
+"""Module names in LoRA files of the Wan family: Wan's own names, and diffusers'."""
 
 from __future__ import annotations
 

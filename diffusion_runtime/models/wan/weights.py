@@ -1,4 +1,4 @@
-"""Which tensors of a diffusers Wan checkpoint make up each of ours.
+"""Weight map: which tensors of a diffusers Wan checkpoint make up each of ours.
 
 Projections that read the same input are one tensor here (q, k, v of self-attention; k, v of cross-attention), and the
 patch convolution is a linear map of the same numbers.

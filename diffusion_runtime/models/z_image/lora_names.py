@@ -1,4 +1,4 @@
-"""What LoRA files of Z-Image call its modules: the authors' names, and diffusers'."""
+"""Module names in LoRA files of Z-Image: the authors' names, and diffusers'."""
 
 from __future__ import annotations
 

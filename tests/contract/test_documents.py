@@ -1,0 +1,53 @@
+"""Paths in the documentation: every file or folder that README, ARCHITECTURE, CONTRIBUTING and docs/ name exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "diffusion_runtime"
+# These name files of this repository alone; docs/ also name those of other projects, models and readers.
+OWN = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+DOCUMENTS = [*OWN, *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("benchmarks/", "configs/", "constraints/", "diffusion_runtime/", "docs/", "scripts/", "tests/")
+# What a path looks like inside `code` or a table of files; <family> stands for any name.
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+PATH = re.compile(r"(?<![\w./~{$-])[\w<>*.-]+(?:/[\w<>*.-]+)*(?:\.(?:py|yaml|json|md|txt)\b|/(?![\w<]))")
+MADE_BY_COMMANDS = {".venv/", "stars/"}
+
+
+def named_paths(document: Path) -> Iterator[tuple[int, str]]:
+    """Line numbers and paths as they are written."""
+    for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
+        for path in LINK.findall(line):
+            yield number, path
+        for path in PATH.findall(LINK.sub("", line)):
+            if path not in MADE_BY_COMMANDS and (document in OWN or path.startswith(FOLDERS)):
+                yield number, path
+
+
+def exists(path: str, document: Path) -> bool:
+    """From the document's folder, the root or the package; a name or the end of a path anywhere in the repository."""
+    pattern = re.sub(r"<\w+>\**", "*", path).rstrip("/")
+    inside = [PACKAGE.rglob(pattern), *((ROOT / folder).rglob(pattern) for folder in ("benchmarks", "tests"))]
+    found = [document.parent.glob(pattern), ROOT.glob(pattern)] if not pattern.startswith("..") else []
+    return (document.parent / path).exists() or any(any(matches) for matches in (*found, *inside))
+
+
+def test_every_path_that_a_document_names_exists() -> None:
+    missing = [
+        f"{document.name}:{number}: {path}"
+        for document in DOCUMENTS
+        for number, path in named_paths(document)
+        if not exists(path, document)
+    ]
+    assert missing == []
+
+
+def test_paths_are_found_in_text_tables_and_links(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("`docs/gone.md`, [page](docs/far.md#part)\nbenchmarks/none/  a table of files\n")
+    assert list(named_paths(document)) == [(1, "docs/far.md"), (1, "docs/gone.md"), (2, "benchmarks/none/")]
+    assert not any(exists(path, document) for _, path in named_paths(document))
