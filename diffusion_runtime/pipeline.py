@@ -17,7 +17,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import OnStep, Predict
 from diffusion_runtime.denoising.noise import SampleNoise
-from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages
+from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, Stage, fit_spectrum, sample_in_stages
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.step_cache.calibration import Calibration, ResidualRatios, model_identity
 from diffusion_runtime.denoising.step_cache.requested import StepCache
@@ -147,7 +147,8 @@ class Pipeline:
             self.recipe = {**self.recipe, "runtime": runtime}
 
     def calibrate(self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None) -> Calibration:
-        """Measure what the step cache MagCache needs to know of this model, on whole generations of these requests.
+        """Measure what the step cache MagCache and progressive resolution need to know of this model, on whole
+        generations of these requests.
 
         Raises what `generate` raises, and ConfigError on several processes, which hold a part of the tokens each.
         """
@@ -164,12 +165,16 @@ class Pipeline:
                 for request in requests
             ]
             settings = BatchSettings.of(batch, self.rules)
-            measured = []
+            measured: list[ResidualRatios] = []
+            clean: list[torch.Tensor] = []
             for request in batch:
                 measured.append(ResidualRatios())
                 alone = BatchSettings.of([request], self.rules)
-                self._generate([request], alone, on_progress, block_runner=measured[-1])
-        return Calibration.of(self.recipe, settings.shared.to_dict(), settings.num_inference_steps, measured)
+                self._generate([request], alone, on_progress, block_runner=measured[-1], on_latents=clean.append)
+        latents = self.rules.geometry.parts(torch.cat(clean), settings.size).video
+        spectrum = None if min(latents.shape[-2:]) < MIN_FITTED_SIZE else fit_spectrum(latents)
+        steps = settings.num_inference_steps
+        return Calibration.of(self.recipe, settings.shared.to_dict(), steps, measured, spectrum)
 
     def close(self) -> None:
         """Give the memory of the model back. A later generation raises PipelineClosedError.
@@ -209,9 +214,10 @@ class Pipeline:
         on_progress: OnProgress | None,
         remarks: Sequence[str] = (),
         block_runner: BlockRunner | None = None,
+        on_latents: Callable[[torch.Tensor], object] = lambda _: None,
     ) -> list[GeneratedMedia]:
         """batch: resolved requests; remarks: added to the attention report. block_runner: None for the one of the
-        requests' step cache."""
+        requests' step cache. on_latents: called with the clean latents, [batch, *sample_shape]."""
         cancellations = Cancellations(len(batch), on_progress)
         watch = None if on_progress is None else cancellations.watch
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
@@ -242,6 +248,7 @@ class Pipeline:
                     block_runner,
                 )
                 _check_finite(latents, self.dtype)
+                on_latents(latents)
             frames: dict[int, torch.Tensor] = {}
             sounds: dict[int, Audio | None] = {}
             # One after the other: the decoder's activations are what needs the most memory.

@@ -231,7 +231,7 @@ class RequestRules:
             if self.spectrum is None:
                 raise RequestError(
                     f"{field}: the spectrum of this model's latents is not known; say it, "
-                    f"{progressive.method}:A=...,beta=..., as docs/progressive_resolution.md measures it"
+                    f"{progressive.method}:A=...,beta=...; `diffusion-runtime calibrate` measures it"
                 )
             progressive = progressive.with_spectrum(self.spectrum)
         request = dataclasses.replace(request, progressive_resolution=progressive.text)

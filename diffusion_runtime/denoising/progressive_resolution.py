@@ -28,6 +28,11 @@ from diffusion_runtime.progressive_resolution import LatentSpectrum
 # (shape of one sample) -> fresh standard normal noise [batch, *shape], float32.
 DrawNoiseOf = Callable[[Sequence[int]], torch.Tensor]
 
+# The shorter side of latents whose spectrum can be fitted: frequencies of one to four periods.
+MIN_FITTED_SIZE = 8
+# It converges to single precision in about ten.
+_NUM_SCORING_STEPS = 30
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -130,7 +135,8 @@ def sample_in_stages(
 
 
 def fit_spectrum(latents: torch.Tensor) -> LatentSpectrum:
-    """The spectrum of clean latents [samples, channels, frames, height, width], by least squares over the logarithms.
+    """The spectrum of clean latents [samples, channels, frames, height, width], by maximum likelihood of normally
+    distributed coefficients (Whittle 1953).
 
     Of the frequencies from one period over the shorter side to the highest one of that side, every one counts alike,
     in however many directions there are coefficients of it.
@@ -140,10 +146,16 @@ def fit_spectrum(latents: torch.Tensor) -> LatentSpectrum:
     power = (rows @ latents.double() @ columns.T).square().flatten(0, -3).mean(0).cpu()
     y, x = (torch.arange(size, dtype=torch.float64) / size for size in (height, width))
     # The k-th basis function of a side has k / 2 periods.
-    periods = (y[:, None].square() + x[None, :].square()).sqrt() * min(height, width) / 2
-    used = (periods >= 1) & (periods <= min(height, width) / 2)
-    frequency, power = periods[used], power[used]
-    weight = frequency.rsqrt()[:, None]
-    logarithms = torch.stack([torch.ones_like(frequency), frequency.log()], dim=1)
-    offset, slope = torch.linalg.lstsq(weight * logarithms, weight * power.log()[:, None]).solution[:, 0].tolist()
+    frequency = (y[:, None].square() + x[None, :].square()).sqrt() * min(height, width) / 2
+    used = (frequency >= 1) & (frequency <= min(height, width) / 2)
+    frequency, power = frequency[used][:, None], power[used][:, None]
+    weight = frequency.rsqrt()
+    logarithms = torch.cat([torch.ones_like(frequency), frequency.log()], dim=1)
+    # Fisher scoring: a regression of gamma distributed values with a logarithmic link.
+    fitted = power.clamp(min=1e-12).log()
+    for _ in range(_NUM_SCORING_STEPS):
+        solution = torch.linalg.lstsq(weight * logarithms, weight * fitted).solution
+        estimate = logarithms @ solution
+        fitted = estimate + power / estimate.exp() - 1
+    offset, slope = solution[:, 0].tolist()
     return LatentSpectrum(math.exp(offset), -slope)
