@@ -295,7 +295,9 @@ class Pipeline:
         sample_noise = SampleNoise(self.rules.geometry.sample_shape(sizes[0]), seeds)
         noise = sample_noise.draw().to(self.device)
         # What is computed from the prompt alone serves every size.
-        state, predicts, caches = RequestCache(), [], []
+        state = RequestCache()
+        predicts: list[Predict] = []
+        caches: list[StepCache] = []
         for size in sizes:
             inputs = self._inputs(text, settings, size)
             # One of each size: nothing of another size can be reused.

@@ -13,10 +13,13 @@ from PIL import Image
 from tables import table
 from tiny_models import write_tiny_wan
 
+import diffusion_runtime
 from diffusion_runtime import AttentionConfig, GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.latent_spectrum import KNOWN_SPECTRA, read_spectrum
+from diffusion_runtime.progressive_resolution import LatentSpectrum
 
+PACKAGE = Path(diffusion_runtime.__file__).parent
 # The spectrum of the tiny autoencoder's latents is nobody's.
 HALVED = "dct:A=3,beta=2.42,delta=0.1"
 
@@ -147,6 +150,10 @@ def test_known_autoencoders_are_recognised_by_their_numbers(tmp_path: Path) -> N
         other = {**known.settings, "scaling_factor": 0.36, "latents_std": [1.0] * 16}
         (vae / "config.json").write_text(json.dumps(other))
         assert read_spectrum(vae.parent) is None
+
+
+def test_the_embedded_model_s_spectrum_is_known() -> None:
+    assert read_spectrum(PACKAGE / "assets" / "shapes") == LatentSpectrum(15.96, 2.022)
 
 
 def test_a_known_spectrum_is_filled_in(pipeline: Pipeline) -> None:

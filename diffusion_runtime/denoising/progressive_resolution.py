@@ -68,14 +68,14 @@ def plan_stages(sigmas: Sequence[float], growth_levels: Sequence[float]) -> tupl
     stages: list[Stage] = []
     first, level, start = 0, len(growth_levels), sigmas[0]
     for index, sigma in enumerate(sigmas):
-        grown, current = level, sigma
-        while grown and current <= growth_levels[len(growth_levels) - grown]:
-            grown -= 1
+        following, current = level, sigma
+        while following and current <= growth_levels[len(growth_levels) - following]:
+            following -= 1
             # Nothing grows before the first step: it starts on noise of that size.
             current = rewound(current) if index else current
-        if grown != level:
+        if following != level:
             stages += [Stage(first, index, level, start)] if index else []
-            first, level, start = index, grown, current
+            first, level, start = index, following, current
     if level:
         raise RequestError(
             f"progressive_resolution: the last size begins at a noise level of {growth_levels[-1]:.3g} or less, and "

@@ -44,6 +44,18 @@ KNOWN_SPECTRA = (
         LatentSpectrum(219.484718, 2.422687),
         "arXiv:2605.18736",
     ),
+    # The embedded model's.
+    KnownSpectrum(
+        {
+            "_class_name": "AutoencoderKLWan",
+            "latents_std": (
+                1.2369, 1.511, 2.1219, 0.31771, 1.3446, 0.52313, 0.58662, 0.47272,
+                0.43055, 0.53929, 1.0294, 0.4975, 1.2153, 1.3221, 0.59682, 0.5254,
+            ),
+        },
+        LatentSpectrum(15.96, 2.022),
+        "`diffusion-runtime calibrate` with 16 prompts, 5 frames of 256 x 256",
+    ),
 )  # fmt: skip
 
 

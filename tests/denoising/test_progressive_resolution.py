@@ -116,7 +116,8 @@ def test_a_straight_flow_ends_at_the_data(sampler: ScheduleSampler) -> None:
     """At every size; each prediction is told the noise level that its latents have."""
     sigmas = sampler.scheduler(CPU).sigmas[:10].tolist()
     stages = plan_stages(sigmas, (0.9, 0.7))
-    noise, seen = SampleNoise((2, 1, 4, 6), [3, 4]), []
+    noise = SampleNoise((2, 1, 4, 6), [3, 4])
+    seen: list[tuple[int, tuple[int, ...], float, float | None]] = []
 
     def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         assert step.sigma is not None
