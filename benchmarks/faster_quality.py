@@ -69,6 +69,10 @@ WAYS = (
         for threshold in (0.05, 0.1, 0.2)
     ),
     *(Way(f"DBCache {r}", _steps(FULL_STEPS, step_cache=f"dbcache:F=1,R={r}")) for r in (0.08, 0.24)),
+    *(
+        Way(f"half size first, delta {delta}", _steps(FULL_STEPS, progressive_resolution=f"dct:delta={delta}"))
+        for delta in (0.01, 0.05, 0.1)
+    ),
     Way("gate 0.5", _steps(FULL_STEPS, cfg_gate=0.5)),
     Way("EasyCache 0.1, gate 0.5", _steps(FULL_STEPS, step_cache="easycache:threshold=0.1", cfg_gate=0.5)),
     Way("VSA 0.6", _steps(FULL_STEPS), VSA),

@@ -15,8 +15,10 @@ from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.guidance import with_guidance
-from diffusion_runtime.denoising.interface import Predict
+from diffusion_runtime.denoising.interface import OnStep, Predict
 from diffusion_runtime.denoising.noise import SampleNoise
+from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, Stage, fit_spectrum, sample_in_stages
+from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.step_cache.calibration import Calibration, ResidualRatios, model_identity
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.device_guard import device_guard
@@ -24,6 +26,7 @@ from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.media import Audio, GeneratedMedia
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
+from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import (
     DenoiserInputs,
     DiffusionTransformer,
@@ -144,7 +147,8 @@ class Pipeline:
             self.recipe = {**self.recipe, "runtime": runtime}
 
     def calibrate(self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None) -> Calibration:
-        """Measure what the step cache MagCache needs to know of this model, on whole generations of these requests.
+        """Measure what the step cache MagCache and progressive resolution need to know of this model, on whole
+        generations of these requests.
 
         Raises what `generate` raises, and ConfigError on several processes, which hold a part of the tokens each.
         """
@@ -153,16 +157,24 @@ class Pipeline:
         with self._one_generation.held():
             # Each branch by itself, as the cache runs them.
             batch = [
-                self.resolve(dataclasses.replace(request, step_cache=None, cfg_gate=None, guidance_mode="two_pass"))
+                self.resolve(
+                    dataclasses.replace(
+                        request, step_cache=None, cfg_gate=None, progressive_resolution=None, guidance_mode="two_pass"
+                    )
+                )
                 for request in requests
             ]
             settings = BatchSettings.of(batch, self.rules)
-            measured = []
+            measured: list[ResidualRatios] = []
+            clean: list[torch.Tensor] = []
             for request in batch:
                 measured.append(ResidualRatios())
                 alone = BatchSettings.of([request], self.rules)
-                self._generate([request], alone, on_progress, block_runner=measured[-1])
-        return Calibration.of(self.recipe, settings.shared.to_dict(), settings.num_inference_steps, measured)
+                self._generate([request], alone, on_progress, block_runner=measured[-1], on_latents=clean.append)
+        latents = self.rules.geometry.parts(torch.cat(clean), settings.size).video
+        spectrum = None if min(latents.shape[-2:]) < MIN_FITTED_SIZE else fit_spectrum(latents)
+        steps = settings.num_inference_steps
+        return Calibration.of(self.recipe, settings.shared.to_dict(), steps, measured, spectrum)
 
     def close(self) -> None:
         """Give the memory of the model back. A later generation raises PipelineClosedError.
@@ -202,9 +214,10 @@ class Pipeline:
         on_progress: OnProgress | None,
         remarks: Sequence[str] = (),
         block_runner: BlockRunner | None = None,
+        on_latents: Callable[[torch.Tensor], object] = lambda _: None,
     ) -> list[GeneratedMedia]:
         """batch: resolved requests; remarks: added to the attention report. block_runner: None for the one of the
-        requests' step cache."""
+        requests' step cache. on_latents: called with the clean latents, [batch, *sample_shape]."""
         cancellations = Cancellations(len(batch), on_progress)
         watch = None if on_progress is None else cancellations.watch
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
@@ -226,25 +239,16 @@ class Pipeline:
                 prompts = self._encode(batch, settings, recorder)
                 done(1)
             with clock.stage("denoise", settings.num_inference_steps) as done:
-                sample_shape = self.rules.geometry.sample_shape(settings.size)
-                sample_noise = SampleNoise(sample_shape, [request.seed for request in batch])
-                noise = sample_noise.draw().to(self.device)
-                inputs = self._inputs(prompts.conditions, settings)
-                cache = StepCache.of(settings.shared, self.mesh, recorder, model_identity(self.recipe))
-                guided = with_guidance(
-                    self._predict(inputs, recorder, cache.block_runner if block_runner is None else block_runner),
-                    lambda step: settings.cfg_scales[min(step.expert, 1)],
-                    settings.guidance_mode,
-                    self.transformer.combine_guidance,
-                    BranchExchange.of(self.mesh),
-                    cache.wrappers,
+                latents = self._denoise(
+                    prompts.conditions,
+                    settings,
+                    [request.seed for request in batch],
+                    recorder,
+                    lambda step, _: done(step.index + 1),
+                    block_runner,
                 )
-                latents = settings.build_sampler().sample(
-                    noise, self._with_expert(guided), lambda step, _: done(step.index + 1), sample_noise.draw
-                )
-                cache.finish(latents.device)
-                latents = self.transformer.settle(latents, inputs["cond"])
                 _check_finite(latents, self.dtype)
+                on_latents(latents)
             frames: dict[int, torch.Tensor] = {}
             sounds: dict[int, Audio | None] = {}
             # One after the other: the decoder's activations are what needs the most memory.
@@ -275,6 +279,48 @@ class Pipeline:
             for index, request in enumerate(batch)
             if cancellations.is_wanted(index)
         ]
+
+    def _denoise(
+        self,
+        text: Mapping[str, Conditions],
+        settings: BatchSettings,
+        seeds: Sequence[int],
+        recorder: AttentionRecorder,
+        on_step: OnStep,
+        block_runner: BlockRunner | None,
+    ) -> torch.Tensor:
+        """The clean latents, float32, [batch, *sample_shape]. text: by guidance branch. block_runner: see _generate."""
+        stages, sampler = settings.stages(), settings.build_sampler()
+        sizes = [settings.halved(stage.level) for stage in stages] or [settings.size]
+        sample_noise = SampleNoise(self.rules.geometry.sample_shape(sizes[0]), seeds)
+        noise = sample_noise.draw().to(self.device)
+        # What is computed from the prompt alone serves every size.
+        state = RequestCache()
+        predicts: list[Predict] = []
+        caches: list[StepCache] = []
+        for size in sizes:
+            inputs = self._inputs(text, settings, size)
+            # One of each size: nothing of another size can be reused.
+            cache = StepCache.of(settings.shared, self.mesh, recorder, model_identity(self.recipe))
+            caches.append(cache)
+            guided = with_guidance(
+                self._predict(inputs, state, recorder, cache.block_runner if block_runner is None else block_runner),
+                lambda step: settings.cfg_scales[min(step.expert, 1)],
+                settings.guidance_mode,
+                self.transformer.combine_guidance,
+                BranchExchange.of(self.mesh),
+                cache.wrappers,
+            )
+            predicts.append(self._with_expert(guided))
+        if stages:
+            recorder.note(_sizes_remark(stages, sizes))
+            assert isinstance(sampler, ScheduleSampler)
+            latents = sample_in_stages(sampler, stages, noise, predicts, sample_noise.draw_of, on_step)
+        else:
+            latents = sampler.sample(noise, predicts[0], on_step, sample_noise.draw)
+        for cache in caches:
+            cache.finish(latents.device)
+        return self.transformer.settle(latents, inputs["cond"])
 
     def _sound(self, latents: torch.Tensor | None, recorder: AttentionRecorder) -> Audio | None:
         """The sound of one sample, [1, channels, length, bins]; a note records audio latents that the decoder cannot
@@ -308,13 +354,15 @@ class Pipeline:
         pairs = zip(positive, negative or positive, strict=True)
         return _EncodedPrompts(branches, tuple(tuple(dict.fromkeys(remarks[a] + remarks[b])) for a, b in pairs))
 
-    def _inputs(self, text: Mapping[str, Conditions], settings: BatchSettings) -> dict[str, DenoiserInputs]:
+    def _inputs(
+        self, text: Mapping[str, Conditions], settings: BatchSettings, size: ClipSize
+    ) -> dict[str, DenoiserInputs]:
         """The conditions of the transformer, by guidance branch."""
-        image = self._image_condition(settings)
+        image = self._image_condition(settings, size)
         return {
             branch: DenoiserInputs(
                 text=conditions,
-                size=settings.size,
+                size=size,
                 guidance=settings.embedded_guidance,
                 image=None if image is None else image.repeat(len(conditions.lengths)),
                 request=settings.shared,
@@ -322,8 +370,8 @@ class Pipeline:
             for branch, conditions in text.items()
         }
 
-    def _image_condition(self, settings: BatchSettings) -> ImageCondition | None:
-        path, size = settings.shared.image_path, settings.size
+    def _image_condition(self, settings: BatchSettings, size: ClipSize) -> ImageCondition | None:
+        path = settings.shared.image_path
         if path is None:
             return None
         if self._image_conditioner is None:
@@ -332,10 +380,13 @@ class Pipeline:
         return self._image_conditioner.encode(image, size)
 
     def _predict(
-        self, inputs: Mapping[str, DenoiserInputs], recorder: AttentionRecorder, block_runner: BlockRunner
+        self,
+        inputs: Mapping[str, DenoiserInputs],
+        state: RequestCache,
+        recorder: AttentionRecorder,
+        block_runner: BlockRunner,
     ) -> Predict:
         """The transformer as a function of latents and step. inputs: by guidance branch."""
-        state = RequestCache()
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
@@ -364,6 +415,15 @@ class _EncodedPrompts:
 
     conditions: Mapping[str, Conditions]
     notes: tuple[tuple[str, ...], ...]
+
+
+def _sizes_remark(stages: Sequence[Stage], sizes: Sequence[ClipSize]) -> str:
+    """Which steps run at which size."""
+    parts = [
+        f"steps {stage.first}-{stage.end - 1} at {size.height} x {size.width}, from sigma {stage.sigma:.3g}"
+        for stage, size in zip(stages, sizes, strict=True)
+    ]
+    return f"progressive_resolution: {'; '.join(parts)} (height x width)"
 
 
 def _check_finite(latents: torch.Tensor, dtype: torch.dtype) -> None:

@@ -9,6 +9,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.progressive_resolution import METHODS as PROGRESSIVE_METHODS
+from diffusion_runtime.progressive_resolution import ProgressiveText
 from diffusion_runtime.request_fields import (
     GUIDANCE,
     SHIFT,
@@ -192,6 +194,16 @@ class GenerationRequest:
             help=f"Reuse steps that change little: {', '.join(METHODS)}; options behind a colon, "
             "easycache:threshold=0.1. See docs/step_cache.md.",
             check=StepCacheText(),
+            may_stay_none=True,
+        ).as_metadata(),
+    )
+    # Early steps on smaller latents (progressive_resolution.py); None runs every step at full size.
+    progressive_resolution: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help=f"Run early steps at half the height and width: {', '.join(PROGRESSIVE_METHODS)}; options behind a "
+            "colon, dct:delta=0.05. See docs/progressive_resolution.md.",
+            check=ProgressiveText(),
             may_stay_none=True,
         ).as_metadata(),
     )

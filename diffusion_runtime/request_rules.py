@@ -12,7 +12,9 @@ import torch
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.interface import Sampler
+from diffusion_runtime.denoising.progressive_resolution import Stage, growth_level, plan_stages
 from diffusion_runtime.denoising.request_sampler import sampler_of
+from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
@@ -21,8 +23,10 @@ from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
+from diffusion_runtime.progressive_resolution import LatentSpectrum, ProgressiveSettings
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
+from diffusion_runtime.samplers import SAMPLERS
 from diffusion_runtime.step_cache import MagCacheOptions, StepCacheSettings
 
 _T = TypeVar("_T")
@@ -36,7 +40,7 @@ class RequestRules:
     the fields that not every model uses it does (model_fields), whether it needs an image, and its attention layers,
     with or without weights around them, whose options may ask for a number of steps. sampling_presets: of its family;
     few_steps: what the model, or a LoRA of it, was distilled to, None for many steps. loras: the LoRA files of its
-    transformer.
+    transformer. spectrum: of its autoencoder's latents, None where nobody measured it.
     """
 
     defaults: Mapping[str, Any]
@@ -53,6 +57,7 @@ class RequestRules:
     sampling_presets: tuple[SamplingPreset, ...] = ()
     few_steps: FewSteps | None = None
     loras: tuple[Lora, ...] = ()
+    spectrum: LatentSpectrum | None = None
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
@@ -90,7 +95,7 @@ class RequestRules:
             check_image(request.image_path, settings.size.height, settings.size.width)
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
-        return with_step_cache(request)
+        return with_step_cache(self._with_progressive_resolution(request))
 
     def try_scheduler(self) -> None:
         """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
@@ -204,6 +209,37 @@ class RequestRules:
                 remarks.append(lora.few_step_hint.remark(str(lora.path), num_steps, is_guided=is_guided))
         return [remark for remark in remarks if remark is not None]
 
+    def _with_progressive_resolution(self, request: GenerationRequest) -> GenerationRequest:
+        """A resolved request with every option of its progressive resolution spelled out, as a recipe has it.
+
+        Raises RequestError where it cannot be run.
+        """
+        text = request.progressive_resolution
+        progressive = None if text is None else ProgressiveSettings.parse(text)
+        if progressive is None:
+            return request
+        field, step_cache = "progressive_resolution", request.step_cache
+        if self.geometry.makes_sound:
+            raise RequestError(f"{field}: latents that hold sound as well cannot be halved; leave it out")
+        if request.sampler is not None and SAMPLERS[request.sampler].adds_noise:
+            others = " or ".join(name for name, declared in SAMPLERS.items() if not declared.adds_noise)
+            raise RequestError(f"{field}: {request.sampler} cannot change the size; leave it out, or use {others}")
+        cache = None if step_cache is None else StepCacheSettings.parse(step_cache)
+        if cache is not None and isinstance(cache.options, MagCacheOptions):
+            raise RequestError(f"{field}: magcache is calibrated at one size; use another step_cache, or leave one out")
+        if progressive.options.spectrum is None:
+            if self.spectrum is None:
+                raise RequestError(
+                    f"{field}: the spectrum of this model's latents is not known; say it, "
+                    f"{progressive.method}:A=...,beta=...; `diffusion-runtime calibrate` measures it"
+                )
+            progressive = progressive.with_spectrum(self.spectrum)
+        request = dataclasses.replace(request, progressive_resolution=progressive.text)
+        settings = BatchSettings.of([request], self)
+        self.geometry.check_halving(settings.size.height, settings.size.width, progressive.options.levels)
+        settings.stages()
+        return request
+
     def _refuse_without_lora(self, name: str) -> None:
         preset = next((each for each in self.sampling_presets if each.name == name), None)
         if preset is None or preset.needs_lora is None or self.presets[name] != preset.request:
@@ -270,6 +306,25 @@ class BatchSettings:
     def build_sampler(self) -> Sampler:
         """The sampler of these values. Raises what `sampler_of` raises."""
         return sampler_of(self.shared, self.rules.scheduler, self.rules.schedule)
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The steps by size, none for a request whose steps are all at full size. Raises RequestError where the steps
+        end before the full size."""
+        text = self.shared.progressive_resolution
+        progressive = None if text is None else ProgressiveSettings.parse(text)
+        if progressive is None:
+            return ()
+        options, sampler = progressive.options, self.build_sampler()
+        assert options.spectrum is not None
+        assert isinstance(sampler, ScheduleSampler)
+        sizes = [self.halved(level) for level in range(options.levels, 0, -1)]
+        shapes = [self.rules.geometry.sample_shape(size)[-2:] for size in sizes]
+        growth_levels = [growth_level(options.spectrum, options.delta, *shape) for shape in shapes]
+        return plan_stages(sampler.scheduler(torch.device("cpu")).sigmas[: sampler.num_steps].tolist(), growth_levels)
+
+    def halved(self, level: int) -> ClipSize:
+        """The clip's size with height and width halved `level` times."""
+        return dataclasses.replace(self.size, height=self.size.height >> level, width=self.size.width >> level)
 
     @property
     def embedded_guidance(self) -> float | None:

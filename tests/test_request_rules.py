@@ -11,6 +11,7 @@ from diffusion_runtime import GenerationRequest
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.progressive_resolution import ProgressiveText
 from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.request_fields import Levels, Number, OneOf
 from diffusion_runtime.request_rules import BatchSettings, RequestRules
@@ -44,6 +45,8 @@ def another(name: str, value: Any) -> Any:
         return next(choice for choice in check.names if choice != value)
     if isinstance(check, StepCacheText):
         return "easycache"
+    if isinstance(check, ProgressiveText):
+        return "dct"
     if isinstance(check, Levels):
         return (1.0, 0.25)
     if isinstance(check, Number):

@@ -1,4 +1,4 @@
-"""`calibrate`: measure on a model what the step cache MagCache needs to know of it."""
+"""`calibrate`: measure on a model what the step cache MagCache and progressive resolution need to know of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def calibrate(
     dtype: options.Dtype = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure how a model's residuals change from step to step, for --step-cache magcache.
+    """Measure how a model's residuals change from step to step, for --step-cache magcache, and the spectrum of its
+    latents, for --progressive-resolution.
 
     Each prompt is generated once. The file is refused for another model or number of steps.
     """
@@ -77,4 +78,7 @@ def calibrate(
     if as_json:
         put_on_stdout(json_text({"schema": SCHEMA, "path": str(path), "calibration": calibration.to_dict()}))
     else:
+        if calibration.spectrum is not None:
+            pairs = ",".join(f"{name}={value:.6g}" for name, value in calibration.spectrum.items())
+            terminal.say(f"spectrum of the latents: --progressive-resolution dct:{pairs}")
         put_path_on_stdout(path)

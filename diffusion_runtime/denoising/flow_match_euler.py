@@ -5,31 +5,20 @@ x[i+1] = x[i] + (sigma[i+1] - sigma[i]) * v(x[i], sigma[i]),   sigma = s * t / (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
-from diffusion_runtime.denoising.schedule_loop import build_scheduler, run_schedule
+from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler, build_scheduler
 from diffusion_runtime.errors import RequestError
 
 
 @dataclass(frozen=True)
-class FlowMatchEulerSampler(Sampler):
+class FlowMatchEulerSampler(ScheduleSampler):
     """diffusers' FlowMatchEulerDiscreteScheduler in our loop.
-
-    num_steps: predictions; flow_shift: s above; options: further settings of the scheduler class. sigmas: t of every
-    step, None for the scheduler's own spacing.
 
     Raises RequestError for a number of steps that the options do not allow.
     """
-
-    num_steps: int
-    flow_shift: float = 1.0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    sigmas: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_steps == 1 and self.options.get("shift_terminal"):
@@ -38,16 +27,13 @@ class FlowMatchEulerSampler(Sampler):
                 f"level of {self.options['shift_terminal']:g} (shift_terminal), the first one at 1"
             )
 
-    def sample(
-        self,
-        noise: torch.Tensor,
-        predict: Predict,
-        on_step: OnStep | None = None,
-        draw_noise: DrawNoise | None = None,  # noqa: ARG002
-    ) -> torch.Tensor:
+    def scheduler(self, device: torch.device) -> Scheduler:
+        """See ScheduleSampler.scheduler."""
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
         # Given at construction: the class shifts its smallest sigma there, and `set_shift` would leave it as it was.
         options = {**self.options, "shift": self.flow_shift}
-        scheduler = build_scheduler(FlowMatchEulerDiscreteScheduler, options, self.num_steps, noise.device, self.sigmas)
-        return run_schedule(scheduler, self.num_steps, noise, predict, on_step)
+        scheduler: Scheduler = build_scheduler(
+            FlowMatchEulerDiscreteScheduler, options, self.num_steps, device, self.sigmas
+        )
+        return scheduler

@@ -21,7 +21,11 @@ class SampleNoise:
     def draw(self) -> torch.Tensor:
         """[len(seeds), *latent_shape], float32, on the CPU: the initial noise at the first call, other numbers at each
         later one."""
-        return torch.cat([torch.randn(self._shape, generator=generator) for generator in self._generators])
+        return self.draw_of(self._shape[1:])
+
+    def draw_of(self, latent_shape: Sequence[int]) -> torch.Tensor:
+        """`draw` in another shape."""
+        return torch.cat([torch.randn((1, *latent_shape), generator=generator) for generator in self._generators])
 
 
 def initial_noise(latent_shape: Sequence[int], seeds: Sequence[int]) -> torch.Tensor:

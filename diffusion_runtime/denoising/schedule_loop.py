@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from diffusion_runtime.denoising.interface import OnStep, Predict
+from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.step_info import StepInfo
 
@@ -21,12 +23,41 @@ class Scheduler(Protocol):
 
     timesteps: torch.Tensor
     sigmas: torch.Tensor
+    config: Any
 
     def set_begin_index(self, begin_index: int) -> None: ...
 
     def step(
         self, model_output: torch.Tensor, timestep: torch.Tensor, sample: torch.Tensor, *, return_dict: bool
     ) -> tuple[torch.Tensor, ...]: ...
+
+
+@dataclass(frozen=True)
+class ScheduleSampler(Sampler):
+    """A sampler whose steps a diffusers scheduler computes.
+
+    num_steps: predictions; flow_shift: s of sigma = s * t / (1 + (s - 1) * t); options: further settings of the
+    scheduler class. sigmas: t of every step, None for the scheduler's own spacing.
+    """
+
+    num_steps: int
+    flow_shift: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sigmas: tuple[float, ...] | None = None
+
+    @abstractmethod
+    def scheduler(self, device: torch.device) -> Scheduler:
+        """A fresh one, with its timesteps set. Raises ModelLoadError."""
+
+    def sample(
+        self,
+        noise: torch.Tensor,
+        predict: Predict,
+        on_step: OnStep | None = None,
+        draw_noise: DrawNoise | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """See Sampler.sample."""
+        return run_schedule(self.scheduler(noise.device), self.num_steps, noise, predict, on_step)
 
 
 def build_scheduler(
@@ -64,18 +95,27 @@ def build_scheduler(
 
 
 def run_schedule(
-    scheduler: Scheduler, num_steps: int, noise: torch.Tensor, predict: Predict, on_step: OnStep | None
+    scheduler: Scheduler,
+    num_steps: int,
+    noise: torch.Tensor,
+    predict: Predict,
+    on_step: OnStep | None,
+    steps: range | None = None,
 ) -> torch.Tensor:
-    """Latents like `noise`, float32, after `num_steps` steps from it. scheduler: with its timesteps set.
+    """Latents like `noise`, float32, after `num_steps` steps from it. scheduler: with its timesteps set. steps: those
+    to run, from latents at the noise level of the first of them; None for all.
 
     Velocities are converted to float32 before the scheduler gets them: it would otherwise round the latents to the
     model's dtype at every step.
     """
-    scheduler.set_begin_index(0)  # Without it the scheduler searches for its step, which synchronises with the device.
+    steps = range(len(scheduler.timesteps)) if steps is None else steps
+    scheduler.set_begin_index(
+        steps.start
+    )  # Without it the scheduler searches for its step, which synchronises with the device.
     # Read once: a timestep read from an accelerator inside the loop would synchronise with every step's kernels.
     timesteps, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
     latents = noise.float()
-    for index, timestep in enumerate(scheduler.timesteps):
+    for index in steps:
         step = StepInfo(
             index,
             num_steps,
@@ -84,7 +124,7 @@ def run_schedule(
             next_timestep=float(timesteps[index + 1]) if index + 1 < len(timesteps) else 0.0,
         )
         velocity = predict(latents, step).float()
-        latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+        latents = scheduler.step(velocity, scheduler.timesteps[index], latents, return_dict=False)[0]
         if on_step is not None:
             on_step(step, latents)
     return latents

@@ -18,6 +18,7 @@ from diffusion_runtime.hardware import device_of_process, resolve_device, resolv
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.latent_spectrum import read_spectrum
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.published import model_of_name
@@ -129,6 +130,7 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         needs_image=model.needs_image,
         attention_layers=(),
         sampling_presets=sampling_presets,
+        spectrum=read_spectrum(model.folder),
         few_steps=few_steps_of(family, model.folder, config.model_path, [lora.path for lora in config.lora]),
     )
 

@@ -82,6 +82,15 @@ class LatentGeometry:
         if wrong:
             raise RequestError("; ".join(wrong))
 
+    def check_halving(self, height: int, width: int, levels: int) -> None:
+        """Raises RequestError for a height and a width that are no whole tokens once halved `levels` times; it names
+        the nearest ones that are."""
+        sizes = (("height", height, self.patch[1]), ("width", width, self.patch[2]))
+        rules = [(name, size, self.spatial_factor * patch << levels, 0) for name, size, patch in sizes]
+        wrong = [_misfit(*rule) for rule in rules if rule[1] % rule[2]]
+        if wrong:
+            raise RequestError(f"{'; '.join(wrong)}, or leave out progressive_resolution, which halves them")
+
     def grid(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:
         """(frames, height, width) in tokens of latents whose shape ends in frames, height, width.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from cli_support import Command
@@ -23,9 +24,24 @@ def test_a_file_is_written_and_taken(command: Command, tmp_path: Path, tiny_wan_
     assert generated.code == 0, generated.err
     [item] = json.loads(generated.out)["items"]
     assert any(row["reused_by"] == ["magcache"] for row in item["attention_report"]["steps"])
+    assert answer["calibration"]["spectrum"] is None
     again = command("calibrate", "a red circle", *model, *ARGUMENTS, "-o", str(path))
     assert again.code != 0
     assert "exists already" in again.err
+
+
+def test_the_spectrum_of_the_latents_is_measured_and_taken(
+    command: Command, tmp_path: Path, tiny_wan_folder: Path
+) -> None:
+    model = ("--model-path", str(tiny_wan_folder), "--num-frames", "1", "--num-inference-steps", "9", "--device", "cpu")
+    sizes = ("--height", "64", "--width", "96")
+    made = command("calibrate", "a red circle", *model, *sizes, "-o", str(tmp_path / "calibration.json"))
+    assert made.code == 0, made.err
+    flags = re.findall(r"--progressive-resolution (dct:A=[\d.e-]+,beta=[\d.e-]+)", made.err)
+    assert len(flags) == 1, made.err
+    # A model with random weights makes noise, whose spectrum is flat.
+    spectrum = json.loads((tmp_path / "calibration.json").read_text())["spectrum"]
+    assert abs(spectrum["beta"]) < 0.5
 
 
 def test_what_is_missing_is_said(command: Command) -> None:

@@ -6,8 +6,10 @@ import torch
 from denoiser_inputs import text_inputs
 from sound_denoiser import sound_denoiser, sound_inputs
 
-from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
+from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache
+from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise
+from diffusion_runtime.denoising.progressive_resolution import plan_stages, sample_in_stages
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
@@ -47,6 +49,9 @@ def measure_models(meshes: dict[tuple[int, int, bool], ProcessMesh]) -> dict[str
         (together, from_formula), (alone, _) = (_few_steps(shared) for shared in (mesh, ProcessMesh()))
         error = float((together - alone).abs().max() / alone.abs().max())
         measured[f"model, {degrees}, dmd"] = {"error": error, "text_apart": 0.0, "from_formula": from_formula}
+        together, alone = (_growing(shared) for shared in (mesh, ProcessMesh()))
+        error = float((together - alone).abs().max() / alone.abs().max())
+        measured[f"model, {degrees}, progressive resolution"] = {"error": error, "text_apart": 0.0}
         together, alone = (_forward_with_sound(shared) for shared in (mesh, ProcessMesh()))
         error = float((together - alone).abs().max() / alone.abs().max())
         measured[f"model, {degrees}, with sound"] = {"error": error, "text_apart": 0.0}
@@ -79,6 +84,23 @@ def _few_steps(mesh: ProcessMesh) -> tuple[torch.Tensor, float]:
         if index < 2:
             x = (1 - levels[index + 1]) * x + levels[index + 1] * again.draw().double()
     return result, float((result.double() - x).abs().max())
+
+
+def _growing(mesh: ProcessMesh) -> torch.Tensor:
+    """Latents after two steps at half the height and width and two at the whole, with one cache of the request."""
+    model, state = _model(AttentionPolicy(environment=None, mesh=mesh)), RequestCache()
+    inputs = text_inputs(torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)))
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        timestep = torch.full((2,), step.timestep or 0.0)
+        context = AttentionContext(step=step, state=state, sharding=mesh.sharding)
+        velocity: torch.Tensor = model(latents, timestep, inputs, context)
+        return velocity
+
+    sampler, noise = FlowMatchEulerSampler(4, 3.0), SampleNoise((4, 3, 6, 10), (5, 6))
+    stages = plan_stages(sampler.scheduler(torch.device("cpu")).sigmas[:4].tolist(), (0.8,))
+    assert [stage.end for stage in stages] == [2, 4]
+    return sample_in_stages(sampler, stages, noise.draw(), [predict, predict], noise.draw_of)
 
 
 def _model(policy: AttentionPolicy) -> WanTransformer:

@@ -13,6 +13,7 @@ import torch
 from diffusion_runtime.block_stack import BlockRunner, RunBlock, Streams
 from diffusion_runtime.denoising.step_cache.stack_residual import entered, minus
 from diffusion_runtime.errors import RequestError, shown
+from diffusion_runtime.progressive_resolution import LatentSpectrum
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.untrusted.json_text import read_json_file
 
@@ -24,7 +25,8 @@ _AGAIN = "measure this one: diffusion-runtime calibrate"
 class Calibration:
     """ratios: by guidance branch, for every step mean(|r_t| / |r_t-1|) over tokens, samples and prompts, with r the
     residual of all blocks; 1 for the first step. model: of `model_identity`. request: the values that were used;
-    versions: of the packages that computed."""
+    versions: of the packages that computed. spectrum: A and beta of the clean latents' LatentSpectrum, for progressive
+    resolution; None of latents that are too small to say."""
 
     model: Mapping[str, str]
     num_steps: int
@@ -32,10 +34,16 @@ class Calibration:
     num_prompts: int
     request: Mapping[str, Any]
     versions: Mapping[str, str]
+    spectrum: Mapping[str, float] | None = None
 
     @classmethod
     def of(
-        cls, recipe: Mapping[str, Any], request: Mapping[str, Any], num_steps: int, measured: Sequence[ResidualRatios]
+        cls,
+        recipe: Mapping[str, Any],
+        request: Mapping[str, Any],
+        num_steps: int,
+        measured: Sequence[ResidualRatios],
+        spectrum: LatentSpectrum | None = None,
     ) -> Self:
         """recipe: of the pipeline. request: the values that all requests shared. measured: one per request."""
         shared = {key: value for key, value in request.items() if key not in ("prompt", "negative_prompt", "seed")}
@@ -46,6 +54,7 @@ class Calibration:
             num_prompts=len(measured),
             request=shared,
             versions={"diffusion_runtime": str(recipe["version"]), "torch": torch.__version__},
+            spectrum=None if spectrum is None else asdict(spectrum),
         )
 
     def to_dict(self) -> dict[str, Any]:
