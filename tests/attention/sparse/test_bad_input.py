@@ -44,7 +44,7 @@ ALONE = [
     (VSA, {"dense_layers": "first"}, "dense_layers: expected ranges such as .*got 'first'"),
     (VSA, {"min_tokens": -5}, "min_tokens: expected 0 or more, got -5"),
     (VSA, {"sparsty": 0.5}, "unknown option 'sparsty'. Did you mean 'sparsity'"),
-    (VSA, {1: 0.5}, "unknown option 1"),
+    (VSA, {1: 0.5}, "unknown option 1|expected text keys, got 1"),
     (STA, {"window": [3, 0, 5]}, r"window: expected three whole numbers of 1 or more .*got \(3, 0, 5\)"),
     (STA, {"window": [3, 3]}, r"sliding_tile_attn\.window: expected tuple.*got \[3, 3\]"),
     (STA, {"tile_size": [0, 8, 8]}, r"tile_size: expected three whole numbers of 1 or more .*got \(0, 8, 8\)"),
@@ -144,7 +144,7 @@ def test_loading_refuses_it_before_any_weight(
     spec = {"backend": backend, "extra": options}
     stated: Any = {"default": spec, "schedule": [{"steps": "7", **spec}], "overlay": {"default": backend}}
     attention = {"schedule": stated["schedule"]} if form == "schedule" else stated[form]
-    override = AttentionConfig.parse({"default": {"extra": options}}) if form == "overlay" else None
+    override = {"default": {"extra": options}} if form == "overlay" else None
     with pytest.raises(ConfigError, match=message):
         load_pipeline(weightless, device="cpu", attention=attention, attention_override=override)
 
