@@ -80,9 +80,9 @@ class Recorder:
         self._decoder = decoder
         self.latents: list[torch.Tensor] = []
 
-    def decode(self, latents: torch.Tensor) -> Any:
+    def stream(self, latents: torch.Tensor) -> Any:
         self.latents.append(latents.detach().float().cpu())
-        return self._decoder.decode(latents)
+        return self._decoder.stream(latents)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)

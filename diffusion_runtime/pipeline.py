@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +24,15 @@ from diffusion_runtime.denoising.step_cache.calibration import Calibration, Resi
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
-from diffusion_runtime.media import Audio, GeneratedMedia
+from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
+from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.media.images import read_image
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import (
     DenoiserInputs,
     DiffusionTransformer,
+    FrameStream,
     ImageCondition,
     ImageConditioner,
     LatentDecoder,
@@ -96,19 +99,27 @@ class Pipeline:
         """`RequestRules.resolve` of this model."""
         return self.rules.resolve(request, preset)
 
-    def __call__(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> GeneratedMedia:
+    def __call__(
+        self, request: GenerationRequest, *, on_progress: OnProgress | None = None, open_sink: OpenSink | None = None
+    ) -> GeneratedMedia:
         """One video or image. Raises what `generate` raises."""
-        return self.generate([request], on_progress=on_progress)[0]
+        return self.generate([request], on_progress=on_progress, open_sink=open_sink)[0]
 
     def generate(
-        self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        open_sink: OpenSink | None = None,
     ) -> list[GeneratedMedia]:
         """One batch, each request with its own prompt, negative prompt and seed; the results equal single runs. With a
         step cache, which decides per sample, the requests are made one after the other.
 
         on_progress: called before and after every step; what it raises ends the generation. A Cancelled that names
         requests ends those alone: the result leaves them out, the others equal what they would have been (a batch is
-        denoised whole; cancelled requests are not decoded).
+        denoised whole; cancelled requests are not decoded). open_sink: called with the index of a request and its
+        clip's header when its first frames are decoded; takes them as they come. It is not called for clips with
+        sound, whose file begins with it.
 
         Raises what `resolve` raises and RequestError for requests that do not belong together, before any work;
         PipelineBusyError at once while another generation of this pipeline runs; DeviceMemoryError when memory runs
@@ -118,8 +129,8 @@ class Pipeline:
             batch = [self.resolve(request) for request in requests]
             settings = BatchSettings.of(batch, self.rules)
             if len(batch) > 1 and settings.decides_per_sample:
-                return self._generate_apart(batch, on_progress)
-            return self._generate(batch, settings, on_progress)
+                return self._generate_apart(batch, on_progress, open_sink)
+            return self._generate(batch, settings, on_progress, open_sink)
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -188,7 +199,7 @@ class Pipeline:
             release_device_memory(self.device)
 
     def _generate_apart(
-        self, batch: Sequence[GenerationRequest], on_progress: OnProgress | None
+        self, batch: Sequence[GenerationRequest], on_progress: OnProgress | None, open_sink: OpenSink | None
     ) -> list[GeneratedMedia]:
         """Each request by itself, one after the other, for what is decided per sample: a forward pass has one batch."""
         cancellations = Cancellations(len(batch), on_progress)
@@ -199,9 +210,19 @@ class Pipeline:
             def watch(progress: Progress, index: int = index) -> None:
                 cancellations.watch(dataclasses.replace(progress, request_index=index))
 
+            def open_own(_: int, header: ClipHeader, index: int = index) -> FrameSink:
+                assert open_sink is not None
+                return open_sink(index, header)
+
             if cancellations.is_wanted(index):
                 settings = BatchSettings.of([request], self.rules)
-                media = self._generate([request], settings, None if on_progress is None else watch, (remark,))
+                media = self._generate(
+                    [request],
+                    settings,
+                    None if on_progress is None else watch,
+                    None if open_sink is None else open_own,
+                    (remark,),
+                )
                 if cancellations.is_wanted(index):
                     made += media
         return made
@@ -212,6 +233,7 @@ class Pipeline:
         batch: Sequence[GenerationRequest],
         settings: BatchSettings,
         on_progress: OnProgress | None,
+        open_sink: OpenSink | None = None,
         remarks: Sequence[str] = (),
         block_runner: BlockRunner | None = None,
         on_latents: Callable[[torch.Tensor], object] = lambda _: None,
@@ -249,6 +271,15 @@ class Pipeline:
                 )
                 _check_finite(latents, self.dtype)
                 on_latents(latents)
+            recipes = [
+                {
+                    **self.recipe,
+                    "request": request.to_dict(),
+                    **({} if preset is None else {"sampling_preset": preset}),
+                    "notes": list(notes),
+                }
+                for request, notes in zip(batch, prompts.notes, strict=True)
+            ]
             frames: dict[int, torch.Tensor] = {}
             sounds: dict[int, Audio | None] = {}
             # One after the other: the decoder's activations are what needs the most memory.
@@ -257,7 +288,10 @@ class Pipeline:
                     continue
                 with clock.stage("decode", 1, index) as done:
                     parts = self.rules.geometry.parts(latents[index : index + 1], settings.size)
-                    frames[index] = _to_uint8(self.decoder.decode(parts.video)[0])
+                    begin = None
+                    if open_sink is not None and parts.audio is None:
+                        begin = functools.partial(_open, open_sink, index, settings.size.fps, recipes[index])
+                    frames[index] = _decode(self.decoder.stream(parts.video), begin)
                     # Afterwards: a decoder may find that its kernels are not to be used here.
                     recorder.record_library("vae", self.decoder.library, self.decoder.implementation)
                     sounds[index] = self._sound(parts.audio, recorder)
@@ -266,17 +300,12 @@ class Pipeline:
             GeneratedMedia(
                 frames=frames[index].numpy(),
                 fps=settings.size.fps,
-                recipe={
-                    **self.recipe,
-                    "request": request.to_dict(),
-                    **({} if preset is None else {"sampling_preset": preset}),
-                    "notes": list(prompts.notes[index]),
-                },
+                recipe=recipes[index],
                 attention_report=recorder.report(),
                 timings=clock.timings(index),
                 audio=sounds[index],
             )
-            for index, request in enumerate(batch)
+            for index in range(len(batch))
             if cancellations.is_wanted(index)
         ]
 
@@ -432,6 +461,33 @@ def _check_finite(latents: torch.Tensor, dtype: torch.dtype) -> None:
             f"the latents are not finite after denoising in {str(dtype).removeprefix('torch.')}: numbers overflowed, "
             "or the weights are damaged. Use dtype float32 or a smaller guidance_scale, or copy the model again"
         )
+
+
+def _open(
+    open_sink: OpenSink, index: int, fps: int, recipe: Mapping[str, Any], num_frames: int, height: int, width: int
+) -> FrameSink:
+    return open_sink(index, ClipHeader(num_frames, height, width, fps, recipe))
+
+
+def _decode(stream: FrameStream, begin: Callable[[int, int, int], FrameSink] | None) -> torch.Tensor:
+    """The frames of one sample, uint8 on the CPU, [frames, height, width, 3]. begin: called with frames, height and
+    width before the first chunk; takes each chunk as it is decoded, None for nobody."""
+    frames, position, take = torch.empty(0), 0, None
+    for chunk in stream.chunks:
+        pixels = _to_uint8(chunk[0])
+        if position == 0:
+            is_whole = len(pixels) == stream.num_frames
+            frames = pixels if is_whole else pixels.new_empty(stream.num_frames, *pixels.shape[1:])
+            if begin is not None:
+                take = begin(stream.num_frames, *pixels.shape[1:3])
+        # The part of all frames that a sink may keep; a single chunk is it already.
+        part = frames[position : position + len(pixels)]
+        if frames is not pixels:
+            part.copy_(pixels)
+        if take is not None:
+            take(part.numpy())
+        position += len(pixels)
+    return frames
 
 
 def _to_uint8(frames: torch.Tensor) -> torch.Tensor:

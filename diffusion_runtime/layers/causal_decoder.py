@@ -9,9 +9,10 @@ rounds there too, but sums a convolution and a norm in another order.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -40,8 +41,11 @@ from diffusion_runtime.parallel.halo import with_neighbour_rows
 Activation = TypeVar("Activation")
 
 
-class CausalDecoder(ABC, Generic[Activation]):
-    """autoencoder: AutoencoderKLWan or AutoencoderKLQwenImage, or a module of the same structure, in eval mode."""
+class LatentFrameDecoder(ABC):
+    """Decodes one latent frame after the other.
+
+    autoencoder: AutoencoderKLWan or AutoencoderKLQwenImage, or a module of the same structure, in eval mode.
+    """
 
     def __init__(self, autoencoder: Any) -> None:
         self._autoencoder = autoencoder
@@ -55,12 +59,37 @@ class CausalDecoder(ABC, Generic[Activation]):
         doubled = [upsampler for upsampler in upsamplers if upsampler is not None and upsampler.mode == "upsample3d"]
         return 1 << len(doubled)
 
+    @abstractmethod
     def decode(self, raw: torch.Tensor, bands: RankGroup | None = None) -> Iterator[torch.Tensor]:
         """The frames of one latent frame after the other, [1, 3, frames, height, width], in [-1, 1].
 
         raw: latents as the autoencoder takes them, [1, channels, frames, height, width], in its weights' dtype. bands:
         processes that each decode a band of rows, from the top; raw is then this one's band, and so are the frames.
         """
+
+
+class ModuleDecoder(LatentFrameDecoder):
+    """The module's own layers, as its `decode` runs them: what the others are compared with."""
+
+    def decode(self, raw: torch.Tensor, bands: RankGroup | None = None) -> Iterator[torch.Tensor]:
+        """See LatentFrameDecoder.decode."""
+        # What each causal convolution has read, in their order: the module keeps it in this list.
+        kept: list[Any] = [None] * sum(isinstance(module, nn.Conv3d) for module in self._network.modules())
+        knows_first = "first_chunk" in inspect.signature(self._network.forward).parameters
+        with _beyond_bands(bands):
+            latents = self._autoencoder.post_quant_conv(raw)
+        for index in range(latents.shape[2]):
+            first = {"first_chunk": index == 0} if knows_first else {}
+            with _beyond_bands(bands):
+                chunk = self._network(latents[:, :, index : index + 1], feat_cache=kept, feat_idx=[0], **first)
+            yield _unpatchify(chunk, self._patch_size).clamp(-1.0, 1.0)
+
+
+class CausalDecoder(LatentFrameDecoder, Generic[Activation]):
+    """Decodes by layers of our own on the module's weights."""
+
+    def decode(self, raw: torch.Tensor, bands: RankGroup | None = None) -> Iterator[torch.Tensor]:
+        """See LatentFrameDecoder.decode."""
         latents = self._autoencoder.post_quant_conv(raw)
         histories: dict[nn.Module, torch.Tensor] = {}
         for index in range(latents.shape[2]):
@@ -125,7 +154,7 @@ class DecoderRun(ABC, Generic[Activation]):
 
     def _attend(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         """Attention among the pixels of a frame by diffusers' own module: small, and the same in every layout."""
-        with nullcontext() if self._bands is None else SpatialParallel(self._bands):
+        with _beyond_bands(self._bands):
             out: torch.Tensor = block(x)
         return out
 
@@ -354,6 +383,11 @@ def _pixels(x: torch.Tensor, conv: Any) -> torch.Tensor:
     """[frames, channels, height, width] as [frames, height, width, outputs of conv]; a view where the layout was
     kept."""
     return x.permute(0, 2, 3, 1).contiguous()[..., : conv.out_channels]
+
+
+def _beyond_bands(bands: RankGroup | None) -> AbstractContextManager[Any]:
+    """While this is entered, diffusers' layers read the rows beyond the edges of a band."""
+    return nullcontext() if bands is None else SpatialParallel(bands)
 
 
 def _norm_of(norm: Any) -> NormSilu:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from diffusion_runtime.kernels.importing import import_failure, raised_line
-from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
+from diffusion_runtime.layers.causal_decoder import (
+    CausalDecoder,
+    ChannelsFirstDecoder,
+    ChannelsLastDecoder,
+    ModuleDecoder,
+)
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.layers.spatial_parallel import SpatialParallel
-from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.interface import FrameStream, LatentDecoder
 from diffusion_runtime.models.video_decoder import Restore, VideoDecoder, to_unit_range
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
@@ -50,6 +54,7 @@ class CausalVideoDecoder(VideoDecoder):
 
     def __init__(self, autoencoder: Any, restore: Restore, fused: Sequence[FusedDecoder] = ()) -> None:
         super().__init__(autoencoder, restore)
+        self._module = ModuleDecoder(autoencoder)
         self._fused = list(fused)
         self._compared: set[tuple[int, ...]] = set()
         self._describe()
@@ -61,33 +66,26 @@ class CausalVideoDecoder(VideoDecoder):
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode."""
-        return self._decode(latents, None)
+        return torch.cat([_whole(self.stream(sample)) for sample in torch.split(latents, 1)])
 
     def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
         """See LatentDecoder.decode_band."""
-        return self._decode(latents, bands)
+        return torch.cat([_whole(self.stream(sample, bands)) for sample in torch.split(latents, 1)])
 
-    def _decode(self, latents: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
+    def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
+        """See LatentDecoder.stream: the frames of one latent frame after the other."""
         with torch.inference_mode(), OneDnnConvolutions():
             raw = self._raw(latents)
             if self._fused and tuple(raw.shape[-2:]) not in self._compared:
-                self._compare(raw[:1, :, :NUM_COMPARED], bands)
-            if not self._fused:
-                return to_unit_range(self._decode_plainly(raw, bands))
-            decoder = self._fused[0].decoder
-            return torch.cat([_frames_of(decoder, sample, bands) for sample in torch.split(raw, 1)])
-
-    def _decode_plainly(self, raw: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
-        if bands is None:
-            frames: torch.Tensor = self._autoencoder.decode(raw, return_dict=False)[0]
-            return frames
-        with SpatialParallel(bands):
-            return self._decode_plainly(raw, None)
+                self._compare(raw[:, :, :NUM_COMPARED], bands)
+        decoder = self._fused[0].decoder if self._fused else self._module
+        num_frames = 1 + decoder.frames_factor * (raw.shape[2] - 1)
+        return FrameStream(num_frames, _in_inference_mode(decoder.decode(raw, bands)))
 
     def _compare(self, raw: torch.Tensor, bands: RankGroup | None) -> None:
         """Leave out fused decoders up to the first whose frames are what they should be, on all processes alike."""
         # Frames that are not numbers in diffusers' module as well are no error of a kernel.
-        expected = self._decode_plainly(raw, bands).nan_to_num()
+        expected = torch.cat(list(self._module.decode(raw, bands)), dim=2).nan_to_num()
         while self._fused:
             refused = self._fused[0]
             reason = _refusal(refused, raw, expected, bands)
@@ -131,14 +129,23 @@ def _refusal(fused: FusedDecoder, raw: torch.Tensor, expected: torch.Tensor, ban
     return f"its frames are not those of diffusers' module ({_decibels(expected, found):.1f} dB)"
 
 
-def _frames_of(fused: CausalDecoder[Any], raw: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
-    """Of one sample, as LatentDecoder.decode gives them; each latent frame's are written where they belong."""
-    num_frames = 1 + fused.frames_factor * (raw.shape[2] - 1)
+def _in_inference_mode(chunks: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Frames as LatentDecoder.decode gives them. The modes hold while a chunk is decoded, and not for its reader."""
+    while True:
+        with torch.inference_mode(), OneDnnConvolutions():
+            chunk = next(chunks, None)
+            frames = None if chunk is None else to_unit_range(chunk)
+        if frames is None:
+            return
+        yield frames
+
+
+def _whole(stream: FrameStream) -> torch.Tensor:
+    """All chunks in one tensor; each is written where it belongs."""
     out, position = torch.empty(0), 0
-    for chunk in fused.decode(raw, bands):
-        frames = to_unit_range(chunk)
+    for frames in stream.chunks:
         if position == 0:
-            out = frames.new_empty(1, num_frames, *frames.shape[2:])
+            out = frames.new_empty(1, stream.num_frames, *frames.shape[2:])
         out[:, position : position + frames.shape[1]] = frames
         position += frames.shape[1]
     return out

@@ -93,6 +93,15 @@ class DiffusionTransformer(nn.Module, ABC):
         return latents
 
 
+@dataclass(frozen=True)
+class FrameStream:
+    """Frames of one sample as they are decoded. num_frames: of all chunks together. chunks: float32 in [0, 1],
+    [1, frames, height, width, 3] each, decoded when they are asked for."""
+
+    num_frames: int
+    chunks: Iterator[torch.Tensor]
+
+
 class LatentDecoder(ABC):
     """Latents to frames, by a library's autoencoder.
 
@@ -111,6 +120,14 @@ class LatentDecoder(ABC):
 
         latents: normalised, as the transformer works on them, [batch, channels, frames, height, width].
         """
+
+    def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
+        """`decode` of one sample, chunk after chunk; one chunk of everything where the decoder cannot stop in between.
+
+        latents: [1, channels, frames, height, width]. bands: as in decode_band, of which the latents are one then.
+        """
+        frames = self.decode(latents) if bands is None else self.decode_band(latents, bands)
+        return FrameStream(frames.shape[1], iter([frames]))
 
     def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
         """`decode` of one band of rows in a decoder that `splits_rows`. bands: the processes, by band, from the top."""

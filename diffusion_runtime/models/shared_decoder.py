@@ -8,7 +8,8 @@ import numpy
 import torch
 
 from diffusion_runtime.media.audio import Audio
-from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.interface import FrameStream, LatentDecoder
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import band_of, gather_bands
 from diffusion_runtime.parallel.world import World
 
@@ -25,16 +26,27 @@ class SharedDecoder(LatentDecoder):
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode; the same frames on every process."""
-        if self._in_bands and latents.shape[-2] >= self._world.size:
-            return self._decode_band(latents)
-        return self._decode_on_first(latents)
-
-    def _decode_band(self, latents: torch.Tensor) -> torch.Tensor:
+        if not self._splits(latents):
+            return self._decode_on_first(latents)
         assert self._decoder is not None
         group = self._world.group
         frames = self._decoder.decode_band(latents[..., band_of(latents.shape[-2], group), :], group)
         self.library, self.implementation = self._describe_decoder()
         return gather_bands(frames, 2, group)
+
+    def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
+        """See LatentDecoder.stream; the same chunks on every process, all of which must read them."""
+        assert bands is None, "it cuts the bands itself"
+        if not self._splits(latents):
+            return super().stream(latents)
+        assert self._decoder is not None
+        group = self._world.group
+        of_band = self._decoder.stream(latents[..., band_of(latents.shape[-2], group), :], group)
+        self.library, self.implementation = self._describe_decoder()
+        return FrameStream(of_band.num_frames, (gather_bands(frames, 2, group) for frames in of_band.chunks))
+
+    def _splits(self, latents: torch.Tensor) -> bool:
+        return self._in_bands and latents.shape[-2] >= self._world.size
 
     def _decode_on_first(self, latents: torch.Tensor) -> torch.Tensor:
         made: list[torch.Tensor] = []
