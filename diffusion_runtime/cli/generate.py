@@ -75,6 +75,7 @@ def generate(context: typer.Context, **given: Any) -> None:
             "dtype": run.dtype,
             "self_check": run.self_check,
             "vae_decode": run.vae_decode,
+            "vae_tiling": run.vae_tiling,
             "vae_decoder": run.vae_decoder,
             "lora": pair_loras(source.lora_path or (), source.lora_scale or (), source.lora or ()),
         },

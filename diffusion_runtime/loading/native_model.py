@@ -136,16 +136,21 @@ class PreparedModel:
         return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
 
     def _load_decoder(self) -> LatentDecoder:
+        config = self.description.config
+
         def load() -> LatentDecoder:
             if self.tiny is not None:
                 return self.tiny.load(self.device, self.dtype)
             decoder = self.model.load_decoder(self.device, self.dtype)
-            return decoder.fast() if self.description.config.vae_decode == "fast" else decoder
+            if config.vae_decode == "fast":
+                decoder = decoder.fast()
+            return decoder if config.vae_tiling == "auto" else decoder.in_tiles(config.vae_tiling == "on")
 
         if self.world is None:
             return load()
-        splits_rows = self.tiny is None and self.model.family.decoder_splits_rows
-        is_needed = self.world.is_first or splits_rows
+        family = self.model.family
+        is_shared = family.shares_decoding or (family.has_tiles and config.vae_tiling == "on")
+        is_needed = self.world.is_first or (self.tiny is None and is_shared)
         return SharedDecoder(load() if is_needed else None, self.world)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.guidance import extrapolate
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
@@ -107,9 +107,11 @@ class LatentDecoder(ABC):
 
     library, implementation: who decodes, for the report of attention that a library runs itself. splits_rows: whether
     it can decode a band of rows, given what lies beyond (layers/spatial_parallel.py), as within the whole.
+    splits_tiles: whether several processes can share the tiles in which it decodes.
     """
 
-    splits_rows: ClassVar[bool] = False
+    splits_rows: bool = False
+    splits_tiles: bool = False
 
     library: str
     implementation: str
@@ -124,7 +126,8 @@ class LatentDecoder(ABC):
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
         """`decode` of one sample, chunk after chunk; one chunk of everything where the decoder cannot stop in between.
 
-        latents: [1, channels, frames, height, width]. bands: as in decode_band, of which the latents are one then.
+        latents: [1, channels, frames, height, width]. bands: as in decode_band, of which the latents are one then; of a
+        decoder that `splits_tiles`, the processes that share them, each of which is given everything and gets all.
         """
         frames = self.decode(latents) if bands is None else self.decode_band(latents, bands)
         return FrameStream(frames.shape[1], iter([frames]))
@@ -136,6 +139,13 @@ class LatentDecoder(ABC):
 
     def fast(self) -> LatentDecoder:
         """The same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""
+        return self
+
+    def in_tiles(self, is_wanted: bool) -> LatentDecoder:
+        """The same decoder, decoding in tiles that are blended, or all at once. Raises ConfigError for one that has no
+        tiles."""
+        if is_wanted:
+            raise ConfigError("vae_tiling: on: this decoder has no tiles; leave out --vae-tiling")
         return self
 
     def decode_audio(self, latents: torch.Tensor) -> Audio | None:

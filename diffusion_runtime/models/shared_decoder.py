@@ -1,4 +1,5 @@
-"""Decoding for several processes: each a band of rows where that is exact, else the first one everything."""
+"""Decoding for several processes: each a band of rows, or some of the tiles, where that is exact, else the first one
+everything."""
 
 from __future__ import annotations
 
@@ -15,17 +16,21 @@ from diffusion_runtime.parallel.world import World
 
 
 class SharedDecoder(LatentDecoder):
-    """decoder: loaded on the first process, and on all of them when it `splits_rows`; None on the others."""
+    """decoder: loaded on the first process, and on all of them when it `splits_rows` or `splits_tiles`; None on the
+    others."""
 
     def __init__(self, decoder: LatentDecoder | None, world: World) -> None:
         self._decoder = decoder
         self._world = world
         self._in_bands = decoder is not None and decoder.splits_rows
+        self._in_tiles = decoder is not None and decoder.splits_tiles
         description = json.loads(world.from_first(lambda: json.dumps(self._describe_decoder())))
         self.library, self.implementation = description
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode; the same frames on every process."""
+        if self._in_tiles:
+            return torch.cat([torch.cat(list(self.stream(each).chunks), dim=1) for each in torch.split(latents, 1)])
         if not self._splits(latents):
             return self._decode_on_first(latents)
         assert self._decoder is not None
@@ -37,6 +42,11 @@ class SharedDecoder(LatentDecoder):
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
         """See LatentDecoder.stream; the same chunks on every process, all of which must read them."""
         assert bands is None, "it cuts the bands itself"
+        if self._in_tiles:
+            assert self._decoder is not None
+            shared = self._decoder.stream(latents, self._world.group)
+            self.library, self.implementation = self._describe_decoder()
+            return shared
         if not self._splits(latents):
             return super().stream(latents)
         assert self._decoder is not None
@@ -85,5 +95,9 @@ class SharedDecoder(LatentDecoder):
     def _describe_decoder(self) -> tuple[str, str]:
         assert self._decoder is not None
         size = self._world.size
-        how = f"in bands of rows on {size} processes" if self._in_bands else f"on one process of {size}"
+        how = f"on one process of {size}"
+        if self._in_bands:
+            how = f"in bands of rows on {size} processes"
+        elif self._in_tiles:
+            how = f"the tiles shared by {size} processes"
         return self._decoder.library, f"{self._decoder.implementation}, {how}"
