@@ -21,7 +21,7 @@ from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.models.checkpoint import fetch_weights
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.models.registry import lora_names_of_families
@@ -93,7 +93,7 @@ class PreparedModel:
             transformer=transformer,
             decoder=decoder,
             rules=checked.rules,
-            load_image_conditioner=lambda: opened.load_image_conditioner(self.device, self.dtype),
+            load_image_conditioner=self._load_image_conditioner,
             device=self.device,
             dtype=self.dtype,
             recipe=description.to_dict(),
@@ -134,6 +134,10 @@ class PreparedModel:
             return self.model.load_text_encoder(self.device, self.dtype)
 
         return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
+
+    def _load_image_conditioner(self) -> ImageConditioner:
+        conditioner = self.model.load_image_conditioner(self.device, self.dtype)
+        return conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
 
     def _load_decoder(self) -> LatentDecoder:
         config = self.description.config

@@ -159,6 +159,10 @@ class LatentDecoder(ABC):
 class ImageConditioner(ABC):
     """Makes the condition of image-to-video out of an image; loaded when the first request brings one."""
 
+    def fast(self) -> ImageConditioner:
+        """The same in its quickest mode, whose latents differ by rounding; itself where it has none."""
+        return self
+
     @abstractmethod
     def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
         """image: [height, width, 3], uint8, already of the clip's size. Returns a batch of one."""

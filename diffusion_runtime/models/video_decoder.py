@@ -234,13 +234,13 @@ def has_kernels(autoencoder: Any) -> bool:
     return next(autoencoder.parameters()).is_cuda and import_failure("triton") is None
 
 
-def differs_by(expected: torch.Tensor, found: torch.Tensor, min_decibels: float) -> str | None:
-    """Why numbers in [-1, 1] are too far from what they should be; None where they are not."""
+def differs_by(expected: torch.Tensor, found: torch.Tensor, min_decibels: float, what: str = "frames") -> str | None:
+    """Why numbers, about in [-1, 1], are too far from what they should be; None where they are not."""
     if torch.equal(found, expected):
         return None
     error = float(((expected.float() - found.float()) / 2).square().mean())
     decibels = -10.0 * math.log10(max(error, 1e-30))
-    return None if decibels >= min_decibels else f"its frames are not those of diffusers' module ({decibels:.1f} dB)"
+    return None if decibels >= min_decibels else f"its {what} are not those of diffusers' module ({decibels:.1f} dB)"
 
 
 def _whole(stream: FrameStream) -> torch.Tensor:
