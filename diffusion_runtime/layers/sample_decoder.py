@@ -60,11 +60,11 @@ class Tiling:
     frames: tuple[int, int] | None = None
     keeps_ends: bool = False
 
-    def starts(self, length: int) -> list[int]:
-        """Where tiles begin along a side."""
-        starts = range(0, length, self.stride)
-        ended = (start for start in starts if start + self.size >= length)
-        return list(range(0, next(ended, starts[-1]) + 1, self.stride)) if self.keeps_ends else list(starts)
+    def starts(self, length: int, size: int, stride: int) -> list[int]:
+        """Where tiles of `size` begin along an axis."""
+        starts = list(range(0, length, stride))
+        ended = [start for start in starts if start + size >= length]
+        return starts[: starts.index(ended[0]) + 1] if self.keeps_ends else starts
 
     def is_needed(self, raw: torch.Tensor) -> bool:
         """Whether latents are larger than a tile."""
@@ -99,12 +99,16 @@ class TiledDecoder(SampleDecoder):
             return
         size, stride = tiling.frames
         before: torch.Tensor | None = None
-        for start in range(0, num_frames, stride):
+        starts = tiling.starts(num_frames, size + 1, stride)
+        for start in starts:
             tile = self._in_space(raw[:, :, start : start + size + 1], ranks)
             if before is not None:
                 tile = tile[:, :, 1:]
                 _blend(before, tile, 2, (size - stride) * self.frames_factor)
             kept = stride * self.frames_factor + (1 if before is None else 0)
+            if start == starts[-1]:
+                # Everything, or less than a stride.
+                kept = tile.shape[2]
             before = tile
             if tile.shape[2]:
                 yield tile[:, :, :kept]
@@ -116,7 +120,7 @@ class TiledDecoder(SampleDecoder):
         if max(height, width) <= size:
             return self._whole(raw)
         overlap, kept = (size - stride) * pixels, stride * pixels
-        tops, lefts = self._tiling.starts(height), self._tiling.starts(width)
+        tops, lefts = (self._tiling.starts(length, size, stride) for length in (height, width))
         places = [(top, left) for top in tops for left in lefts]
         tiles = [raw[..., top : top + size, left : left + size] for top, left in places]
         decoded = self._decoded(tiles, ranks)

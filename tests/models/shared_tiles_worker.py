@@ -13,8 +13,8 @@ from models.test_decoding_families import KINDS, TILINGS, autoencoder, random_la
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.parallel.collectives import RankGroup
 
-# Seven latent frames are three tiles, of which the last is one frame; 2 x 2 tiles in space, narrow ones at the ends.
-SIZES = {"hunyuan": (7, 9, 11), "hunyuan 1.5": (2, 4, 7), "ltx2": (2, 7, 9)}
+# Five latent frames are two tiles; 2 x 2 tiles in space, narrow ones at the ends.
+SIZES = {"hunyuan": (5, 9, 8), "hunyuan 1.5": (2, 4, 7), "ltx2": (2, 7, 9)}
 
 
 @torch.inference_mode()

@@ -163,6 +163,20 @@ def test_processes_that_share_the_tiles_get_the_frames_of_one(tmp_path: Path) ->
 
 
 @torch.inference_mode()
+def test_tiles_along_the_frames_are_at_their_place() -> None:
+    """LTX-2's, whose neighbours in time diffusers shows one frame late: nearest to the whole's frames of the same
+    time."""
+    module = autoencoder("ltx2")
+    latents = random_latents(module, 8, 2, 3)
+    decoder = decoder_of("ltx2", module, Tiling(6, 4, 32, (3, 2), keeps_ends=True))
+    whole, found = decoder.decode(latents), decoder.in_tiles(True).decode(latents)
+    assert found.shape == whole.shape
+    assert [part.shape[1] for part in decoder.in_tiles(True).stream(latents).chunks] == [17, 16, 24]
+    near = {shift: decibels(whole[:, 20 + shift : 30 + shift], found[:, 20:30]) for shift in (-1, 0, 1)}
+    assert near[0] > max(near[-1], near[1]) + 6.0, near
+
+
+@torch.inference_mode()
 def test_norm_and_silu_in_one_pass_give_the_same_frames() -> None:
     """On a CPU by the references, to the bit. Every pair is replaced, and the module stays as it was."""
     for kind, num_pairs in (("hunyuan", 21), ("hunyuan 1.5", 25), ("ltx2", 9)):

@@ -38,11 +38,11 @@ class LTX2Decoder(VideoDecoder):
         restore = by_statistics(autoencoder.latents_mean, autoencoder.latents_std, scaling_factor)
         frames, pixels = _factors(autoencoder.decoder)
         decoders = norm_fused(autoencoder, lambda module, raw: module.decoder(raw), frames)
-        # Diffusers' sizes, 512 pixels a side that overlap by 64. Its tiles along the frames are not taken over: they
-        # leave out the last frame of a tile instead of the first, and show everything behind one frame early. A tile of
-        # one latent, which they make of the last of 15, cannot be padded by reflection.
+        # Diffusers' sizes, 512 pixels a side that overlap by 64; 64 frames that overlap by 16. Its own tiles along the
+        # frames leave out the last frame of a tile instead of the first, and show everything behind one frame late; a
+        # tile of one latent, which it makes of the last of 15, cannot be padded by reflection.
         size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
-        super().__init__(autoencoder, restore, decoders, Tiling(size, stride, pixels, keeps_ends=True))
+        super().__init__(autoencoder, restore, decoders, Tiling(size, stride, pixels, (8, 6), keeps_ends=True))
         self._audio_autoencoder = audio_autoencoder
         self._vocoder = vocoder
         self._sample_rate = sample_rate
