@@ -13,10 +13,10 @@ import torch
 
 from diffusion_runtime import GenerationRequest, Pipeline
 from diffusion_runtime.attention import AttentionPolicy
+from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.models.family import ModelFamily
-from diffusion_runtime.request_rules import BatchSettings
 from diffusion_runtime.step_info import StepInfo
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from diffusers import WanPipeline
 from tiny_models import TINY_SIZES, write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
-from diffusion_runtime.request_rules import BatchSettings
 from diffusion_runtime.step_info import StepInfo
 
 NUM_STEPS = 4

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from diffusion_runtime import GenerationRequest
+from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.options import MethodText
 from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.request_fields import Levels, Number, OneOf
-from diffusion_runtime.request_rules import BatchSettings, RequestRules
+from diffusion_runtime.request_rules import RequestRules
 
 DEFAULTS: dict[str, Any] = {
     "negative_prompt": "",
