@@ -27,6 +27,7 @@ from diffusion_runtime.models.interface import (
 )
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.sampling_presets import FewSteps
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -45,8 +46,8 @@ class Pipeline:
     defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
     has an image. recipe: the part of every generation's recipe about the model and its attention. mesh: the processes
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
-    attention report. loras: the LoRA files of the transformer. few_steps_of: what the model was distilled to with other
-    LoRA files, by their paths.
+    attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
+    few_steps_of: what the model was distilled to with other LoRA files, by their paths.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Pipeline:
         recipe: Mapping[str, Any],
         mesh: ProcessMesh | None = None,
         remarks: Sequence[str] = (),
+        quantization: Quantization | None = None,
         loras: LoraSwitch | None = None,
         few_steps_of: Callable[[Iterable[str]], FewSteps | None] = lambda _: None,
     ) -> None:
@@ -74,6 +76,7 @@ class Pipeline:
         self.recipe = recipe
         self.mesh = ProcessMesh() if mesh is None else mesh
         self._remarks = tuple(remarks)
+        self._quantization = quantization
         self._loras = loras
         self._few_steps_of = few_steps_of
         self.defaults = rules.defaults
@@ -212,6 +215,8 @@ class Pipeline:
         watch = None if on_progress is None else cancellations.watch
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
         self._note_remarks(batch, settings, remarks, recorder)
+        if self._quantization is not None:
+            self._quantization.counter.start(recorder.record_product)
         preset = self.rules.sampling_preset(settings.shared)
         denoiser = LatentDenoiser(
             transformer=self.transformer,

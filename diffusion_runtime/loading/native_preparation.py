@@ -22,6 +22,7 @@ from diffusion_runtime.models.latent_spectrum import read_spectrum
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.published import model_of_name
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of, presets_of, recognise
 from diffusion_runtime.models.tiny_decoder import TinyDecoder, TinyFile, read_tiny_decoder
@@ -68,9 +69,10 @@ def prepare_native(
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
         self_check=config.self_check,
     )
+    quantization = Quantization.of(family.name, config.quantization, config.quantization_ignored_layers)
     # Every attention layer decides when it is made, so a choice that cannot run ends here.
     transformer, self_checks = self_checker_of(config, rules, degrees).build_checked(
-        lambda: build_transformer(model, policy), lambda built: built.attention_layers()
+        lambda: build_transformer(model, policy, quantization), lambda built: built.attention_layers()
     )
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
@@ -90,8 +92,9 @@ def prepare_native(
         ),
         degrees=degrees,
         self_checks=self_checks,
+        quantization=None if quantization is None else quantization.describe(model.modules(transformer)),
     )
-    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny)
+    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny, quantization)
 
 
 def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFile | None:
