@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter, replace_linear
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.models.weight_files import listed
@@ -77,10 +78,8 @@ class Quantization:
         for pattern in self.ignored:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in every):
                 raise ConfigError(
-                    f"quantization_ignored_layers: {shown(pattern)} names no layer that could be quantised; a layer's "
-                    f"name or a pattern such as {every[0].rpartition('.')[0]}.*.{nearest(pattern, every)}"
-                    if every
-                    else f"quantization: {self.mode}: this model has no linear layer that could be quantised"
+                    f"quantization_ignored_layers: {shown(pattern)} names no layer that could be quantised; expected a "
+                    f"name or a pattern such as {', '.join(dict.fromkeys(map(_in_any_block, every)))}"
                 )
         if not any(reason is None for of in reasons.values() for reason in of.values()):
             raise ConfigError(
@@ -114,6 +113,11 @@ class Quantization:
 def _block(name: str) -> str:
     """`blocks.3` of `blocks.3.feed_forward.up`."""
     return ".".join(name.split(".")[:2])
+
+
+def _in_any_block(name: str) -> str:
+    """`blocks.*.feed_forward.up` of `blocks.3.feed_forward.up`."""
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _kept(entry: Mapping[str, Any]) -> KeptLayers:
