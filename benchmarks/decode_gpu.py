@@ -1,6 +1,6 @@
 """Decoding on one GPU: diffusers' own module, and ours on the same weights.
 
-    python benchmarks/decode_gpu.py --output benchmarks/results/decode_gpu.json
+    python -m benchmarks.decode_gpu --output benchmarks/results/decode_gpu.json
 
 Random weights of Wan 2.1's decoder, bfloat16, 81 frames of 480 x 832. Correctness comes first: frames of `channels
 first` and `exact` must be diffusers' bits, for every kind of decoder at a small size and for the timed one at its own;
@@ -14,18 +14,17 @@ import argparse
 import copy
 import json
 import math
-import platform
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import torch.nn.functional as F
 import triton
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
+from benchmarks.machine import describe_machine
 from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
 
 # How much farther from float32 the fast decoder may be than diffusers' own bfloat16.
@@ -205,14 +204,7 @@ def main() -> None:
         again = {name: measure(decode, latents, arguments.repeats) for name, decode in reversed(run.items())}
     document: dict[str, Any] = {
         "benchmark": "decode_gpu",
-        "machine": {
-            "device": torch.cuda.get_device_name(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cudnn": torch.backends.cudnn.version(),
-            "triton": triton.__version__,
-            "diffusers": diffusers.__version__,
-        },
+        "machine": describe_machine("cuda"),
         "latents": list(arguments.latents),
         "correctness": rows,
         "decibels_to_float32": to_float32,

@@ -18,13 +18,14 @@ from diffusion_runtime.hardware import device_of_process, resolve_device, resolv
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
 from diffusion_runtime.models.latent_spectrum import read_spectrum
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
-from diffusion_runtime.models.sampling_presets import few_steps_of, presets_of, recognise
+from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.tiny_decoder import TinyDecoder, TinyFile, read_tiny_decoder
 from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
@@ -106,12 +107,15 @@ def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFil
 
 def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:
     """What is documented of a model chosen by name over generation.json over the sampling preset that it is recognised
-    by over the scheduler's own settings over the model's defaults."""
+    by over the scheduler's own settings over the model's defaults.
+
+    Raises ModelLoadError where generation.json has a preset by the name of one of the model's sampling presets."""
     named, family = model_of_name(config.model_path), model.family.name
     documented = [] if named is None else [named.request]
     distilled = recognise(family, model.folder, config.model_path)
     preset = {} if distilled is None else distilled.presets[0].request
     sampling_presets = presets_of(family, config.model_path)
+    check_preset_names(model.generation.presets, sampling_presets, model.folder / GENERATION_FILE)
     defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
         # Another scheduler would give other images: only a request or generation.json may replace it.
