@@ -20,6 +20,7 @@ MAX_IGNORED_LAYERS = 10000
 ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 VAE_DECODE_MODES = ("exact", "fast")
 QUANTIZATION_MODES = ("none", "fp8", "fp8-all")
+VAE_TILING_CHOICES = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,8 @@ class RuntimeConfig:
     LoraConfig values.
     vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together
         instead, which gives frames that differ by rounding.
+    vae_tiling: whether latents are decoded in tiles that overlap and are blended, which needs less memory; `auto` does
+        as the model's authors do, `on` and `off` as they say.
     vae_decoder: None for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews.
     quantization: `fp8` holds linear layers of the transformer's blocks as 8-bit floats with a scale per output row, and
         multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `none`.
@@ -254,6 +257,7 @@ class RuntimeConfig:
     lora: Any = ()
     self_check: bool = True
     vae_decode: str = "exact"
+    vae_tiling: str = "auto"
     vae_decoder: str | None = None
     quantization: str = "none"
     quantization_ignored_layers: Any = ()
@@ -270,6 +274,10 @@ class RuntimeConfig:
             raise ConfigError(
                 f"vae_decode: unknown value {shown(self.vae_decode)}.{nearest(self.vae_decode, VAE_DECODE_MODES)}"
             )
+        if self.vae_tiling not in VAE_TILING_CHOICES:
+            raise ConfigError(
+                f"vae_tiling: unknown value {shown(self.vae_tiling)}.{nearest(self.vae_tiling, VAE_TILING_CHOICES)}"
+            )
         if self.vae_decoder is not None and (not isinstance(self.vae_decoder, str) or not self.vae_decoder):
             raise ConfigError(
                 f"vae_decoder: expected tiny or the path of a safetensors file, got {shown(self.vae_decoder)}"
@@ -278,6 +286,8 @@ class RuntimeConfig:
             raise ConfigError(
                 "vae_decode: fast is a mode of the model's own decoder, and vae_decoder names another one"
             )
+        if self.vae_decoder is not None and self.vae_tiling == "on":
+            raise ConfigError("vae_tiling: on is for the model's own decoder, and vae_decoder names another one")
         self._check_quantization()
         if not isinstance(self.self_check, bool):
             raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")

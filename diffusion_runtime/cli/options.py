@@ -125,6 +125,9 @@ RuntimeBackend: TypeAlias = Annotated[
 VaeDecode: TypeAlias = Annotated[
     str | None, _flag(WHERE, "exact: diffusers' bits; fast: differs by rounding.", "--vae-decode", metavar="MODE")
 ]
+VaeTiling: TypeAlias = Annotated[
+    str | None, _flag(WHERE, "Decode in blended tiles: auto, on (less memory), off.", "--vae-tiling", metavar="CHOICE")
+]
 VaeDecoder: TypeAlias = Annotated[
     str | None,
     _flag(WHERE, "For previews: tiny, or a TAEHV file in safetensors.", "--vae-decoder", metavar="tiny|FILE"),
@@ -206,6 +209,7 @@ class RunFlags:
     dtype: Dtype = None
     backend: RuntimeBackend = None
     vae_decode: VaeDecode = None
+    vae_tiling: VaeTiling = None
     vae_decoder: VaeDecoder = None
     quantization: Quantization = None
     quantization_ignored_layers: QuantizationIgnoredLayers = None

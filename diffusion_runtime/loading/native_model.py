@@ -20,7 +20,7 @@ from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.models.model_sources import fetch_weights
@@ -96,7 +96,7 @@ class PreparedModel:
             transformer=transformer,
             decoder=decoder,
             rules=checked.rules,
-            load_image_conditioner=lambda: opened.load_image_conditioner(self.device, self.dtype),
+            load_image_conditioner=self._load_image_conditioner,
             device=self.device,
             dtype=self.dtype,
             recipe=description.to_dict(),
@@ -139,17 +139,26 @@ class PreparedModel:
 
         return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
 
+    def _load_image_conditioner(self) -> ImageConditioner:
+        conditioner = self.model.load_image_conditioner(self.device, self.dtype)
+        return conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
+
     def _load_decoder(self) -> LatentDecoder:
+        config = self.description.config
+
         def load() -> LatentDecoder:
             if self.tiny is not None:
                 return self.tiny.load(self.device, self.dtype)
             decoder = self.model.load_decoder(self.device, self.dtype)
-            return decoder.fast() if self.description.config.vae_decode == "fast" else decoder
+            if config.vae_decode == "fast":
+                decoder = decoder.fast()
+            return decoder if config.vae_tiling == "auto" else decoder.in_tiles(config.vae_tiling == "on")
 
         if self.world is None:
             return load()
-        splits_rows = self.tiny is None and self.model.family.decoder_splits_rows
-        is_needed = self.world.is_first or splits_rows
+        family = self.model.family
+        is_shared = family.shares_decoding or (family.has_tiles and config.vae_tiling == "on")
+        is_needed = self.world.is_first or (self.tiny is None and is_shared)
         return SharedDecoder(load() if is_needed else None, self.world)
 
 

@@ -46,6 +46,7 @@ def prepare_native(
     check_components(folder)
     refuse_quantised_components(folder)
     family.check_decode_mode(config.vae_decode)
+    family.check_tiling(config.vae_tiling)
     model = family.open(folder)
     tiny = _read_tiny_decoder(config, model)
     rules = _request_rules_of(model, config)

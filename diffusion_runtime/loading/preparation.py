@@ -31,6 +31,7 @@ def load_pipeline(
     lora: Sequence[Any] = (),
     self_check: bool = True,
     vae_decode: str = "exact",
+    vae_tiling: str = "auto",
     vae_decoder: str | None = None,
     quantization: str = "none",
     quantization_ignored_layers: Sequence[str] = (),
@@ -45,9 +46,9 @@ def load_pipeline(
     attention: the config level, in any form AttentionConfig.parse takes; attention_override: the same one level higher,
     as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. self_check:
     whether third-party attention kernels are compared with the definition on this machine's accelerator before the
-    weights are read, once per version. vae_decode, vae_decoder, quantization, quantization_ignored_layers: see
-    RuntimeConfig. on_stage: called with a phrase
-    before each part is loaded. world: the processes that run the model together, each of which must load it alike.
+    weights are read, once per version. vae_decode, vae_tiling, vae_decoder, quantization, quantization_ignored_layers:
+    see RuntimeConfig. on_stage: called with a phrase before each part is loaded. world: the processes that run the
+    model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers from being
@@ -62,6 +63,7 @@ def load_pipeline(
         "lora": lora,
         "self_check": self_check,
         "vae_decode": vae_decode,
+        "vae_tiling": vae_tiling,
         "vae_decoder": vae_decoder,
         "quantization": quantization,
         "quantization_ignored_layers": quantization_ignored_layers,
