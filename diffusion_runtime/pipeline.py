@@ -6,33 +6,24 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention_report import AttentionRecorder
+from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.denoising.guidance import with_guidance
-from diffusion_runtime.denoising.interface import OnStep, Predict
-from diffusion_runtime.denoising.noise import SampleNoise
-from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, Stage, fit_spectrum, sample_in_stages
-from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
+from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, fit_spectrum
 from diffusion_runtime.denoising.step_cache.calibration import Calibration, model_identity
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials, mean_ratios
-from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.device_guard import device_guard
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.latent_denoiser import LatentDenoiser
 from diffusion_runtime.media import Audio, GeneratedMedia
-from diffusion_runtime.media.images import read_image
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
-from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import (
-    DenoiserInputs,
     DiffusionTransformer,
-    ImageCondition,
     ImageConditioner,
     LatentDecoder,
 )
@@ -40,13 +31,12 @@ from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.models.sampling_presets import FewSteps
 from diffusion_runtime.one_generation import OneGeneration
-from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.progress import Cancellations, OnProgress, Progress, StageClock
+from diffusion_runtime.prompt_encoding import encode_prompts
 from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.request_rules import BatchSettings, RequestRules
-from diffusion_runtime.step_info import StepInfo
-from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.text_encoders.interface import TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")
 
@@ -238,33 +228,29 @@ class Pipeline:
         cancellations = Cancellations(len(batch), on_progress)
         watch = None if on_progress is None else cancellations.watch
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
-        for remark in (*self._remarks, *remarks):
-            recorder.note(remark)
-        if self.mesh.branch.size > 1 and not settings.is_guided:
-            remark = "no guidance to share: the processes of one half wait for the other; leave out --cfg-parallel"
-            logger.warning(remark)
-            recorder.note(remark)
-        for remark in dict.fromkeys(remark for request in batch for remark in self.rules.unused(request)):
-            logger.warning(remark)
-            recorder.note(remark)
-        preset, note = self.rules.sampling_preset(settings.shared), self.rules.sampling_note(settings.shared)
-        if note is not None:
-            logger.info(note)
-            recorder.note(note)
+        self._note_remarks(batch, settings, remarks, recorder)
+        preset = self.rules.sampling_preset(settings.shared)
+        denoiser = LatentDenoiser(
+            transformer=self.transformer,
+            image_conditioner=self._loaded_image_conditioner,
+            settings=settings,
+            mesh=self.mesh,
+            device=self.device,
+            dtype=self.dtype,
+            model=self.rules.identity(),
+            recorder=recorder,
+            block_runner=block_runner,
+            published=self.rules.teacache,
+        )
         with device_guard(self.device), explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:
-                prompts = self._encode(batch, settings, recorder)
+                prompts = encode_prompts(
+                    self.text_encoder, batch, recorder, self.device, self.dtype, is_guided=settings.is_guided
+                )
                 done(1)
             with clock.stage("denoise", settings.num_inference_steps) as done:
-                latents = self._denoise(
-                    prompts.conditions,
-                    settings,
-                    [request.seed for request in batch],
-                    recorder,
-                    lambda step, _: done(step.index + 1),
-                    block_runner,
-                )
-                _check_finite(latents, self.dtype)
+                seeds = [request.seed for request in batch]
+                latents = denoiser.denoise(prompts.conditions, seeds, lambda step, _: done(step.index + 1))
                 on_latents(latents)
             frames: dict[int, torch.Tensor] = {}
             sounds: dict[int, Audio | None] = {}
@@ -297,47 +283,33 @@ class Pipeline:
             if cancellations.is_wanted(index)
         ]
 
-    def _denoise(
+    def _note_remarks(
         self,
-        text: Mapping[str, Conditions],
+        batch: Sequence[GenerationRequest],
         settings: BatchSettings,
-        seeds: Sequence[int],
+        remarks: Sequence[str],
         recorder: AttentionRecorder,
-        on_step: OnStep,
-        block_runner: BlockRunner | None,
-    ) -> torch.Tensor:
-        """The clean latents, float32, [batch, *sample_shape]. text: by guidance branch. block_runner: see _generate."""
-        stages, sampler = settings.stages(), settings.build_sampler()
-        sizes = [settings.halved(stage.level) for stage in stages] or [settings.size]
-        sample_noise = SampleNoise(self.rules.geometry.sample_shape(sizes[0]), seeds)
-        noise = sample_noise.draw().to(self.device)
-        # What is computed from the prompt alone serves every size.
-        state = RequestCache()
-        predicts: list[Predict] = []
-        caches: list[StepCache] = []
-        for size in sizes:
-            inputs = self._inputs(text, settings, size)
-            # One of each size: nothing of another size can be reused.
-            cache = StepCache.of(settings.shared, self.mesh, recorder, self.rules.identity(), self.rules.teacache)
-            caches.append(cache)
-            guided = with_guidance(
-                self._predict(inputs, state, recorder, cache.block_runner if block_runner is None else block_runner),
-                lambda step: settings.cfg_scales[min(step.expert, 1)],
-                settings.guidance_mode,
-                self.transformer.combine_guidance,
-                BranchExchange.of(self.mesh),
-                cache.wrappers,
-            )
-            predicts.append(self._with_expert(guided))
-        if stages:
-            recorder.note(_sizes_remark(stages, sizes))
-            assert isinstance(sampler, ScheduleSampler)
-            latents = sample_in_stages(sampler, stages, noise, predicts, sample_noise.draw_of, on_step)
-        else:
-            latents = sampler.sample(noise, predicts[0], on_step, sample_noise.draw)
-        for cache in caches:
-            cache.finish(latents.device)
-        return self.transformer.settle(latents, inputs["cond"])
+    ) -> None:
+        """Put what is known of these requests before they run into the report, and warnings into the log."""
+        for remark in (*self._remarks, *remarks):
+            recorder.note(remark)
+        if self.mesh.branch.size > 1 and not settings.is_guided:
+            remark = "no guidance to share: the processes of one half wait for the other; leave out --cfg-parallel"
+            logger.warning(remark)
+            recorder.note(remark)
+        for remark in dict.fromkeys(remark for request in batch for remark in self.rules.unused(request)):
+            logger.warning(remark)
+            recorder.note(remark)
+        note = self.rules.sampling_note(settings.shared)
+        if note is not None:
+            logger.info(note)
+            recorder.note(note)
+
+    def _loaded_image_conditioner(self) -> ImageConditioner:
+        """Loaded when the first request has an image."""
+        if self._image_conditioner is None:
+            self._image_conditioner = self._load_image_conditioner()
+        return self._image_conditioner
 
     def _sound(self, latents: torch.Tensor | None, recorder: AttentionRecorder) -> Audio | None:
         """The sound of one sample, [1, channels, length, bins]; a note records audio latents that the decoder cannot
@@ -348,107 +320,6 @@ class Pipeline:
         if sound is None:
             recorder.note("the model made sound as well, which this decoder does not decode")
         return sound
-
-    def _encode(
-        self, batch: Sequence[GenerationRequest], settings: BatchSettings, recorder: AttentionRecorder
-    ) -> _EncodedPrompts:
-        """Encode every distinct text of the batch once, in one call."""
-        positive = [request.prompt for request in batch]
-        negative = [request.negative_prompt or "" for request in batch] if settings.is_guided else []
-        texts = list(dict.fromkeys([*positive, *negative]))
-        conditions = self.text_encoder.encode(texts)
-        recorder.record_library("text_encoder", self.text_encoder.library, self.text_encoder.implementation)
-        remarks = {text: conditions.remarks(index, text) for index, text in enumerate(texts)}
-        for remark in (remark for several in remarks.values() for remark in several):
-            logger.warning(remark)
-
-        def chosen(of: Sequence[str]) -> Conditions:
-            return conditions.take([texts.index(text) for text in of]).to(self.device, self.dtype)
-
-        branches = {"cond": chosen(positive)}
-        if negative:
-            branches |= {"uncond": chosen(negative), "both": chosen([*positive, *negative])}
-        pairs = zip(positive, negative or positive, strict=True)
-        return _EncodedPrompts(branches, tuple(tuple(dict.fromkeys(remarks[a] + remarks[b])) for a, b in pairs))
-
-    def _inputs(
-        self, text: Mapping[str, Conditions], settings: BatchSettings, size: ClipSize
-    ) -> dict[str, DenoiserInputs]:
-        """The conditions of the transformer, by guidance branch."""
-        image = self._image_condition(settings, size)
-        return {
-            branch: DenoiserInputs(
-                text=conditions,
-                size=size,
-                guidance=settings.embedded_guidance,
-                image=None if image is None else image.repeat(len(conditions.lengths)),
-                request=settings.shared,
-            )
-            for branch, conditions in text.items()
-        }
-
-    def _image_condition(self, settings: BatchSettings, size: ClipSize) -> ImageCondition | None:
-        path = settings.shared.image_path
-        if path is None:
-            return None
-        if self._image_conditioner is None:
-            self._image_conditioner = self._load_image_conditioner()
-        image = torch.from_numpy(read_image(path, size.height, size.width))
-        return self._image_conditioner.encode(image, size)
-
-    def _predict(
-        self,
-        inputs: Mapping[str, DenoiserInputs],
-        state: RequestCache,
-        recorder: AttentionRecorder,
-        block_runner: BlockRunner,
-    ) -> Predict:
-        """The transformer as a function of latents and step. inputs: by guidance branch."""
-
-        def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
-            assert step.timestep is not None
-            timestep = torch.full(latents.shape[:1], step.timestep, dtype=torch.float32, device=latents.device)
-            context = AttentionContext(
-                step=step, state=state, recorder=recorder, sharding=self.mesh.sharding, block_runner=block_runner
-            )
-            velocity: torch.Tensor = self.transformer(latents.to(self.dtype), timestep, inputs[step.branch], context)
-            return velocity
-
-        return predict
-
-    def _with_expert(self, predict: Predict) -> Predict:
-        """`predict` with the expert of each step in its StepInfo."""
-
-        def of_expert(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
-            assert step.timestep is not None
-            return predict(latents, dataclasses.replace(step, expert=self.transformer.expert_at(step.timestep)))
-
-        return of_expert
-
-
-@dataclass(frozen=True)
-class _EncodedPrompts:
-    """conditions: by guidance branch. notes: for each request, remarks about its prompts."""
-
-    conditions: Mapping[str, Conditions]
-    notes: tuple[tuple[str, ...], ...]
-
-
-def _sizes_remark(stages: Sequence[Stage], sizes: Sequence[ClipSize]) -> str:
-    """Which steps run at which size."""
-    parts = [
-        f"steps {stage.first}-{stage.end - 1} at {size.height} x {size.width}, from sigma {stage.sigma:.3g}"
-        for stage, size in zip(stages, sizes, strict=True)
-    ]
-    return f"progressive_resolution: {'; '.join(parts)} (height x width)"
-
-
-def _check_finite(latents: torch.Tensor, dtype: torch.dtype) -> None:
-    if not bool(latents.isfinite().all()):
-        raise DiffusionRuntimeError(
-            f"the latents are not finite after denoising in {str(dtype).removeprefix('torch.')}: numbers overflowed, "
-            "or the weights are damaged. Use dtype float32 or a smaller guidance_scale, or copy the model again"
-        )
 
 
 def _to_uint8(frames: torch.Tensor) -> torch.Tensor:

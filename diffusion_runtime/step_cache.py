@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self
+from typing import Literal
 
-from diffusion_runtime.errors import ConfigError, RequestError, nearest, shown
-from diffusion_runtime.options import build_options, parse_pairs
+from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.options import NONE, MethodSettings
 
 # Samplers of distilled models: every step of so few changes too much to be left out.
 FEW_STEPS = 8
-NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -194,51 +191,19 @@ class TeaCachePolynomials:
     of_ret_steps: TeaCachePolynomial | None = None
 
 
-# By name, the default first.
-METHODS: Mapping[str, type] = MappingProxyType(
-    {
-        "easycache": EasyCacheOptions,
-        "dbcache": DBCacheOptions,
-        "teacache": TeaCacheOptions,
-        "magcache": MagCacheOptions,
-    }
-)
-
-
 @dataclass(frozen=True)
-class StepCacheSettings:
-    """A method with its complete options, an instance of METHODS[method]."""
+class StepCacheSettings(MethodSettings):
+    """Which steps are reused, with the method's options: `easycache` or `easycache:threshold=0.1,warmup=0.2`."""
 
-    method: str
-    options: Any
-
-    @classmethod
-    def parse(cls, text: str) -> Self | None:
-        """`easycache` or `easycache:threshold=0.1,warmup=0.2`; None for `none`, which turns a preset's cache off.
-
-        Raises RequestError for an unknown method or option, and a value that it cannot have.
-        """
-        method, _, rest = text.partition(":")
-        method = method.strip()
-        if method == NONE:
-            if rest:
-                raise RequestError(f"step_cache: none takes no options, got {shown(rest)}; leave them out")
-            return None
-        if method not in METHODS:
-            raise RequestError(f"step_cache: unknown value {shown(method)}.{nearest(method, (*METHODS, NONE))}")
-        try:
-            return cls(method, build_options(METHODS[method], parse_pairs(rest), f"step_cache: {method}"))
-        except ConfigError as error:
-            message = str(error)
-            raise RequestError(message if message.startswith("step_cache") else f"step_cache: {message}") from error
-
-    @property
-    def text(self) -> str:
-        """Every option spelled out, as it stands in a recipe; `parse` reads it."""
-        pairs = [
-            f"{item.name}={json.dumps(getattr(self.options, item.name))}" for item in dataclasses.fields(self.options)
-        ]
-        return f"{self.method}:{','.join(pairs)}"
+    field = "step_cache"
+    methods = MappingProxyType(
+        {
+            "easycache": EasyCacheOptions,
+            "dbcache": DBCacheOptions,
+            "teacache": TeaCacheOptions,
+            "magcache": MagCacheOptions,
+        }
+    )
 
     def check_steps(self, num_steps: int) -> None:
         """Raises RequestError for a few-step sampler, unless forced."""
@@ -254,16 +219,3 @@ class StepCacheSettings:
     def decides_per_branch(self) -> bool:
         """Whether each guidance branch has a decision of its own, and so a forward pass."""
         return isinstance(self.options, DBCacheOptions | MagCacheOptions | TeaCacheOptions)
-
-
-@dataclass(frozen=True)
-class StepCacheText:
-    """The check of a request's step_cache."""
-
-    metavar: ClassVar[str] = "CACHE"
-    kind: ClassVar[type] = str
-
-    def __call__(self, name: str, value: object) -> None:
-        if not isinstance(value, str):
-            raise RequestError(f"{name}: expected one of {', '.join((*METHODS, NONE))}, got {shown(value)}")
-        StepCacheSettings.parse(value)

@@ -58,11 +58,12 @@ def calibrate(
     _check_target(path)
     terminal = Terminal()
     with terminal.log():
+        from diffusion_runtime.batch_settings import BatchSettings
         from diffusion_runtime.config import RuntimeConfig
         from diffusion_runtime.loading import prepare
         from diffusion_runtime.pipeline import Pipeline
         from diffusion_runtime.request import GenerationRequest
-        from diffusion_runtime.request_rules import BatchSettings, RequestRules
+        from diffusion_runtime.request_rules import RequestRules
 
         loras = pair_loras((), (), lora or ()) or ()
         prepared = prepare(

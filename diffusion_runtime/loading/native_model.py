@@ -19,11 +19,11 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
-from diffusion_runtime.models.checkpoint import fetch_weights
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
+from diffusion_runtime.models.model_sources import fetch_weights
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.models.shared_decoder import SharedDecoder

@@ -18,11 +18,11 @@ from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder
-from diffusion_runtime.models.checkpoint import EMBEDDED
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.latent_spectrum import read_spectrum
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
+from diffusion_runtime.models.model_sources import EMBEDDED
 from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of, presets_of, recognise

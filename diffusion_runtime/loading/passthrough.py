@@ -21,7 +21,7 @@ from diffusion_runtime.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.model_folder import ModelFolder, read_index
-from diffusion_runtime.models.checkpoint import fetch_weights
+from diffusion_runtime.models.model_sources import fetch_weights
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.models.weight_files import check_components
 

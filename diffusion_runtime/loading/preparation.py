@@ -14,8 +14,8 @@ from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.loading.passthrough import is_passthrough, prepare_passthrough
 from diffusion_runtime.model_folder import ModelFolder
-from diffusion_runtime.models.checkpoint import resolve_model_folder
 from diffusion_runtime.models.diffusers_import import check_diffusers_import
+from diffusion_runtime.models.model_sources import resolve_model_folder
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.request_rules import RequestRules
 

@@ -14,6 +14,7 @@ import torch
 from tables import table
 
 from diffusion_runtime import GenerationRequest
+from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
@@ -21,7 +22,7 @@ from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.sampling_presets import presets_of, recognise, recognise_lora, sampling_presets
-from diffusion_runtime.request_rules import BatchSettings, RequestRules
+from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.step_info import StepInfo
 
 EULER, UNIPC = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"
