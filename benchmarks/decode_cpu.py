@@ -1,6 +1,6 @@
 """Decoding on the CPU: our codec and diffusers' own AutoencoderKLWan on the same weights, alternately in one process.
 
-    python benchmarks/decode_cpu.py [--repeats 5] [--output benchmarks/results/decode_cpu.json]
+    python -m benchmarks.decode_cpu [--repeats 5] [--output benchmarks/results/decode_cpu.json]
 
 Random weights in the embedded model's layout, float32, 29 frames. Frames are compared before anything is timed. The
 allocator is set up as the `generate` command does, which serves both sides alike. Decoding and writing an mp4 is timed
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -21,11 +19,11 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import diffusers
 import numpy
 import torch
 from diffusers import AutoencoderKLWan
 
+from benchmarks.machine import describe_machine
 from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.media import ClipHeader, FileWriter, GeneratedMedia
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
@@ -174,15 +172,7 @@ def main() -> None:
     result = {
         "benchmark": "decode_cpu",
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": {
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "num_threads": torch.get_num_threads(),
-            "load_average": [round(load, 2) for load in os.getloadavg()],
-            "system": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-        },
+        "machine": describe_machine("cpu"),
         "repeats": arguments.repeats,
         "num_frames": 4 * (LATENT_FRAMES - 1) + 1,
         "rows": [asdict(row) for row in rows],

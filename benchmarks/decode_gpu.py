@@ -1,7 +1,7 @@
 """Decoding, and encoding a first image, on one GPU: diffusers' own modules, and ours on the same weights.
 
-    python benchmarks/decode_gpu.py --output benchmarks/results/decode_gpu.json
-    python benchmarks/decode_gpu.py --device cpu --tiny
+    python -m benchmarks.decode_gpu --output benchmarks/results/decode_gpu.json
+    python -m benchmarks.decode_gpu --device cpu --tiny
 
 Random weights of published shapes, bfloat16. Wan 2.1: 81 frames of 480 x 832, decoded, decoded and written to an mp4,
 and an image of that size encoded. HunyuanVideo: a tile of 17 frames of 256 x 256, as it decodes. HunyuanVideo-1.5: a
@@ -17,7 +17,6 @@ import argparse
 import copy
 import json
 import math
-import platform
 import statistics
 import tempfile
 import time
@@ -25,7 +24,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy
 import torch
 import torch.nn.functional as F
@@ -37,6 +35,7 @@ from diffusers import (
     AutoencoderKLWan,
 )
 
+from benchmarks.machine import describe_machine
 from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
 from diffusion_runtime.layers.fused_norms import fuse_norms, use_last_taps, with_shared_weights
@@ -378,13 +377,7 @@ def main() -> None:
         cases.append(case(name, autoencoder, norm_fused_decoders(autoencoder), latents))
     document: dict[str, Any] = {
         "benchmark": "decode_gpu",
-        "machine": {
-            "device": "cpu" if device == "cpu" else torch.cuda.get_device_name(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cudnn": torch.backends.cudnn.version(),
-            "diffusers": diffusers.__version__,
-        },
+        "machine": describe_machine(device),
         "latents": list(arguments.latents),
         "correctness": rows,
         "cases": cases,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, fit_spectrum
-from diffusion_runtime.denoising.step_cache.calibration import Calibration, ResidualRatios, model_identity
+from diffusion_runtime.denoising.step_cache.calibration import Calibration, model_identity
+from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials, mean_ratios
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.frame_decoding import decode_frames
@@ -29,6 +31,7 @@ from diffusion_runtime.models.interface import (
 )
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.sampling_presets import FewSteps
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -47,8 +50,8 @@ class Pipeline:
     defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
     has an image. recipe: the part of every generation's recipe about the model and its attention. mesh: the processes
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
-    attention report. loras: the LoRA files of the transformer. few_steps_of: what the model was distilled to with other
-    LoRA files, by their paths.
+    attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
+    few_steps_of: what the model was distilled to with other LoRA files, by their paths.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Pipeline:
         recipe: Mapping[str, Any],
         mesh: ProcessMesh | None = None,
         remarks: Sequence[str] = (),
+        quantization: Quantization | None = None,
         loras: LoraSwitch | None = None,
         few_steps_of: Callable[[Iterable[str]], FewSteps | None] = lambda _: None,
     ) -> None:
@@ -76,6 +80,7 @@ class Pipeline:
         self.recipe = recipe
         self.mesh = ProcessMesh() if mesh is None else mesh
         self._remarks = tuple(remarks)
+        self._quantization = quantization
         self._loras = loras
         self._few_steps_of = few_steps_of
         self.defaults = rules.defaults
@@ -142,13 +147,19 @@ class Pipeline:
                 raise ConfigError("set_loras: this pipeline does not know its model's folder: use load_pipeline")
             self._loras.switch(configs)
             few_steps = self._few_steps_of([config.path for config in configs])
-            self.rules = dataclasses.replace(self.rules, few_steps=few_steps, loras=self._loras.loras)
+            model = self.recipe["model"]
+            self.rules = dataclasses.replace(
+                self.rules,
+                few_steps=few_steps,
+                loras=self._loras.loras,
+                identity=functools.partial(model_identity, model["family"], model["config_sha256"], configs),
+            )
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
             self.recipe = {**self.recipe, "runtime": runtime}
 
     def calibrate(self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None) -> Calibration:
-        """Measure what the step cache MagCache and progressive resolution need to know of this model, on whole
-        generations of these requests.
+        """Measure what the step caches MagCache and TeaCache and progressive resolution need to know of this model, on
+        whole generations of these requests.
 
         Raises what `generate` raises, and ConfigError on several processes, which hold a part of the tokens each.
         """
@@ -165,16 +176,25 @@ class Pipeline:
                 for request in requests
             ]
             settings = BatchSettings.of(batch, self.rules)
-            measured: list[ResidualRatios] = []
+            measured: list[StackMeasurement] = []
             clean: list[torch.Tensor] = []
             for request in batch:
-                measured.append(ResidualRatios())
+                measured.append(StackMeasurement())
                 alone = BatchSettings.of([request], self.rules)
                 self._generate([request], alone, on_progress, block_runner=measured[-1], on_latents=clean.append)
         latents = self.rules.geometry.parts(torch.cat(clean), settings.size).video
         spectrum = None if min(latents.shape[-2:]) < MIN_FITTED_SIZE else fit_spectrum(latents)
-        steps = settings.num_inference_steps
-        return Calibration.of(self.recipe, settings.shared.to_dict(), steps, measured, spectrum)
+        own = ("prompt", "negative_prompt", "seed")
+        return Calibration(
+            model=self.rules.identity(),
+            num_steps=settings.num_inference_steps,
+            ratios=mean_ratios(measured, settings.num_inference_steps),
+            prompts=tuple(request.prompt for request in batch),
+            request={key: value for key, value in settings.shared.to_dict().items() if key not in own},
+            versions={"diffusion_runtime": str(self.recipe["version"]), "torch": torch.__version__},
+            coefficients=fit_polynomials(measured),
+            spectrum=None if spectrum is None else dataclasses.asdict(spectrum),
+        )
 
     def close(self) -> None:
         """Give the memory of the model back. A later generation raises PipelineClosedError.
@@ -233,6 +253,8 @@ class Pipeline:
         watch = None if on_progress is None else cancellations.watch
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
         self._note_remarks(batch, settings, remarks, recorder)
+        if self._quantization is not None:
+            self._quantization.counter.start(recorder.record_product)
         named = self.rules.sampling_preset(settings.shared)
         preset = {} if named is None else {"sampling_preset": named}
         denoiser = LatentDenoiser(
@@ -242,9 +264,10 @@ class Pipeline:
             mesh=self.mesh,
             device=self.device,
             dtype=self.dtype,
-            model=model_identity(self.recipe),
+            model=self.rules.identity(),
             recorder=recorder,
             block_runner=block_runner,
+            published=self.rules.teacache,
         )
         with device_guard(self.device), explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:

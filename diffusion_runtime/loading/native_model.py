@@ -24,6 +24,7 @@ from diffusion_runtime.models.interface import DiffusionTransformer, ImageCondit
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.models.model_sources import fetch_weights
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.models.shared_decoder import SharedDecoder
@@ -40,7 +41,8 @@ from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 @dataclass(frozen=True)
 class PreparedModel:
     """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
-    the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own."""
+    the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own.
+    quantization: of the transformer's linear layers, already made in `transformer`."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -52,6 +54,7 @@ class PreparedModel:
     mesh: ProcessMesh
     world: World | None
     tiny: TinyFile | None = None
+    quantization: Quantization | None = None
 
     @property
     def rules(self) -> RequestRules:
@@ -99,6 +102,7 @@ class PreparedModel:
             recipe=description.to_dict(),
             mesh=self.mesh,
             remarks=remarks_on(description.self_checks),
+            quantization=self.quantization,
             few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
             loras=LoraSwitch(
                 functools.partial(opened.rewrite_transformer, transformer),
@@ -116,7 +120,7 @@ class PreparedModel:
         # Loading fills the transformer, so a second `load` needs another one.
         is_empty = all(parameter.is_meta for parameter in self.transformer.parameters())
         transformer, self_checks = checker.build_checked(
-            lambda: build_transformer(self.model, self.policy),
+            lambda: build_transformer(self.model, self.policy, self.quantization),
             lambda built: built.attention_layers(),
             self.transformer if is_empty else None,
         )
@@ -166,9 +170,14 @@ def self_checker_of(config: RuntimeConfig, rules: RequestRules, degrees: Degrees
     return SelfChecker(enabled=config.self_check, may_run=False, num_keys=num_keys)
 
 
-def build_transformer(model: Model[Any, Any], policy: AttentionPolicy) -> DiffusionTransformer:
+def build_transformer(
+    model: Model[Any, Any], policy: AttentionPolicy, quantization: Quantization | None
+) -> DiffusionTransformer:
     try:
-        return model.build_transformer(policy)
+        transformer = model.build_transformer(policy)
+        if quantization is not None:
+            quantization.apply(model.modules(transformer))
+        return transformer
     except (RuntimeError, OverflowError) as error:
         # Sizes that are valid one by one and not together: their products exceed torch's integers.
         raise ModelLoadError(

@@ -87,6 +87,11 @@ def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedP
             "vae_decode, vae_decoder, vae_tiling: diffusers' own pipeline decodes with its own module; leave out "
             "--vae-decode, --vae-decoder and --vae-tiling"
         )
+    if config.quantization != "none":
+        raise ConfigError(
+            f"quantization: {config.quantization}: diffusers' own pipeline has its own way to quantise, a "
+            "quantization_config in the folder; leave out --quantization"
+        )
     check_components(folder)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)

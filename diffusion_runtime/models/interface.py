@@ -73,8 +73,13 @@ class DiffusionTransformer(nn.Module, ABC):
         shape. timestep: [batch], in [0, 1000].
         inputs: what the prediction is conditioned on. The same value comes at every step of a request.
         context: step, state and recorder of this forward pass; layouts are made here, from the latents. Blocks run
-        through `context.run_blocks`, so that a step cache can leave some out.
+        through `context.run_blocks`, so that a step cache can leave some out, with the ModulatedInput of the first.
         """
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """How many blocks a forward pass gives to `context.run_blocks`."""
 
     def attention_layers(self) -> Iterator[AttentionLayer]:
         """Every attention layer in the order in which they run, for reports and dry runs."""
