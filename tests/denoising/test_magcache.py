@@ -23,7 +23,7 @@ from diffusion_runtime.step_cache import MagCacheOptions
 from diffusion_runtime.step_info import StepInfo
 
 NUM_STEPS = 12
-RATIOS = (1.0, 0.9, 0.95, 0.99, 0.98, 1.02, 0.99, 0.97, 0.99, 0.99, 0.99, 0.9)
+RATIOS = (1.0, 0.9, 0.95, 1.0, 0.98, 1.02, 0.99, 0.97, 0.99, 0.99, 0.99, 0.9)
 
 
 def calibration(**changes: Any) -> Calibration:
