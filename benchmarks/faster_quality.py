@@ -1,7 +1,7 @@
 """Every way to make a clip faster beside fewer plain steps: quality and time on the embedded model.
 
     python -m benchmarks.faster_quality --device cuda --output benchmarks/results/faster_quality.json
-    python -m benchmarks.faster_quality --merge a.json b.json --output benchmarks/results/faster_quality.json
+    python -m benchmarks.faster_quality --merge a.json b.json --times alone.json --output FILE
     python -m benchmarks.faster_quality --show benchmarks/results/faster_quality.json     # as a Markdown table
 
 The full run is 24 UniPC steps with guidance. Each row makes the same seeded prompts; recorded are prompt accuracy with
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[way.name for way in WAYS], help="these ways, beside the full run")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--merge", nargs="+", type=Path, help="join these files into --output instead of measuring")
+    parser.add_argument("--times", type=Path, help="with --merge: take the times from this file, of a run by itself")
     parser.add_argument("--show", type=Path, help="print this file as a Markdown table")
     arguments = parser.parse_args()
     if arguments.show:
@@ -166,6 +167,10 @@ def main() -> None:
     if arguments.merge:
         parts = [json.loads(path.read_text()) for path in arguments.merge]
         rows = {row["name"]: row for part in parts for row in part["rows"]}
+        if arguments.times:
+            for row in json.loads(arguments.times.read_text())["rows"]:
+                if row["name"] in rows:
+                    rows[row["name"]] |= {key: row[key] for key in ("denoise_seconds", "time_ratio")}
         order = [FULL.name, *(way.name for way in WAYS)]
         document = {**parts[0], "rows": [rows[name] for name in order if name in rows]}
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
