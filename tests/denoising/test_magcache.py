@@ -38,6 +38,15 @@ def add(amount: float) -> Any:
     return overwriting(overwrite)
 
 
+def add_to_text(amount: float) -> Any:
+    """Adds to the tokens behind a grid of 4, which the ratios leave out."""
+
+    def overwrite(x: torch.Tensor) -> None:
+        x[:, 4:] += amount
+
+    return overwriting(overwrite)
+
+
 def expected_steps(threshold: float, most: int, retention: int) -> list[int]:
     """The steps that the formula computes."""
     computed, scale, error, count = [], 1.0, 0.0, 0
@@ -83,9 +92,11 @@ def test_another_expert_and_an_unknown_branch_are_computed() -> None:
 
 def test_ratios_are_those_of_the_residuals() -> None:
     measured = ResidualRatios()
-    for index, size in enumerate((4.0, 2.0, 3.0)):
-        measured.run([add(size / 2), add(size / 2)], (torch.ones(1, 4, 2),), StepInfo(index, 3), 4)
-    assert measured.ratios == {"cond": pytest.approx({0: 1.0, 1: 0.5, 2: 1.5})}
+    # The last step is another expert's: a ratio of two models would say nothing.
+    for index, (size, expert) in enumerate(((4.0, 0), (2.0, 0), (3.0, 0), (6.0, 1))):
+        blocks = [add(size / 2), add_to_text(10.0 * index), add(size / 2)]
+        measured.run(blocks, (torch.ones(1, 6, 2),), StepInfo(index, 4, expert=expert), 4)
+    assert measured.ratios == {"cond": pytest.approx({0: 1.0, 1: 0.5, 2: 1.5, 3: 1.0})}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
