@@ -64,9 +64,9 @@ class LatentRecorder:
         self.decoder = decoder
         self.latents: list[torch.Tensor] = []
 
-    def decode(self, latents: torch.Tensor) -> Any:
+    def stream(self, latents: torch.Tensor) -> Any:
         self.latents.append(latents.detach().float().cpu())
-        return self.decoder.decode(latents)
+        return self.decoder.stream(latents)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.decoder, name)

@@ -40,13 +40,15 @@ DENSE = AttentionSpec("torch_sdpa")
 
 @dataclass(frozen=True)
 class Way:
-    """One setting. request: values beside the prompt; attention: of self-attention; lora: shipped; preset: with it."""
+    """One setting. request: values beside the prompt; attention: of self-attention; lora: shipped; preset: with it.
+    quantization: of linear layers; in 8-bit products with --dtype bfloat16 on a GPU."""
 
     name: str
     request: Mapping[str, Any] = field(default_factory=dict)
     attention: AttentionSpec = DENSE
     lora: str | None = None
     preset: str | None = None
+    quantization: str = "none"
 
 
 def _steps(count: int, **more: Any) -> dict[str, Any]:
@@ -73,6 +75,8 @@ WAYS = (
     Way("VSA 0.6", _steps(FULL_STEPS), VSA),
     Way("SVG2 0.95", _steps(FULL_STEPS), SVG2_HALF),
     Way("SVG2 0.95, EasyCache 0.1", _steps(FULL_STEPS, step_cache="easycache:threshold=0.1"), SVG2_HALF),
+    Way("fp8", _steps(FULL_STEPS), quantization="fp8"),
+    Way("fp8-all", _steps(FULL_STEPS), quantization="fp8-all"),
     Way("fast", lora="shapes-fast", preset="fast"),
     Way("fast, first 3 levels", _steps(3, sigmas=(1.0, 0.984, 0.952)), lora="shapes-fast", preset="fast"),
     Way("fast, VSA 0.6", {}, VSA, lora="shapes-fast", preset="fast"),
@@ -105,6 +109,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 dtype=arguments.dtype,
                 attention=AttentionConfig(per_role={"self": way.attention}),
                 lora=[way.lora] if way.lora else [],
+                quantization=way.quantization,
             )
             # Each clip by itself, the first one warms up.
             singles = generate_clips(pipeline, prompts[: TIMED_CLIPS + 1], way.request, preset=way.preset)

@@ -24,6 +24,7 @@ from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, ImageConditioner
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.step_cache import TeaCachePolynomials
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 
@@ -33,7 +34,8 @@ class LatentDenoiser:
     """From the conditions of a batch to its clean latents.
 
     image_conditioner: called where the requests have an image. model: what a calibration of a step cache must have been
-    measured on (`model_identity`). block_runner: None for the one of the requests' step cache.
+    measured on (`model_identity`). published: TeaCache's coefficients for the model. block_runner: None for
+    the one of the requests' step cache.
     """
 
     transformer: DiffusionTransformer
@@ -45,6 +47,7 @@ class LatentDenoiser:
     model: Mapping[str, str]
     recorder: AttentionRecorder
     block_runner: BlockRunner | None = None
+    published: TeaCachePolynomials | None = None
 
     def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
         """The clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's noise.
@@ -63,7 +66,7 @@ class LatentDenoiser:
         for size in sizes:
             inputs = self._inputs(text, size)
             # One of each size: nothing of another size can be reused.
-            cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model)
+            cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
             caches.append(cache)
             guided = with_guidance(
                 self._predict(inputs, state, cache.block_runner if self.block_runner is None else self.block_runner),

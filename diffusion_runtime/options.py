@@ -126,7 +126,9 @@ class MethodSettings:
         """
         method, _, rest = text.partition(":")
         method = method.strip()
-        if method == NONE and not rest:
+        if method == NONE:
+            if rest:
+                raise RequestError(f"{cls.field}: none takes no options, got {shown(rest)}; leave them out")
             return None
         if method not in cls.methods:
             raise RequestError(f"{cls.field}: unknown value {shown(method)}.{nearest(method, (*cls.methods, NONE))}")

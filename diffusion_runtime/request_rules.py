@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.batch_settings import BatchSettings, SamplingRules
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
-from diffusion_runtime.denoising.step_cache.calibration import Calibration
+from diffusion_runtime.denoising.step_cache.requested import calibration_of
+from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image
 from diffusion_runtime.models.lora.binding import Lora
@@ -19,7 +20,13 @@ from diffusion_runtime.progressive_resolution import LatentSpectrum, Progressive
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
 from diffusion_runtime.samplers import SAMPLERS
-from diffusion_runtime.step_cache import MagCacheOptions, StepCacheSettings
+from diffusion_runtime.step_cache import (
+    DBCacheOptions,
+    MagCacheOptions,
+    StepCacheSettings,
+    TeaCacheOptions,
+    TeaCachePolynomials,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +36,8 @@ class RequestRules(SamplingRules):
     needs an image, and its attention layers, with or without weights around them, whose options may ask for a number of
     steps. sampling_presets: of its family; few_steps: what the model, or a LoRA of it, was distilled to, None for many
     steps. loras: the LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured
-    it.
+    it. teacache: what TeaCache's authors published for it. identity: of `model_identity`, computed when a calibration
+    is compared with it. num_blocks: of its transformer, None where that is not known.
     """
 
     defaults: Mapping[str, Any]
@@ -42,6 +50,9 @@ class RequestRules(SamplingRules):
     few_steps: FewSteps | None = None
     loras: tuple[Lora, ...] = ()
     spectrum: LatentSpectrum | None = None
+    teacache: TeaCachePolynomials | None = None
+    identity: Callable[[], Mapping[str, str]] = dict
+    num_blocks: int | None = None
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
@@ -79,7 +90,7 @@ class RequestRules(SamplingRules):
             check_image(request.image_path, settings.size.height, settings.size.width)
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
-        return with_step_cache(self._with_progressive_resolution(request))
+        return self._with_step_cache(self._with_progressive_resolution(request))
 
     def try_scheduler(self) -> None:
         """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
@@ -171,7 +182,7 @@ class RequestRules(SamplingRules):
         if request.sigmas is not None:
             reasons[SHIFT] = "sigmas are the noise levels as they run"
         computed = self._computed_defaults(request)
-        remarks = self._lora_remarks(request)
+        remarks = [*self._lora_remarks(request), *self._step_cache_remarks(request)]
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
             # An empty text asks for nothing.
@@ -196,6 +207,51 @@ class RequestRules(SamplingRules):
                     )
                 )
         return [remark for remark in remarks if remark is not None]
+
+    def _with_step_cache(self, request: GenerationRequest) -> GenerationRequest:
+        """`with_step_cache`, after its coefficients or calibration were seen to fit this model. Raises RequestError
+        where they do not, or there are none."""
+        cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+        if cache is not None and request.num_inference_steps is not None:
+            # First: no file makes up for it.
+            cache.check_steps(request.num_inference_steps)
+        if cache is not None and isinstance(cache.options, DBCacheOptions) and self.num_blocks is not None:
+            cache.options.check_blocks(self.num_blocks)
+        if cache is not None and isinstance(cache.options, MagCacheOptions):
+            calibration_of(cache.options.file, cache.method, self.identity())
+        if cache is not None and isinstance(cache.options, TeaCacheOptions):
+            calibration = calibration_of(cache.options.file, cache.method, self.identity())
+            polynomial = polynomial_of(cache.options, calibration, self._published_teacache)
+            threshold = polynomial.threshold if cache.options.threshold is None else cache.options.threshold
+            if threshold is None:
+                raise RequestError(
+                    "step_cache: teacache: no threshold is documented for these coefficients; expected one, such as "
+                    "teacache:threshold=0.1"
+                )
+            options = dataclasses.replace(cache.options, threshold=threshold)
+            cache = dataclasses.replace(cache, options=options)
+            request = dataclasses.replace(request, step_cache=cache.text)
+        return with_step_cache(request)
+
+    @property
+    def _published_teacache(self) -> TeaCachePolynomials | None:
+        """A model or LoRA that was distilled to few steps is another model than the coefficients were measured on."""
+        return self.teacache if self.few_steps is None else None
+
+    def _step_cache_remarks(self, request: GenerationRequest) -> list[str]:
+        """What a resolved request's step cache was not measured for."""
+        cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+        if cache is None or not isinstance(cache.options, MagCacheOptions | TeaCacheOptions):
+            return []
+        calibration = calibration_of(cache.options.file, cache.method, self.identity())
+        if calibration is not None:
+            branches = ("cond", "uncond") if self.is_guided(request) else ("cond",)
+            return calibration.remarks(request.to_dict(), branches, cache.method)
+        if self.loras and self.teacache is not None:
+            return [
+                f"step_cache: teacache: the coefficients were measured on {self.teacache.models} without LoRA files"
+            ]
+        return []
 
     def _with_progressive_resolution(self, request: GenerationRequest) -> GenerationRequest:
         """A resolved request with every option of its progressive resolution spelled out, as a recipe has it.
@@ -259,15 +315,13 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     """A resolved request with every option of its step cache spelled out, as a recipe has it, and the guidance mode
     that the cache needs; `none` stays.
 
-    Raises RequestError for a cache that is not made for so few steps, or calibrated for another number of them.
+    Raises RequestError for a cache that is not made for so few steps.
     """
     cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
     if cache is None:
         return request
     if request.num_inference_steps is not None:
         cache.check_steps(request.num_inference_steps)
-    if isinstance(cache.options, MagCacheOptions) and request.num_inference_steps is not None:
-        Calibration.read(cache.options.file).check_steps(request.num_inference_steps)
     if cache.decides_per_branch:
         request = dataclasses.replace(request, guidance_mode="two_pass")
     return dataclasses.replace(request, step_cache=cache.text)

@@ -14,6 +14,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import ModulatedInput
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
@@ -109,6 +110,18 @@ class DoubleStreamBlock(nn.Module):
         self._add_feed_forward_(x, self.feed_forward, rows[3:])
         self._add_feed_forward_(text, self.text_feed_forward, text_rows[3:])
 
+    def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
+        """Of a model whose first block this is."""
+        shift, scale, *_ = self.modulation(conditioning)
+        return ModulatedInput(modulated_layer_norm(x, shift, scale, self.eps))
+
     def _add_feed_forward_(self, x: torch.Tensor, feed_forward: nn.Module, rows: Sequence[torch.Tensor]) -> None:
         shift, scale, gate = rows
         add_gated_(x, feed_forward(modulated_layer_norm(x, shift, scale, self.eps)), gate)
+
+
+def modulated_input(blocks: nn.ModuleList, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
+    """What TeaCache compares in a model of DoubleStreamBlocks; x and conditioning as the first of them gets them."""
+    first = blocks[0]
+    assert isinstance(first, DoubleStreamBlock)
+    return first.modulated_input(x, conditioning)

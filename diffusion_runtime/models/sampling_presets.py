@@ -95,10 +95,10 @@ def names_of(presets: Iterable[SamplingPreset]) -> tuple[str, ...]:
 
 
 def presets_of(family: str, model_path: str = "") -> tuple[SamplingPreset, ...]:
-    """The sampling presets of a model: its family's, and its own."""
-    return tuple(
-        preset for preset in sampling_presets() if preset.family == family and preset.model in (None, model_path)
-    )
+    """The sampling presets of a model: its own where it has any, else its family's, which are for published models."""
+    of_family = [preset for preset in sampling_presets() if preset.family == family]
+    own = tuple(preset for preset in of_family if preset.model == model_path)
+    return own or tuple(preset for preset in of_family if preset.model is None)
 
 
 def check_preset_names(names: Iterable[str], presets: Iterable[SamplingPreset], path: AnyFolder | Path) -> None:

@@ -216,7 +216,7 @@ def test_without_a_cache_nothing_is_wrapped_or_counted() -> None:
     [
         ("easycash", r"step_cache: unknown value 'easycash'.*'easycache'"),
         ("", "step_cache: unknown value"),
-        ("none:threshold=1", "step_cache: unknown value 'none'"),
+        ("none:threshold=1", "step_cache: none takes no options, got 'threshold=1'; leave them out"),
         ("easycache:treshold=0.1", r"step_cache: easycache: unknown option 'treshold'.*'threshold'"),
         ("easycache:threshold", r"step_cache: easycache: expected key=value,... got 'threshold'"),
         ("easycache:threshold=a", r"step_cache: easycache.threshold: expected float, got 'a'"),

@@ -14,6 +14,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import ModulatedInput
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_rms_norm
 from diffusion_runtime.layers.norm import RMSNorm
@@ -135,11 +136,19 @@ class StreamBlock(nn.Module):
 
     def attend(self, x: torch.Tensor, inputs: StreamInputs) -> None:
         """Self-attention and attention to the text. x [B, S, D] is overwritten."""
-        shift, scale, gate = (self.modulation[:3] + inputs.time[:, :3]).unbind(1)
+        shift, scale, gate = self._attention_rows(inputs)
         branch = self.self_attention(modulated_rms_norm(x, shift, scale, self.eps), inputs.rotations, inputs.context)
         add_gated_(x, branch, gate)
         normalized = F.rms_norm(x, x.shape[-1:], eps=self.eps)
         x.add_(self.cross_attention(normalized, inputs.text[self.index], inputs.text_context))
+
+    def modulated_input(self, x: torch.Tensor, inputs: StreamInputs) -> ModulatedInput:
+        """Of a model whose first block this is."""
+        shift, scale, _ = self._attention_rows(inputs)
+        return ModulatedInput(modulated_rms_norm(x, shift, scale, self.eps))
+
+    def _attention_rows(self, inputs: StreamInputs) -> tuple[torch.Tensor, ...]:
+        return (self.modulation[:3] + inputs.time[:, :3]).unbind(1)
 
     def exchange_rows(self, inputs: StreamInputs) -> tuple[torch.Tensor, ...]:
         """Five times [B, D], in the order of exchange_modulation."""

@@ -21,7 +21,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import overwriting
+from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear
 from diffusion_runtime.layers.norm import RMSNorm
@@ -82,12 +82,22 @@ class ZImageBlock(nn.Module):
             x += self.attention_out_norm(self.self_attention(_norm(x, self.attention_norm), rotations, context))
             x += self.ffn_out_norm(self.feed_forward(_norm(x, self.ffn_norm)))
             return x
-        rows: torch.Tensor = self.modulation(conditioning)
-        scale, gate, ffn_scale, ffn_gate = rows[:, None].chunk(4, dim=-1)
+        scale, gate, ffn_scale, ffn_gate = self._rows(self.modulation, conditioning)
         branch = self.self_attention(_norm(x, self.attention_norm).mul_(1 + scale), rotations, context)
         x.addcmul_(self.attention_out_norm(branch), gate.tanh())
         branch = self.feed_forward(_norm(x, self.ffn_norm).mul_(1 + ffn_scale))
         return x.addcmul_(self.ffn_out_norm(branch), ffn_gate.tanh())
+
+    def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
+        """Of a model whose first block this is."""
+        assert self.modulation is not None
+        scale, *_ = self._rows(self.modulation, conditioning)
+        return ModulatedInput(_norm(x, self.attention_norm).mul_(1 + scale))
+
+    def _rows(self, modulation: Linear, conditioning: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Scale and gate of the attention, then of the feed-forward, each [B, 1, D]."""
+        rows: torch.Tensor = modulation(conditioning)
+        return rows[:, None].chunk(4, dim=-1)
 
 
 class ZImageTransformer(DiffusionTransformer):
@@ -130,6 +140,10 @@ class ZImageTransformer(DiffusionTransformer):
         self.out_modulation = Linear(config.conditioning_dim, config.dim)
         self.out = Linear(config.dim, config.patch_channels)
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -160,7 +174,9 @@ class ZImageTransformer(DiffusionTransformer):
         )
         joint = context.with_layout(layout)
         blocks = (overwriting(block, conditioning, joint_rotations, joint) for block in self.blocks)
-        (x,) = context.run_blocks(blocks, (x,), num_tokens)
+        first, entering = self.blocks[0], x
+        assert isinstance(first, ZImageBlock)
+        (x,) = context.run_blocks(blocks, (x,), num_tokens, lambda: first.modulated_input(entering, conditioning))
         x = x[:, : x.shape[1] - layout.num_suffix_tokens]
         scale = 1 + self.out_modulation(F.silu(conditioning))
         normalized = F.layer_norm(x, x.shape[-1:], eps=self.config.out_eps)
