@@ -19,8 +19,10 @@ from diffusion_runtime.denoising.step_cache.calibration import Calibration, mode
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials, mean_ratios
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.frame_decoding import decode_frames
 from diffusion_runtime.latent_denoiser import LatentDenoiser
-from diffusion_runtime.media import Audio, GeneratedMedia
+from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
+from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.models.interface import (
     DiffusionTransformer,
@@ -29,6 +31,7 @@ from diffusion_runtime.models.interface import (
 )
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.sampling_presets import FewSteps
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -47,8 +50,8 @@ class Pipeline:
     defaults, presets: values of request fields, the model's own. load_image_conditioner: called when the first request
     has an image. recipe: the part of every generation's recipe about the model and its attention. mesh: the processes
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
-    attention report. loras: the LoRA files of the transformer. few_steps_of: what the model was distilled to with other
-    LoRA files, by their paths.
+    attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
+    few_steps_of: what the model was distilled to with other LoRA files, by their paths.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Pipeline:
         recipe: Mapping[str, Any],
         mesh: ProcessMesh | None = None,
         remarks: Sequence[str] = (),
+        quantization: Quantization | None = None,
         loras: LoraSwitch | None = None,
         few_steps_of: Callable[[Iterable[str]], FewSteps | None] = lambda _: None,
     ) -> None:
@@ -76,6 +80,7 @@ class Pipeline:
         self.recipe = recipe
         self.mesh = ProcessMesh() if mesh is None else mesh
         self._remarks = tuple(remarks)
+        self._quantization = quantization
         self._loras = loras
         self._few_steps_of = few_steps_of
         self.defaults = rules.defaults
@@ -88,19 +93,27 @@ class Pipeline:
         """`RequestRules.resolve` of this model."""
         return self.rules.resolve(request, preset)
 
-    def __call__(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> GeneratedMedia:
+    def __call__(
+        self, request: GenerationRequest, *, on_progress: OnProgress | None = None, open_sink: OpenSink | None = None
+    ) -> GeneratedMedia:
         """One video or image. Raises what `generate` raises."""
-        return self.generate([request], on_progress=on_progress)[0]
+        return self.generate([request], on_progress=on_progress, open_sink=open_sink)[0]
 
     def generate(
-        self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        open_sink: OpenSink | None = None,
     ) -> list[GeneratedMedia]:
         """One batch, each request with its own prompt, negative prompt and seed; the results equal single runs. With a
         step cache, which decides per sample, the requests are made one after the other.
 
         on_progress: called before and after every step; what it raises ends the generation. A Cancelled that names
         requests ends those alone: the result leaves them out, the others equal what they would have been (a batch is
-        denoised whole; cancelled requests are not decoded).
+        denoised whole; cancelled requests are not decoded). open_sink: called with the index of a request and its
+        clip's header when its first frames are decoded; takes them as they come. It is not called for clips with
+        sound, whose file begins with it.
 
         Raises what `resolve` raises and RequestError for requests that do not belong together, before any work;
         PipelineBusyError at once while another generation of this pipeline runs; DeviceMemoryError when memory runs
@@ -110,8 +123,8 @@ class Pipeline:
             batch = [self.resolve(request) for request in requests]
             settings = BatchSettings.of(batch, self.rules)
             if len(batch) > 1 and settings.decides_per_sample:
-                return self._generate_apart(batch, on_progress)
-            return self._generate(batch, settings, on_progress)
+                return self._generate_apart(batch, on_progress, open_sink)
+            return self._generate(batch, settings, on_progress, open_sink)
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -195,7 +208,7 @@ class Pipeline:
             release_device_memory(self.device)
 
     def _generate_apart(
-        self, batch: Sequence[GenerationRequest], on_progress: OnProgress | None
+        self, batch: Sequence[GenerationRequest], on_progress: OnProgress | None, open_sink: OpenSink | None
     ) -> list[GeneratedMedia]:
         """Each request by itself, one after the other, for what is decided per sample: a forward pass has one batch."""
         cancellations = Cancellations(len(batch), on_progress)
@@ -206,9 +219,19 @@ class Pipeline:
             def watch(progress: Progress, index: int = index) -> None:
                 cancellations.watch(dataclasses.replace(progress, request_index=index))
 
+            def open_own(_: int, header: ClipHeader, index: int = index) -> FrameSink:
+                assert open_sink is not None
+                return open_sink(index, header)
+
             if cancellations.is_wanted(index):
                 settings = BatchSettings.of([request], self.rules)
-                media = self._generate([request], settings, None if on_progress is None else watch, (remark,))
+                media = self._generate(
+                    [request],
+                    settings,
+                    None if on_progress is None else watch,
+                    None if open_sink is None else open_own,
+                    (remark,),
+                )
                 if cancellations.is_wanted(index):
                     made += media
         return made
@@ -219,6 +242,7 @@ class Pipeline:
         batch: Sequence[GenerationRequest],
         settings: BatchSettings,
         on_progress: OnProgress | None,
+        open_sink: OpenSink | None = None,
         remarks: Sequence[str] = (),
         block_runner: BlockRunner | None = None,
         on_latents: Callable[[torch.Tensor], object] = lambda _: None,
@@ -229,7 +253,10 @@ class Pipeline:
         watch = None if on_progress is None else cancellations.watch
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
         self._note_remarks(batch, settings, remarks, recorder)
-        preset = self.rules.sampling_preset(settings.shared)
+        if self._quantization is not None:
+            self._quantization.counter.start(recorder.record_product)
+        named = self.rules.sampling_preset(settings.shared)
+        preset = {} if named is None else {"sampling_preset": named}
         denoiser = LatentDenoiser(
             transformer=self.transformer,
             image_conditioner=self._loaded_image_conditioner,
@@ -252,6 +279,10 @@ class Pipeline:
                 seeds = [request.seed for request in batch]
                 latents = denoiser.denoise(prompts.conditions, seeds, lambda step, _: done(step.index + 1))
                 on_latents(latents)
+            recipes = [
+                {**self.recipe, "request": request.to_dict(), **preset, "notes": list(notes)}
+                for request, notes in zip(batch, prompts.notes, strict=True)
+            ]
             frames: dict[int, torch.Tensor] = {}
             sounds: dict[int, Audio | None] = {}
             # One after the other: the decoder's activations are what needs the most memory.
@@ -260,7 +291,10 @@ class Pipeline:
                     continue
                 with clock.stage("decode", 1, index) as done:
                     parts = self.rules.geometry.parts(latents[index : index + 1], settings.size)
-                    frames[index] = _to_uint8(self.decoder.decode(parts.video)[0])
+                    # A file of a clip with sound begins with the sound, which is not there yet.
+                    sink = open_sink if parts.audio is None else None
+                    stream, fps = self.decoder.stream(parts.video), settings.size.fps
+                    frames[index] = decode_frames(stream, index, fps, recipes[index], sink)
                     # Afterwards: a decoder may find that its kernels are not to be used here.
                     recorder.record_library("vae", self.decoder.library, self.decoder.implementation)
                     sounds[index] = self._sound(parts.audio, recorder)
@@ -269,17 +303,12 @@ class Pipeline:
             GeneratedMedia(
                 frames=frames[index].numpy(),
                 fps=settings.size.fps,
-                recipe={
-                    **self.recipe,
-                    "request": request.to_dict(),
-                    **({} if preset is None else {"sampling_preset": preset}),
-                    "notes": list(prompts.notes[index]),
-                },
+                recipe=recipes[index],
                 attention_report=recorder.report(),
                 timings=clock.timings(index),
                 audio=sounds[index],
             )
-            for index, request in enumerate(batch)
+            for index in range(len(batch))
             if cancellations.is_wanted(index)
         ]
 
@@ -320,8 +349,3 @@ class Pipeline:
         if sound is None:
             recorder.note("the model made sound as well, which this decoder does not decode")
         return sound
-
-
-def _to_uint8(frames: torch.Tensor) -> torch.Tensor:
-    """Frames in [0, 1] as uint8 on the CPU."""
-    return (frames * 255).round().clamp(0, 255).to("cpu", torch.uint8)

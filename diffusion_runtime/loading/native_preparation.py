@@ -19,13 +19,15 @@ from diffusion_runtime.hardware import device_of_process, resolve_device, resolv
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
 from diffusion_runtime.models.latent_spectrum import read_spectrum
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.model_sources import EMBEDDED
 from diffusion_runtime.models.published import model_of_name
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
-from diffusion_runtime.models.sampling_presets import few_steps_of, presets_of, recognise
+from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.teacache import read_polynomials
 from diffusion_runtime.models.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
 from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
@@ -47,6 +49,7 @@ def prepare_native(
     check_components(folder)
     refuse_quantised_components(folder)
     family.check_decode_mode(config.vae_decode)
+    family.check_tiling(config.vae_tiling)
     model = family.open(folder)
     tiny = _read_tiny_decoder(config, model)
     rules = _request_rules_of(model, config)
@@ -71,9 +74,10 @@ def prepare_native(
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
         self_check=config.self_check,
     )
+    quantization = Quantization.of(family.name, config.quantization, config.quantization_ignored_layers)
     # Every attention layer decides when it is made, so a choice that cannot run ends here.
     transformer, self_checks = self_checker_of(config, rules, degrees).build_checked(
-        lambda: build_transformer(model, policy), lambda built: built.attention_layers()
+        lambda: build_transformer(model, policy, quantization), lambda built: built.attention_layers()
     )
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
@@ -99,8 +103,9 @@ def prepare_native(
         ),
         degrees=degrees,
         self_checks=self_checks,
+        quantization=None if quantization is None else quantization.describe(model.modules(transformer)),
     )
-    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny)
+    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny, quantization)
 
 
 def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFile | None:
@@ -118,12 +123,15 @@ def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFil
 
 def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:
     """What is documented of a model chosen by name over generation.json over the sampling preset that it is recognised
-    by over the scheduler's own settings over the model's defaults."""
+    by over the scheduler's own settings over the model's defaults.
+
+    Raises ModelLoadError where generation.json has a preset by the name of one of the model's sampling presets."""
     named, family = model_of_name(config.model_path), model.family.name
     documented = [] if named is None else [named.request]
     distilled = recognise(family, model.folder, config.model_path)
     preset = {} if distilled is None else distilled.presets[0].request
     sampling_presets = presets_of(family, config.model_path)
+    check_preset_names(model.generation.presets, sampling_presets, model.folder / GENERATION_FILE)
     defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
         # Another scheduler would give other images: only a request or generation.json may replace it.

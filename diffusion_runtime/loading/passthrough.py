@@ -82,10 +82,15 @@ class PreparedPassthrough:
 
 def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:
     """`prepare` for a folder that diffusers' own pipeline runs."""
-    if config.vae_decode != "exact" or config.vae_decoder is not None:
+    if config.vae_decode != "exact" or config.vae_decoder is not None or config.vae_tiling != "auto":
         raise ConfigError(
-            "vae_decode, vae_decoder: diffusers' own pipeline decodes with its own module; leave out --vae-decode and "
-            "--vae-decoder"
+            "vae_decode, vae_decoder, vae_tiling: diffusers' own pipeline decodes with its own module; leave out "
+            "--vae-decode, --vae-decoder and --vae-tiling"
+        )
+    if config.quantization != "none":
+        raise ConfigError(
+            f"quantization: {config.quantization}: diffusers' own pipeline has its own way to quantise, a "
+            "quantization_config in the folder; leave out --quantization"
         )
     check_components(folder)
     device = resolve_device(config.device)

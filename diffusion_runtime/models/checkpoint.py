@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError, first_line
+from diffusion_runtime.kernels.fp8_rows.api import quantize_rows
+from diffusion_runtime.layers.fp8_linear import quantized_weights
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.weight_files import (
     DAMAGED,
@@ -175,15 +177,25 @@ def load_weights(
     """Fill `module` in place, each parameter once, on its device and in its dtype, without gradients.
 
     pieces: at least every parameter and buffer of the state dict -> the checkpoint's tensors that fill it, in order.
+    Weights of 8-bit layers are quantised one after the other, on the device.
     stays_float32: parameters that are not converted to `dtype`; integers never are. ignored: checkpoint tensors that
         nothing reads. arrange: puts the rows of a parameter in the order that our layers have.
 
     Raises ModelLoadError that lists what is missing, unexpected or of another shape.
     """
-    parameters = module.state_dict()
+    scale_of = quantized_weights(module)
+    parameters = {name: value for name, value in module.state_dict().items() if name not in scale_of.values()}
     _check_names(checkpoint, [piece for name in parameters for piece in pieces[name]], ignored)
     state = {}
     for name, parameter in parameters.items():
+        if name in scale_of:
+            # From float32, so that a checkpoint with a LoRA is rounded once.
+            target = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            _fill(target, name, checkpoint, pieces[name])
+            if arrange is not None:
+                arrange(module, name, target)
+            state[name], state[scale_of[name]] = quantize_rows(target)
+            continue
         floating = torch.float32 if stays_float32(name) else dtype
         target = torch.empty(
             parameter.shape, dtype=floating if parameter.is_floating_point() else parameter.dtype, device=device
@@ -206,13 +218,19 @@ def rewrite_weights(
 ) -> None:
     """Fill the parameters of a loaded module that hold any of the checkpoint's tensors `changed`, one after the other
     and in place, with what `load_weights` would put there."""
-    for name, parameter in module.state_dict(keep_vars=True).items():
-        if any(piece.name in changed for piece in pieces[name]):
-            target = torch.empty_like(parameter)
-            _fill(target, name, checkpoint, pieces[name])
-            if arrange is not None:
-                arrange(module, name, target)
-            parameter.copy_(target)
+    scale_of = quantized_weights(module)
+    parameters = module.state_dict(keep_vars=True)
+    for name, parameter in parameters.items():
+        if name in scale_of.values() or not any(piece.name in changed for piece in pieces[name]):
+            continue
+        target = torch.empty_like(parameter, dtype=torch.float32 if name in scale_of else parameter.dtype)
+        _fill(target, name, checkpoint, pieces[name])
+        if arrange is not None:
+            arrange(module, name, target)
+        if name in scale_of:
+            target, scales = quantize_rows(target)
+            parameters[scale_of[name]].copy_(scales)
+        parameter.copy_(target)
 
 
 def _fill(target: torch.Tensor, name: str, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
