@@ -24,7 +24,7 @@ from diffusion_runtime.step_cache import MagCacheOptions
 from diffusion_runtime.step_info import StepInfo
 
 NUM_STEPS = 12
-RATIOS = (1.0, 0.9, 0.95, 0.99, 0.98, 1.02, 0.99, 0.97, 0.99, 0.99, 0.99, 0.9)
+RATIOS = (1.0, 0.9, 0.95, 1.0, 0.98, 1.02, 0.99, 0.97, 0.99, 0.99, 0.99, 0.9)
 
 
 def calibration(**changes: Any) -> Calibration:
@@ -35,6 +35,15 @@ def calibration(**changes: Any) -> Calibration:
 def add(amount: float) -> Any:
     def overwrite(x: torch.Tensor) -> None:
         x += amount
+
+    return overwriting(overwrite)
+
+
+def add_to_text(amount: float) -> Any:
+    """Adds to the tokens behind a grid of 4, which the ratios leave out."""
+
+    def overwrite(x: torch.Tensor) -> None:
+        x[:, 4:] += amount
 
     return overwriting(overwrite)
 
@@ -105,9 +114,11 @@ def test_what_the_calibration_was_not_made_for_is_said() -> None:
 
 def test_ratios_are_those_of_the_residuals() -> None:
     measured = StackMeasurement()
-    for index, size in enumerate((4.0, 2.0, 3.0)):
-        measured.run([add(size / 2), add(size / 2)], (torch.ones(1, 4, 2),), StepInfo(index, 3), 4)
-    assert measured.ratios == {"cond": pytest.approx({0: 1.0, 1: 0.5, 2: 1.5})}
+    # The last step is another expert's: a ratio of two models would say nothing.
+    for index, (size, expert) in enumerate(((4.0, 0), (2.0, 0), (3.0, 0), (6.0, 1))):
+        blocks = [add(size / 2), add_to_text(10.0 * index), add(size / 2)]
+        measured.run(blocks, (torch.ones(1, 6, 2),), StepInfo(index, 4, expert=expert), 4)
+    assert measured.ratios == {"cond": pytest.approx({0: 1.0, 1: 0.5, 2: 1.5, 3: 1.0})}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
