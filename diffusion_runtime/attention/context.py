@@ -7,6 +7,9 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Self, TypeVar, TypeVarTuple, cast
 
+import torch
+
+from diffusion_runtime.attention.handles import HandleTable
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
 from diffusion_runtime.parallel.sharding import SequenceSharding
@@ -80,7 +83,8 @@ class AttentionContext:
     layout: where the key tokens sit; None when nothing is padded and no backend asks for a grid.
     step: where in the denoising loop; state: the cache of the request; recorder: counts what ran.
     sharding: how the grid's tokens are cut over the processes that share the sequence. block_runner: runs the blocks of
-    a transformer, or reuses what they made.
+    a transformer, or reuses what they made. is_compiled: whether torch.compile has compiled the blocks that it is given
+    to; handle: what they have of it (attention/opaque.py), None where they are not compiled.
     """
 
     layout: TokenLayout | None = None
@@ -89,6 +93,12 @@ class AttentionContext:
     recorder: AttentionRecorder = field(default_factory=AttentionRecorder)
     sharding: SequenceSharding = field(default_factory=SequenceSharding)
     block_runner: BlockRunner = field(default_factory=BlockRunner)
+    is_compiled: bool = False
+    handle: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.is_compiled:
+            object.__setattr__(self, "handle", CONTEXTS.handle_of(self))
 
     def run_blocks(
         self,
@@ -108,3 +118,7 @@ class AttentionContext:
     def with_layout(self, layout: TokenLayout | None) -> Self:
         """The same forward pass for a call whose keys sit otherwise, such as a cross-attention's."""
         return dataclasses.replace(self, layout=layout)
+
+
+# The contexts of the forward passes that run now, for the operators in compiled blocks.
+CONTEXTS: HandleTable[AttentionContext] = HandleTable()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from diffusion_runtime.attention import opaque
 from diffusion_runtime.attention.backends.calling import check_heads, check_shapes, run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend
 from diffusion_runtime.attention.backends.masks import check_mask
@@ -93,6 +94,7 @@ class AttentionLayer(nn.Module, ABC):
         exchange.check(num_heads, self.num_kv_heads, causal=causal)
         self._exchange = exchange
         self._exchange_with_every_key = exchange.with_every_key(num_heads)
+        self._handle: torch.Tensor | None = None
         self._known: dict[_DecisionKey, _ResolvedCall] = {}
         self._known_at = num_changes()
         self.requirements = dataclasses.replace(
@@ -140,6 +142,9 @@ class AttentionLayer(nn.Module, ABC):
         Where processes share the sequence, q, k, v and gate hold the rows of this one: its slice of the grid, as
         `context.sharding` cuts it, and all of the text; layout and mask are those of the whole sequence.
         """
+        # False outside of torch.compile, without a look at anything.
+        if torch.compiler.is_dynamo_compiling() and self._is_opaque(context):
+            return self._record_operator(q, k, v, context, gate, mask, block_mask)
         check_heads(
             q,
             k,
@@ -175,9 +180,41 @@ class AttentionLayer(nn.Module, ABC):
         x: a tensor of the dtype and on the device of that call's q; context: of that call. Raises
         BackendUnavailableError when no backend of the choice can serve it.
         """
+        if torch.compiler.is_dynamo_compiling() and self._is_opaque(context):
+            # The operator leaves it out where it is not taken.
+            return True
         context = AttentionContext() if context is None else context
         served = self._served(x, context)
         return "gate" in served.resolved.backend.capability.features
+
+    def make_opaque(self) -> None:
+        """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""
+        self._handle = opaque.LAYERS.handle_of(self)
+
+    def _is_opaque(self, context: AttentionContext | None) -> bool:
+        return self._handle is not None and context is not None and context.handle is not None
+
+    def _record_operator(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        context: AttentionContext | None,
+        gate: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        block_mask: BlockMask | None,
+    ) -> torch.Tensor:
+        """The call as torch.compile records it."""
+        assert self._handle is not None
+        assert context is not None
+        assert context.handle is not None
+        if block_mask is not None or (gate is not None and mask is not None):
+            raise ConfigError("attention in a compiled block: a gate or a mask, and no block mask")
+        if gate is not None:
+            return opaque.gated_attention(q, k, v, gate, self._handle, context.handle)
+        if mask is not None:
+            return opaque.masked_attention(q, k, v, mask, self._handle, context.handle)
+        return opaque.attention(q, k, v, self._handle, context.handle)
 
     def _run(
         self,
@@ -299,7 +336,8 @@ class AttentionLayer(nn.Module, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the decisions made here: a copy may run on another machine, or with other backends registered.
-        return {**self.__dict__, "_known": {}}
+        # Without the handle, which is this layer's and not the copy's.
+        return {**self.__dict__, "_known": {}, "_handle": None}
 
     def extra_repr(self) -> str:
         backends = ", ".join(decision.backend for _, decision in self.decisions)

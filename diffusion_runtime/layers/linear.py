@@ -45,8 +45,14 @@ class Linear(nn.Linear):
 
 
 def _runs_on_onednn(x: torch.Tensor) -> bool:
-    # The operator has no backward.
-    return _onednn is not None and x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled()
+    # The operator has no backward, and torch.compile makes sizes constants with it.
+    return (
+        _onednn is not None
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_dynamo_compiling()
+    )
 
 
 class FeedForward(nn.Module):

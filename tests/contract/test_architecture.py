@@ -52,7 +52,9 @@ ATTENTION_ROWS = [
     {"backends/masks"},
     {"backends/interface"},
     {"backends/capability"},
+    {"opaque"},
     {"context", "roles", "schedule"},
+    {"handles"},
 ]
 ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 

@@ -99,7 +99,7 @@ class StreamInputs:
 
     time: rows of the timestep for self-attention and feed-forward, [B, 6, D]; exchange: for attention between the
     streams, [B, 5, D]; both float32. rotations, shared_rotations: of its tokens within the stream and between the
-    streams. text: keys and values for the cross-attention of each block.
+    streams.
     context, text_context, keys_context: the forward pass where the stream itself, its text, or the stream as what the
     other one attends to, are the keys.
     """
@@ -108,7 +108,6 @@ class StreamInputs:
     exchange: torch.Tensor
     rotations: torch.Tensor
     shared_rotations: torch.Tensor
-    text: tuple[KeysAndValues, ...]
     context: AttentionContext
     text_context: AttentionContext
     keys_context: AttentionContext
@@ -123,10 +122,9 @@ class StreamBlock(nn.Module):
     """
 
     def __init__(
-        self, stream: StreamConfig, eps: float, index: int, self_attention: AttentionLayer, to_text: AttentionLayer
+        self, stream: StreamConfig, eps: float, self_attention: AttentionLayer, to_text: AttentionLayer
     ) -> None:
         super().__init__()
-        self.index = index
         self.eps = eps
         self.modulation = nn.Parameter(torch.zeros(6, stream.dim))
         self.exchange_modulation = nn.Parameter(torch.zeros(5, stream.dim))
@@ -134,13 +132,13 @@ class StreamBlock(nn.Module):
         self.cross_attention = CrossAttention(stream.dim, stream.dim, stream, to_text)
         self.feed_forward = FeedForward(stream.dim, stream.ffn_dim)
 
-    def attend(self, x: torch.Tensor, inputs: StreamInputs) -> None:
+    def attend(self, x: torch.Tensor, inputs: StreamInputs, text: KeysAndValues) -> None:
         """Self-attention and attention to the text. x [B, S, D] is overwritten."""
         shift, scale, gate = self._attention_rows(inputs)
         branch = self.self_attention(modulated_rms_norm(x, shift, scale, self.eps), inputs.rotations, inputs.context)
         add_gated_(x, branch, gate)
         normalized = F.rms_norm(x, x.shape[-1:], eps=self.eps)
-        x.add_(self.cross_attention(normalized, inputs.text[self.index], inputs.text_context))
+        x.add_(self.cross_attention(normalized, text, inputs.text_context))
 
     def modulated_input(self, x: torch.Tensor, inputs: StreamInputs) -> ModulatedInput:
         """Of a model whose first block this is."""
@@ -174,11 +172,10 @@ class LTX2Block(nn.Module):
 
         layer = LayerInfo(index, config.num_layers, "self", f"blocks.{index}.video.self_attention")
         grid = USPAttention(video.num_heads, video.head_dim, layer=layer, policy=policy)
-        self.video = StreamBlock(video, config.eps, index, grid, local("cross", "video.cross_attention", video))
+        self.video = StreamBlock(video, config.eps, grid, local("cross", "video.cross_attention", video))
         self.audio = StreamBlock(
             audio,
             config.eps,
-            index,
             local(AUDIO_SELF_ROLE, "audio.self_attention", audio),
             local(AUDIO_CROSS_ROLE, "audio.cross_attention", audio),
         )
@@ -191,15 +188,22 @@ class LTX2Block(nn.Module):
         )
 
     def forward(
-        self, video: torch.Tensor, audio: torch.Tensor, video_inputs: StreamInputs, audio_inputs: StreamInputs
+        self,
+        video: torch.Tensor,
+        audio: torch.Tensor,
+        video_inputs: StreamInputs,
+        audio_inputs: StreamInputs,
+        text: KeysAndValues,
+        audio_text: KeysAndValues,
     ) -> None:
-        """video [B, S, D] and audio, of its own length and width, are overwritten.
+        """video [B, S, D] and audio, of its own length and width, are overwritten. text, audio_text: for this block,
+        what the video and what the sound attend to.
 
         Where processes share the sequence, video and its rotations are this one's slice, and audio is whole on all of
         them.
         """
-        self.video.attend(video, video_inputs)
-        self.audio.attend(audio, audio_inputs)
+        self.video.attend(video, video_inputs, text)
+        self.audio.attend(audio, audio_inputs, audio_text)
         self._exchange(video, audio, video_inputs, audio_inputs)
         self.video.feed(video, video_inputs)
         self.audio.feed(audio, audio_inputs)

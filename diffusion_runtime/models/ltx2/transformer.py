@@ -114,7 +114,6 @@ class LTX2Transformer(DiffusionTransformer):
             exchange=self.video.exchange_rows(timestep, self.config.gate_factor),
             rotations=sharding.shard(video_turns, dim=0),
             shared_rotations=sharding.shard(shared[0], dim=0),
-            text=text,
             context=video_context,
             text_context=text_context,
             keys_context=video_context,
@@ -124,12 +123,14 @@ class LTX2Transformer(DiffusionTransformer):
             exchange=self.audio.exchange_rows(timestep, self.config.gate_factor),
             rotations=audio_turns,
             shared_rotations=shared[1],
-            text=audio_text,
             context=audio_context,
             text_context=text_context,
             keys_context=audio_context,
         )
-        blocks = (overwriting(block, video_inputs, audio_inputs) for block in self.blocks)
+        blocks = (
+            overwriting(block, video_inputs, audio_inputs, *of_block)
+            for block, *of_block in zip(self.blocks, text, audio_text, strict=True)
+        )
         first, entering = next(self.all_blocks()).video, video
         video, audio = context.run_blocks(
             blocks, (video, audio), math.prod(grid), lambda: first.modulated_input(entering, video_inputs)

@@ -103,7 +103,6 @@ class WanBlock(nn.Module):
 
     def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str = "") -> None:
         super().__init__()
-        self.index = index
         self.eps = config.eps
         self.modulation = nn.Parameter(torch.zeros(6, config.dim))
         self.self_attention = WanSelfAttention(config, index, policy, prefix)
@@ -111,14 +110,13 @@ class WanBlock(nn.Module):
         self.cross_attention = WanCrossAttention(config, index, policy, prefix)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, x: torch.Tensor, inputs: _BlockInputs) -> torch.Tensor:
-        """x: [B, S, D], overwritten and returned."""
+    def forward(self, x: torch.Tensor, inputs: _BlockInputs, keys_and_values: _KeysAndValues) -> torch.Tensor:
+        """x: [B, S, D], overwritten and returned. keys_and_values: of the text, for this block."""
         runs = [(run.tokens, (self.modulation + run.time).unbind(1)) for run in inputs.runs]
         branch = _modulated(x, [(tokens, rows[0], rows[1]) for tokens, rows in runs], self.eps)
         branch = self.self_attention(branch, inputs.rotations, inputs.grid_context)
         for tokens, rows in runs:
             add_gated_(x[:, tokens], branch[:, tokens], rows[2])
-        keys_and_values = inputs.keys_and_values[self.index]
         x.add_(self.cross_attention(self.cross_norm(x), keys_and_values, inputs.text_context))
         branch = self.feed_forward(_modulated(x, [(tokens, rows[3], rows[4]) for tokens, rows in runs], self.eps))
         for tokens, rows in runs:
@@ -146,13 +144,12 @@ class _Run:
 class _BlockInputs:
     """What every block of one forward pass reads.
 
-    runs: of tokens that share a timestep, in order. keys_and_values: of the text, for each block.
+    runs: of tokens that share a timestep, in order.
     rotations: [S, head_dim / 2], complex.
     grid_context, text_context: the forward pass as self-attention and cross-attention see it.
     """
 
     runs: tuple[_Run, ...]
-    keys_and_values: tuple[_KeysAndValues, ...]
     rotations: torch.Tensor
     grid_context: AttentionContext
     text_context: AttentionContext
@@ -192,12 +189,15 @@ class WanTransformer(DiffusionTransformer):
         x = sharding.shard(self.patch_embedding(_with_image(latents, inputs.image).to(dtype)))
         block_inputs = _BlockInputs(
             runs=self._runs(timestep, grid, inputs.image, sharding),
-            keys_and_values=self._keys_and_values(text, context),
             rotations=self._rotations(grid, context),
             grid_context=context.with_layout(TokenLayout(grid)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
         )
-        blocks = (overwriting(block, block_inputs) for block in self.blocks)
+        keys_and_values = self._keys_and_values(text, context)
+        blocks = (
+            overwriting(block, block_inputs, of_block)
+            for block, of_block in zip(self.blocks, keys_and_values, strict=True)
+        )
         (x,) = context.run_blocks(blocks, (x,), math.prod(grid), lambda: self._modulated_input(timestep))
         runs = []
         for run in block_inputs.runs:
@@ -220,6 +220,9 @@ class WanTransformer(DiffusionTransformer):
         num_tokens, num_image_tokens = math.prod(grid), 0 if image is None else grid[1] * grid[2]
         image_tokens = sharding.local(slice(0, num_image_tokens), num_tokens)
         later = sharding.local(slice(num_image_tokens, num_tokens), num_tokens)
+        if num_image_tokens == 0:
+            # Of any length, so that one compiled block serves clips of every size.
+            return (self._run(slice(None), timestep),)
         runs = []
         if image_tokens.start < image_tokens.stop:
             runs.append(self._run(image_tokens, torch.zeros_like(timestep)))
