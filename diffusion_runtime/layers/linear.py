@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffusion_runtime.kernels.activations.api import silu_mul
+from diffusion_runtime.kernels.implementation import fusion_is_on
+
 
 def _find_onednn() -> Any:
     """torch's oneDNN linear with a fused activation, the one that torch.compile calls; None in builds without it."""
@@ -41,7 +44,26 @@ class Linear(nn.Linear):
         if _runs_on_onednn(x):
             out: torch.Tensor = _onednn(x, self.weight, self.bias, "gelu", [], "tanh")
             return out
+        if self._runs_in_the_epilogue(x):
+            rows = x.flatten(0, -2)
+            out = torch.ops.aten._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)
+            return out.view(*x.shape[:-1], -1)
         return F.gelu(super().forward(x), approximate="tanh")
+
+    def _runs_in_the_epilogue(self, x: torch.Tensor) -> bool:
+        """Whether cuBLASLt computes the GELU, whose only form there is the tanh one, while it writes the product: apart
+        it reads and writes the widest tensor of a block once more. The operator has no backward."""
+        return (
+            x.is_cuda
+            and torch.version.hip is None
+            and x.dtype in (torch.bfloat16, torch.float16)
+            and x.dtype == self.weight.dtype
+            and self.bias is not None
+            and x.numel() > 0
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cuda")
+            and fusion_is_on()
+        )
 
 
 def _runs_on_onednn(x: torch.Tensor) -> bool:
@@ -74,5 +96,5 @@ class GatedFeedForward(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., dim] to a new tensor like it."""
         gate, hidden = self.up(x).chunk(2, dim=-1)
-        out: torch.Tensor = self.down(F.silu(gate).mul_(hidden))
+        out: torch.Tensor = self.down(silu_mul(gate, hidden))
         return out

@@ -12,10 +12,11 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.kernels.activations.api import gelu_
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
-from diffusion_runtime.layers.rope import rotate
+from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.step_info import LayerInfo
 
 
@@ -50,12 +51,13 @@ class SingleStreamBlock(nn.Module):
         """
         shift, scale, gate = self.modulation(conditioning)
         projected = self.qkv_up(modulated_layer_norm(x, shift, scale, self.eps))
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in projected[..., : 3 * self.dim].chunk(3, dim=-1))
-        attended = self.attention(rotate(self.norm_q(q), rotations), rotate(self.norm_k(k), rotations), v, context)
+        packed = projected[..., : 3 * self.dim].unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
+        attended = self.attention(q, k, v, context)
         # The attention output overwrites v, beside the features: a concatenation would copy all of them, in a long
         # video several GB.
         v.copy_(attended)
-        torch.ops.aten.gelu_(projected[..., 3 * self.dim :], approximate="tanh")
+        gelu_(projected[..., 3 * self.dim :])
         # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
         branch = self.out(projected.flatten(0, 1)[:, 2 * self.dim :])
         add_gated_(x, branch.view(x.shape), gate)

@@ -1,0 +1,142 @@
+"""Residual sum, norm and modulation in Triton: one launch, one read and one write of every row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.kernels.implementation import refusal_of
+
+if TYPE_CHECKING:
+    from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
+
+# Numbers of a row that one program holds in registers.
+MAX_DIM = 8192
+
+
+def refusal(
+    x: torch.Tensor,
+    norm: Norm | None,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor | None,
+) -> str | None:
+    """Why this implementation cannot compute such a call; None when it can."""
+    tensors = [x, shift, scale, out]
+    if norm is not None:
+        tensors += [norm.weight, norm.bias]
+    if branch is not None:
+        tensors += [branch.values, branch.gate]
+        if branch.norm is not None:
+            tensors.append(branch.norm.weight)
+    reason = refusal_of(*tensors)
+    if reason is None and x.shape[2] > MAX_DIM:
+        return f"takes rows of up to {MAX_DIM}, not {x.shape[2]}"
+    if reason is None and x.shape[0] > 65535:
+        return "takes up to 65535 samples"
+    return reason
+
+
+def modulated_norm(
+    x: torch.Tensor,
+    norm: Norm,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """As in api.py."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, norm, shift, scale, branch, out, None)
+    return out
+
+
+def modulated_norm_fp8(
+    x: torch.Tensor,
+    norm: Norm,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As in api.py."""
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
+    _launch(x, norm, shift, scale, branch, out, scales)
+    return out, scales
+
+
+def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
+    """As in api.py."""
+    _launch(x, None, None, None, branch, x, None)
+    return x
+
+
+def launch_shape(dim: int) -> tuple[int, int, int]:
+    """(numbers of a row padded to a power of two, rows per program, warps): 32 numbers per thread."""
+    block = max(64, 1 << (dim - 1).bit_length())
+    rows = max(1, 2048 // block)
+    return block, rows, max(1, min(16, block * rows // 1024))
+
+
+def _launch(
+    x: torch.Tensor,
+    norm: Norm | None,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+) -> None:
+    if guard_is_needed(x.device):
+        with device_guard(x.device):
+            _launch(x, norm, shift, scale, branch, out, scales)
+            return
+    from diffusion_runtime.kernels.modulated_norm import triton_kernels as kernels
+
+    batch, num_tokens, dim = x.shape
+    if x.numel() == 0:
+        return
+    values, gate, branch_norm = (None, None, None) if branch is None else branch
+    kind, eps, weight, bias = ("none", 0.0, None, None) if norm is None else norm
+    block, rows, num_warps = launch_shape(dim)
+    kernels.modulated_norm[(-(-num_tokens // rows), batch)](
+        x,
+        x if values is None else values,
+        out,
+        x if scales is None else scales,
+        x if gate is None else gate,
+        x if branch_norm is None else branch_norm.weight,
+        x if weight is None else weight,
+        x if bias is None else bias,
+        x if scale is None else scale,
+        x if shift is None else shift,
+        num_tokens,
+        x.stride(0),
+        x.stride(1),
+        0 if values is None else values.stride(0),
+        0 if values is None else values.stride(1),
+        out.stride(0),
+        out.stride(1),
+        0 if gate is None else gate.stride(0),
+        0 if scale is None else scale.stride(0),
+        0 if shift is None else shift.stride(0),
+        eps,
+        0.0 if branch_norm is None else branch_norm.eps,
+        KIND=kind,
+        HAS_BRANCH=values is not None,
+        HAS_GATE=gate is not None,
+        HAS_BRANCH_NORM=branch_norm is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
+        HAS_SHIFT=shift is not None,
+        QUANTIZED=scales is not None,
+        DIM=dim,
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=num_warps,
+    )

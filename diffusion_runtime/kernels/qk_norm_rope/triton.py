@@ -1,0 +1,97 @@
+"""QK norm and rotary positions in Triton: one launch for q, k and v, one read and one write of what changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.kernels.implementation import refusal_of
+
+# Numbers of a token that one program holds in registers, heads and head_dim padded to powers of two.
+MAX_BLOCK = 16384
+
+
+def refusal(
+    packed: torch.Tensor, weights: Sequence[torch.Tensor], rotations: torch.Tensor | None, out: torch.Tensor | None
+) -> str | None:
+    """Why this implementation cannot compute such a call; None when it can."""
+    reason = refusal_of(packed, out, *weights)
+    if reason is not None:
+        return reason
+    batch, _, _, num_heads, head_dim = packed.shape
+    for x in (packed, packed if out is None else out):
+        if x.stride(3) != head_dim and num_heads > 1:
+            return "takes heads side by side"
+    if head_dim % 2 or padded(num_heads) * padded(head_dim) > MAX_BLOCK:
+        return f"takes even head sizes, up to {MAX_BLOCK} numbers per token, not {num_heads} heads of {head_dim}"
+    if rotations is not None and (rotations.dtype != torch.complex64 or rotations.stride(-1) != 1):
+        return "takes contiguous complex64 rotations"
+    if rotations is not None and rotations.device != packed.device:
+        return f"takes tensors of one device, got {packed.device} and {rotations.device}"
+    return "takes up to 65535 samples" if batch > 65535 else None
+
+
+def padded(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def num_warps_for(block: int) -> int:
+    """32 numbers per thread."""
+    return max(1, min(16, block // 1024))
+
+
+def norm_rope(
+    packed: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    eps: float,
+    rotations: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """As in api.py."""
+    if guard_is_needed(packed.device):
+        with device_guard(packed.device):
+            return norm_rope(packed, weights, eps, rotations, out)
+    from diffusion_runtime.kernels.qk_norm_rope import triton_kernels as kernels
+
+    batch, num_tokens, num_parts, num_heads, head_dim = packed.shape
+    target = packed if out is None else out
+    if packed.numel() == 0:
+        return target.unbind(2)
+    turns, strides = packed, (0, 0, 0)
+    if rotations is not None:
+        turns = torch.view_as_real(rotations)
+        # In numbers, two for each rotation.
+        strides = tuple(2 * stride for stride in _strides(rotations))  # type: ignore[assignment]
+    heads_block, dim_block = padded(num_heads), padded(head_dim)
+    kernels.norm_rope[(num_tokens, len(weights) if out is None else num_parts, batch)](
+        packed,
+        target,
+        weights[0],
+        weights[-1],
+        turns,
+        *packed.stride()[:3],
+        *target.stride()[:3],
+        *strides,
+        eps,
+        NUM_NORMED=len(weights),
+        HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HEADS_BLOCK=heads_block,
+        DIM_BLOCK=dim_block,
+        OVER_HEADS=len(weights[0]) != head_dim,
+        HAS_ROTATIONS=rotations is not None,
+        BY_HEAD=rotations is not None and rotations.dim() == 4,
+        num_warps=num_warps_for(heads_block * dim_block),
+    )
+    return target.unbind(2)
+
+
+def _strides(rotations: torch.Tensor) -> tuple[int, int, int]:
+    """From sample to sample, token to token and head to head, 0 where they share."""
+    if rotations.dim() == 2:
+        return 0, rotations.stride(0), 0
+    sample = rotations.stride(0) if rotations.shape[0] > 1 else 0
+    return sample, rotations.stride(1), rotations.stride(2) if rotations.dim() == 4 else 0
