@@ -73,6 +73,8 @@ SIZES = (
     Size("Z-Image 1024", 4224, 30, 128, 10240),
     Size("FLUX.2 1024", 4608, 48, 128, 18432),
 )
+# What --sweep times with other launches, at the first two sizes: each takes half a second to compile.
+SWEPT = ("norm, modulated", "gated sum, norm, modulated", "norm and rope in place", "silu times features")
 TINY_SIZES = (Size("tiny", 24, 2, 16, 64), Size("tiny, over heads", 7, 3, 8, 40, over_heads=True))
 
 
@@ -253,7 +255,7 @@ def kernel_rows(
             row[f"{each}_ms"] = milliseconds
             row[f"{each}_gb_per_s"] = operation.passes * dtype.itemsize / milliseconds / 1e6
             row[f"{each}_host_us"] = clock.host_us(call)
-        if sweep and device.type == "cuda":
+        if sweep and device.type == "cuda" and operation.name in SWEPT and size in SIZES[:2]:
             row["sweep_ms"] = dict(swept(operation, inputs, clock, repeats))
         yield row
 

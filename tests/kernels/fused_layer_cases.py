@@ -2,11 +2,13 @@
 their error is bounded by the eager reference's own. Prints what went wrong.
 
 TRITON_INTERPRET=1 python tests/kernels/fused_layer_cases.py
+python tests/kernels/fused_layer_cases.py bfloat16
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -260,6 +262,6 @@ def failures(dtype: torch.dtype, device: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     # bfloat16 is left to a GPU: the interpreter's is cut, not rounded.
-    for each in (torch.float32, torch.float16):
-        for line in failures(each, "cpu"):
+    for each in sys.argv[1:] or ("float32", "float16"):
+        for line in failures(getattr(torch, each), "cpu" if is_interpreted() else "cuda"):
             print(line)

@@ -83,7 +83,8 @@ def modulated_norm_fp8(
     Raises ConfigError as modulated_norm does.
     """
     _check(x, norm, shift, scale, branch, None)
-    if runs_in_triton(implementation, triton.refusal(x, norm, shift, scale, branch, None)):
+    refusal = triton.refusal(x, norm, shift, scale, branch, None) or triton.fp8_refusal(x.device)
+    if runs_in_triton(implementation, refusal):
         return QuantizedRows(*triton.modulated_norm_fp8(x, norm, shift, scale, branch))
     return QuantizedRows(*reference.modulated_norm_fp8(x, norm, shift, scale, branch))
 

@@ -40,6 +40,13 @@ def refusal(
     return reason
 
 
+def fp8_refusal(device: torch.device) -> str | None:
+    """Why rows cannot be quantised to float8_e4m3fn on a device; None when they can."""
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 9)):
+        return "needs a GPU with float8_e4m3fn, of compute capability 8.9 or newer"
+    return None
+
+
 def modulated_norm(
     x: torch.Tensor,
     norm: Norm,
