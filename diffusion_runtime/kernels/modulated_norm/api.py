@@ -38,8 +38,8 @@ class Branch(NamedTuple):
 
 
 class QuantizedRows(NamedTuple):
-    """values: float8_e4m3fn [batch, seq, dim], contiguous. scales: float32 [batch, seq], contiguous: values * scale is
-    the tensor; the largest magnitude of a row is 448."""
+    """values: float8_e4m3fn [batch * seq, dim]; scales: float32 [batch * seq, 1]; both contiguous. The tensor is
+    values * scales; the largest magnitude of a row is 448."""
 
     values: torch.Tensor
     scales: torch.Tensor

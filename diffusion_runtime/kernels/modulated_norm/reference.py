@@ -39,9 +39,9 @@ def modulated_norm_fp8(
     """As in api.py."""
     if branch is not None:
         add_branch_(x, branch)
-    values = modulated_norm(x.float(), norm, shift, scale, None, None)
-    scales = values.abs().amax(-1).clamp_min(SMALLEST_MAXIMUM) / FP8_MAX
-    return (values / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
+    values = modulated_norm(x.float(), norm, shift, scale, None, None).flatten(0, 1)
+    scales = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / FP8_MAX
+    return (values / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
 
 
 def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:

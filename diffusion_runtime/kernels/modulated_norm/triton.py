@@ -8,12 +8,14 @@ import torch
 
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.implementation import refusal_of
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
 if TYPE_CHECKING:
     from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
 
 # Numbers of a row that one program holds in registers.
 MAX_DIM = 8192
+_launches = LaunchCache()
 
 
 def refusal(
@@ -73,7 +75,7 @@ def modulated_norm_fp8(
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
     _launch(x, norm, shift, scale, branch, out, scales)
-    return out, scales
+    return out.view(-1, x.shape[2]), scales.view(-1, 1)
 
 
 def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
@@ -102,48 +104,37 @@ def _launch(
         with device_guard(x.device):
             _launch(x, norm, shift, scale, branch, out, scales)
             return
-    from diffusion_runtime.kernels.modulated_norm import triton_kernels as kernels
-
-    batch, num_tokens, dim = x.shape
     if x.numel() == 0:
         return
     values, gate, branch_norm = (None, None, None) if branch is None else branch
+    branch_weight, branch_eps = (None, 0.0) if branch_norm is None else (branch_norm.weight, branch_norm.eps)
     kind, eps, weight, bias = ("none", 0.0, None, None) if norm is None else norm
-    block, rows, num_warps = launch_shape(dim)
-    kernels.modulated_norm[(-(-num_tokens // rows), batch)](
-        x,
-        x if values is None else values,
-        out,
-        x if scales is None else scales,
-        x if gate is None else gate,
-        x if branch_norm is None else branch_norm.weight,
-        x if weight is None else weight,
-        x if bias is None else bias,
-        x if scale is None else scale,
-        x if shift is None else shift,
-        num_tokens,
-        x.stride(0),
-        x.stride(1),
-        0 if values is None else values.stride(0),
-        0 if values is None else values.stride(1),
-        out.stride(0),
-        out.stride(1),
-        0 if gate is None else gate.stride(0),
-        0 if scale is None else scale.stride(0),
-        0 if shift is None else shift.stride(0),
-        eps,
-        0.0 if branch_norm is None else branch_norm.eps,
-        KIND=kind,
-        HAS_BRANCH=values is not None,
-        HAS_GATE=gate is not None,
-        HAS_BRANCH_NORM=branch_norm is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        HAS_SCALE=scale is not None,
-        HAS_SHIFT=shift is not None,
-        QUANTIZED=scales is not None,
-        DIM=dim,
-        BLOCK=block,
-        ROWS=rows,
-        num_warps=num_warps,
-    )
+    tensors = (x, values, out, scales, gate, branch_weight, weight, bias, scale, shift)
+
+    def prepare() -> Launch:
+        from diffusion_runtime.kernels.modulated_norm import triton_kernels as kernels
+
+        batch, num_tokens, dim = x.shape
+        block, rows, num_warps = launch_shape(dim)
+        strides = [(0, 0) if each is None else each.stride()[:2] for each in (x, values, out, gate, scale, shift)]
+        numbers = (num_tokens, *strides[0], *strides[1], *strides[2], *(stride[0] for stride in strides[3:]))
+        constants = {
+            "KIND": kind,
+            "HAS_BRANCH": values is not None,
+            "HAS_GATE": gate is not None,
+            "HAS_BRANCH_NORM": branch_norm is not None,
+            "HAS_WEIGHT": weight is not None,
+            "HAS_BIAS": bias is not None,
+            "HAS_SCALE": scale is not None,
+            "HAS_SHIFT": shift is not None,
+            "QUANTIZED": scales is not None,
+            "DIM": dim,
+            "BLOCK": block,
+            "ROWS": rows,
+        }
+        grid = (-(-num_tokens // rows), batch, 1)
+        return Launch(kernels.modulated_norm, grid, (*numbers, eps, branch_eps), constants, num_warps)
+
+    key = (x.device, x.shape, kind, eps, branch_eps, *map(kind_of, tensors))
+    # A pointer that the kernel does not read is x.
+    _launches.run(key, tuple(x if each is None else each for each in tensors), prepare)

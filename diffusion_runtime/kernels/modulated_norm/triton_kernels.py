@@ -84,7 +84,8 @@ def modulated_norm(
         target = out + batch * out_stride_b + tokens * out_stride_t + columns
         if QUANTIZED:
             largest = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12)
-            row_scale = tl.div_rn(largest, 448.0)[:, None]
-            tl.store(scales + batch * num_tokens + tokens, row_scale, mask=tokens < num_tokens)
-            value = tl.minimum(tl.maximum(tl.div_rn(value, tl.broadcast_to(row_scale, [ROWS, BLOCK])), -448.0), 448.0)
+            tl.store(scales + batch * num_tokens + tokens, tl.div_rn(largest, 448.0)[:, None], mask=tokens < num_tokens)
+            # One division per row: one per number took as long as all memory traffic (41 instead of 20 us at 4608 x
+            # 3072 on an H200). At most 448.00003, which the conversion rounds to 448.
+            value *= tl.div_rn(448.0, largest)[:, None]
         tl.store(target, value.to(out.dtype.element_ty), mask=inside)

