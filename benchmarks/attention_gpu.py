@@ -1,6 +1,6 @@
 """Dense attention on one GPU, in one run: the figures that are promised, and every backend at every shape.
 
-    python benchmarks/attention_gpu.py --output benchmarks/results/attention_gpu.json [--plot attention_gpu.png]
+    python -m benchmarks.attention_gpu --output benchmarks/results/attention_gpu.json [--plot attention_gpu.png]
 
 Inputs are bfloat16 and normally distributed; padded keys hold numbers that would show. Correctness first: what is
 above its bound against float64 is not timed, and the exit code is 1. Figures:
@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import (
     AttentionConfig,
     AttentionContext,
@@ -204,7 +204,7 @@ def main() -> int:
     document = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": {"gpu": torch.cuda.get_device_name(), "python": platform.python_version()},
+        "machine": describe_machine("cuda"),
         "figures": {
             name: {"value": value, "target": " ".join(map(str, TARGETS[name])), "reached": reached(name, value)}
             for name, value in figures.items()

@@ -1,6 +1,6 @@
 """What `attention(...)` adds to a call of torch's function on the CPU, in microseconds.
 
-    python benchmarks/attention_overhead_cpu.py [--output benchmarks/results/attention_overhead_cpu.json]
+    python -m benchmarks.attention_overhead_cpu [--output benchmarks/results/attention_overhead_cpu.json]
 
 One token, so that nearly all of a call is the way to the kernel. Chunks of both take turns; the figure is the median of
 the differences of neighbouring chunks. The layer that models are built from, which also counts its calls, beside it.
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionContext, LocalAttention, attention
 
 # What is promised for `attention`, in microseconds.
@@ -33,13 +32,6 @@ def microseconds(function: Callable[[], object], num_calls: int) -> float:
     for _ in range(num_calls):
         function()
     return 1e6 * (time.thread_time() - started) / num_calls
-
-
-def cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 @torch.inference_mode()
@@ -80,12 +72,7 @@ def main() -> int:
         document = {
             "benchmark": "attention_overhead_cpu",
             "date": datetime.now(UTC).date().isoformat(),
-            "machine": {
-                "cpu": cpu_name(),
-                "load_average": [round(load, 2) for load in os.getloadavg()],
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
+            "machine": describe_machine("cpu"),
             "chunks": arguments.chunks,
             "calls": arguments.calls,
             "target_us": TARGET,

@@ -1,6 +1,6 @@
 """The block-sparse kernel against dense attention on one GPU: correctness first, then every variant in one run.
 
-    python benchmarks/block_sparse_gpu.py --output benchmarks/results/block_sparse_gpu.json
+    python -m benchmarks.block_sparse_gpu --output benchmarks/results/block_sparse_gpu.json
 
 Random plans at 32768 tokens, 12 heads of 128, bfloat16: each query block lists a random tenth of the key blocks. The
 rate counts the work of the pairs that are kept. `kernel` is the kernel alone; `whole` packs and lists the blocks too.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from benchmarks.machine import describe_machine
 from diffusion_runtime.kernels.block_sparse import flash4
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
@@ -170,12 +170,7 @@ def main() -> None:
             rows.append(measure_flash4(name, plan, q_sizes, kv_sizes))
     document = {
         "schema": "diffusion_runtime.block_sparse_gpu/1",
-        "machine": {
-            "device": torch.cuda.get_device_name(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        },
+        "machine": describe_machine("cuda"),
         "shape": {"tokens": 32768, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"},
         "density": arguments.density,
         "dense_ms": {key: round(value, 4) for key, value in dense.items()},

@@ -29,8 +29,8 @@ from torch import nn
 
 import benchmarks.families
 from benchmarks.families.step import FamilyStep, StepInputs
+from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
-from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.registry import family_for_folder
 
@@ -255,12 +255,8 @@ def steps_of(module_name: str) -> tuple[FamilyStep, ...]:
 
 
 def write(path: Path, rows: Sequence[Row], failures: Mapping[str, str], repeats: int) -> None:
-    import diffusers
-
     result = {
-        "machine": detect_hardware("cuda").describe(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
+        "machine": describe_machine("cuda"),
         "dtype": "bfloat16",
         "repeats": repeats,
         "rows": [asdict(row) for row in rows],

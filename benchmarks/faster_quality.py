@@ -1,7 +1,7 @@
 """Every way to make a clip faster beside fewer plain steps: quality and time on the embedded model.
 
     python -m benchmarks.faster_quality --device cuda --output benchmarks/results/faster_quality.json
-    python -m benchmarks.faster_quality --merge a.json b.json --output benchmarks/results/faster_quality.json
+    python -m benchmarks.faster_quality --merge a.json b.json --times alone.json --output FILE
     python -m benchmarks.faster_quality --show benchmarks/results/faster_quality.json     # as a Markdown table
 
 The full run is 24 UniPC steps with guidance. Each row makes the same seeded prompts; recorded are prompt accuracy with
@@ -16,7 +16,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -25,16 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
-import diffusion_runtime
-from benchmarks.sparse_quality import SVG2, Recorder, accuracy, psnr
-from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from scripts.shapes.attributes import SceneAttributes
-from scripts.shapes.checker import Verdict, check_clip
-from scripts.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
+from benchmarks.clip_quality import Clips, generate_clips, quality_prompts, write_rows
+from benchmarks.sparse_quality import SVG2
+from diffusion_runtime import AttentionConfig, AttentionSpec, load_pipeline
+from diffusion_runtime.hardware import resolve_device
 
 FULL_STEPS = 24
 TIMED_CLIPS = 5
@@ -45,13 +40,15 @@ DENSE = AttentionSpec("torch_sdpa")
 
 @dataclass(frozen=True)
 class Way:
-    """One setting. request: values beside the prompt; attention: of self-attention; lora: shipped; preset: with it."""
+    """One setting. request: values beside the prompt; attention: of self-attention; lora: shipped; preset: with it.
+    quantization: of linear layers; in 8-bit products with --dtype bfloat16 on a GPU."""
 
     name: str
     request: Mapping[str, Any] = field(default_factory=dict)
     attention: AttentionSpec = DENSE
     lora: str | None = None
     preset: str | None = None
+    quantization: str = "none"
 
 
 def _steps(count: int, **more: Any) -> dict[str, Any]:
@@ -78,64 +75,30 @@ WAYS = (
     Way("VSA 0.6", _steps(FULL_STEPS), VSA),
     Way("SVG2 0.95", _steps(FULL_STEPS), SVG2_HALF),
     Way("SVG2 0.95, EasyCache 0.1", _steps(FULL_STEPS, step_cache="easycache:threshold=0.1"), SVG2_HALF),
+    Way("fp8", _steps(FULL_STEPS), quantization="fp8"),
+    Way("fp8-all", _steps(FULL_STEPS), quantization="fp8-all"),
     Way("fast", lora="shapes-fast", preset="fast"),
     Way("fast, first 3 levels", _steps(3, sigmas=(1.0, 0.984, 0.952)), lora="shapes-fast", preset="fast"),
     Way("fast, VSA 0.6", {}, VSA, lora="shapes-fast", preset="fast"),
 )
 
 
-@dataclass(frozen=True)
-class Made:
-    """latents: [n, ...]; frames: uint8 [n, T, H, W, 3]; verdicts: one per clip; seconds: of denoising one clip."""
-
-    latents: torch.Tensor
-    frames: torch.Tensor
-    verdicts: list[Verdict]
-    seconds: float
-    computed_share: float
-
-
-def _check(wanted: SceneAttributes, clip: numpy.ndarray) -> Verdict:
-    torch.set_num_threads(1)
-    return check_clip(wanted, torch.from_numpy(clip))
-
-
-def make(
-    pipeline: Pipeline, way: Way, prompts: list[EvaluationPrompt], batch_size: int, pool: ProcessPoolExecutor
-) -> Made:
-    def resolve(prompt: EvaluationPrompt) -> GenerationRequest:
-        return pipeline.resolve(GenerationRequest(prompt.text, seed=prompt.seed, **way.request), preset=way.preset)
-
-    singles = [pipeline(resolve(prompt)) for prompt in prompts[: TIMED_CLIPS + 1]][1:]
-    recorder = pipeline.decoder = Recorder(pipeline.decoder)  # type: ignore[assignment]
-    frames, verdicts, shares = [], [], []
-    try:
-        for first in range(0, len(prompts), batch_size):
-            batch = prompts[first : first + batch_size]
-            for prompt, media in zip(batch, pipeline.generate([resolve(one) for one in batch]), strict=True):
-                frames.append(torch.from_numpy(media.frames))
-                verdicts.append(pool.submit(_check, prompt.attributes, media.frames))
-                counts = [(row.num_computed, row.num_reused) for row in media.attention_report.steps]
-                total = sum(map(sum, counts))
-                shares.append(sum(count for count, _ in counts) / total if total else 1.0)
-    finally:
-        pipeline.decoder = recorder._decoder
-    return Made(
-        torch.cat(recorder.latents),
-        torch.stack(frames),
-        [verdict.result() for verdict in verdicts],
-        statistics.median(media.timings["denoise"] for media in singles),
-        statistics.fmean(shares),
-    )
+def computed_share(clips: Clips) -> float:
+    """Of the branch forwards; 1 where nothing is left out."""
+    shares = []
+    for report in (report for reports in clips.reports for report in reports):
+        counts = [(row.num_computed, row.num_reused) for row in report.steps]
+        total = sum(map(sum, counts))
+        shares.append(sum(count for count, _ in counts) / total if total else 1.0)
+    return statistics.fmean(shares)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per way, the full run first."""
-    names: tuple[PromptKind, ...] = ("one_object", "two_objects")
-    prompts = [prompt for kind in names for prompt in evaluation_prompts(kind, arguments.num_prompts)]
-    kinds = [kind for kind in names for _ in range(arguments.num_prompts)]
+    prompts = quality_prompts(arguments.num_prompts)
     workers = max(1, (os.cpu_count() or 1) // arguments.shared_by)
-    full: Made | None = None
+    full: Clips | None = None
+    full_seconds = 0.0
     chosen = [way for way in WAYS if arguments.only is None or way.name in arguments.only]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         for way in (FULL, *chosen):
@@ -146,21 +109,25 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 dtype=arguments.dtype,
                 attention=AttentionConfig(per_role={"self": way.attention}),
                 lora=[way.lora] if way.lora else [],
+                quantization=way.quantization,
             )
-            made = make(pipeline, way, prompts, arguments.batch, pool)
-            full = made if full is None else full
-            distance = (made.latents - full.latents).flatten(1).norm(dim=1) / full.latents.flatten(1).norm(dim=1)
+            # Each clip by itself, the first one warms up.
+            singles = generate_clips(pipeline, prompts[: TIMED_CLIPS + 1], way.request, preset=way.preset)
+            seconds = statistics.median(singles.denoise_seconds[1:])
+            made = generate_clips(
+                pipeline, prompts, way.request, preset=way.preset, batch_size=arguments.batch, checkers=pool
+            )
+            if full is None:
+                full, full_seconds = made, seconds
             row = {
                 "name": way.name,
                 "request": dict(way.request),
                 "preset": way.preset,
                 "attention": {"self": way.attention.name, "options": dict(way.attention.options)},
-                "computed_share": made.computed_share,
-                "denoise_seconds": made.seconds,
-                "time_ratio": made.seconds / full.seconds,
-                "latent_relative_l2": float(distance.mean()),
-                "psnr_db": psnr(made.frames, full.frames),
-                "accuracy": accuracy(made.verdicts, kinds),
+                "computed_share": computed_share(made),
+                "denoise_seconds": seconds,
+                "time_ratio": seconds / full_seconds,
+                **made.beside(full),
                 "wall_seconds": round(time.perf_counter() - start, 1),
             }
             print(line(row), flush=True)
@@ -194,6 +161,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[way.name for way in WAYS], help="these ways, beside the full run")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--merge", nargs="+", type=Path, help="join these files into --output instead of measuring")
+    parser.add_argument("--times", type=Path, help="with --merge: take the times from this file, of a run by itself")
     parser.add_argument("--show", type=Path, help="print this file as a Markdown table")
     arguments = parser.parse_args()
     if arguments.show:
@@ -204,30 +172,23 @@ def main() -> None:
     if arguments.merge:
         parts = [json.loads(path.read_text()) for path in arguments.merge]
         rows = {row["name"]: row for part in parts for row in part["rows"]}
+        if arguments.times:
+            for row in json.loads(arguments.times.read_text())["rows"]:
+                if row["name"] in rows:
+                    rows[row["name"]] |= {key: row[key] for key in ("denoise_seconds", "time_ratio")}
         order = [FULL.name, *(way.name for way in WAYS)]
         document = {**parts[0], "rows": [rows[name] for name in order if name in rows]}
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
         return
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    cuda = arguments.device.startswith("cuda")
-    if not cuda:
-        tune_cpu_allocator()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    document = {
-        "schema": "diffusion_runtime.faster_quality/1",
-        "machine": {
-            "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "diffusion_runtime": diffusion_runtime.__version__,
-        },
-        "dtype": f"{arguments.dtype}, TF32 matrix products" if cuda else arguments.dtype,
-        "num_prompts": arguments.num_prompts,
-        "rows": [],
-    }
-    for row in measure(arguments):
-        document["rows"].append(row)
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    on_cuda = resolve_device(arguments.device).type == "cuda"
+    write_rows(
+        arguments,
+        "diffusion_runtime.faster_quality/1",
+        measure(arguments),
+        dtype=f"{arguments.dtype}, TF32 matrix products" if on_cuda else arguments.dtype,
+        num_prompts=arguments.num_prompts,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +21,11 @@ from typing import Any
 import torch
 from transformers import UMT5Config, UMT5EncoderModel
 
-import diffusion_runtime
 from benchmarks.decode_gpu import decoders, random_autoencoder, random_latents
 from benchmarks.families import wan
 from benchmarks.families.step import FamilyStep
 from benchmarks.families_gpu import DTYPE, build_ours, build_theirs, free
+from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionContext, AttentionRecorder, RequestCache, StepInfo
 from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.noise import SampleNoise
@@ -152,12 +151,7 @@ def main() -> None:
     arguments = parser.parse_args()
     document: dict[str, Any] = {
         "schema": "diffusion_runtime.few_steps_gpu/1",
-        "machine": {
-            "device": torch.cuda.get_device_name(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "diffusion_runtime": diffusion_runtime.__version__,
-        },
+        "machine": describe_machine("cuda"),
         "rows": [],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

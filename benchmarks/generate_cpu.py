@@ -1,6 +1,6 @@
 """What a stranger waits for on a CPU: the real commands from a cold start, their peak memory, the package's size.
 
-    python benchmarks/generate_cpu.py --output benchmarks/results/generate_cpu.json
+    python -m benchmarks.generate_cpu --output benchmarks/results/generate_cpu.json
 
 Every command runs as a process of its own, several times; the median of the wall seconds and the highest peak memory
 count (of the process and what it started). `cold` means a new process each time; the disk's cache is warm after the
@@ -24,6 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import describe_host
+
 REPOSITORY = Path(__file__).parents[1]
 PROMPT = "a red circle moving left"
 MIB = 2**20
@@ -43,7 +45,7 @@ PACKAGES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-ff
 def main() -> int:
     arguments = parse_arguments()
     model = [] if arguments.model is None else ["--model-path", str(Path(arguments.model).resolve())]
-    this_machine = machine(arguments.threads)
+    this_machine = {**describe_host(), "num_threads": arguments.threads}
     results: dict[str, Any] = {}
     for name, (command, max_seconds, max_mib) in COMMANDS.items():
         extra = model if name.startswith("generate") else []
@@ -137,23 +139,6 @@ def measure_package() -> dict[str, Any]:
             "max_mib": MAX_PACKAGE_MIB,
             "within_limits": installed <= MAX_PACKAGE_MIB * MIB,
         }
-
-
-def machine(threads: int) -> dict[str, Any]:
-    processor = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        names = [
-            line.partition(":")[2].strip() for line in information.read_text().splitlines() if "model name" in line
-        ]
-        processor = names[0] if names else processor
-    return {
-        "processor": processor,
-        "num_cores": os.cpu_count(),
-        "num_threads": threads,
-        "system": platform.platform(),
-        "load_average_1_5_15_min": [round(value, 2) for value in os.getloadavg()],
-    }
 
 
 if __name__ == "__main__":

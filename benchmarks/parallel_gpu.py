@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.communication_volume import ForwardShape, communication_volume
+from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
@@ -416,16 +416,9 @@ def report(rows: list[dict[str, Any]], problem: Problem, world: int, arguments: 
         )
     if arguments.output is None:
         return
-    is_cuda = problem.device.type == "cuda"
     document = {
         "schema": "diffusion_runtime.parallel_gpu/1",
-        "machine": {
-            "device": torch.cuda.get_device_name() if is_cuda else platform.processor(),
-            "num_devices": world,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_cuda else None,
-        },
+        "machine": {**describe_machine(problem.device), "num_devices": world},
         "num_tokens": problem.num_tokens,
         "config": dataclasses.asdict(problem.config),
         "rows": rows,

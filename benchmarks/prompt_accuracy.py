@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-import diffusion_runtime
+from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionReport
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
@@ -49,7 +48,7 @@ def main() -> None:
             break
     document = {
         "schema": "diffusion_runtime.prompt_accuracy/1",
-        "machine": machine(arguments.device),
+        "machine": describe_machine(pipeline.device),
         "model": arguments.model,
         "dtype": arguments.dtype,
         "results": results,
@@ -119,16 +118,6 @@ def score(
         "seconds": round(time.perf_counter() - start, 1),
         "attention": [f"{row.role}: {row.backend} ({row.implementation})" for row in report.rows],
         "failed": failed[:20],
-    }
-
-
-def machine(device: str) -> dict[str, str]:
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
-    return {
-        "device": name,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusion_runtime": diffusion_runtime.__version__,
     }
 
 

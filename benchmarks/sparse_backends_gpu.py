@@ -1,6 +1,6 @@
 """Whole sparse backends, planning included, against dense attention on one GPU, in one run.
 
-    python benchmarks/sparse_backends_gpu.py --output benchmarks/results/sparse_backends_gpu.json
+    python -m benchmarks.sparse_backends_gpu --output benchmarks/results/sparse_backends_gpu.json
 
 Inputs are bfloat16. q and k are drawn around common centres, so that blocks differ in how much they matter, as in
 a trained model. Correctness first: each method against masked float64 attention of its own plan, on a small grid.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,8 +19,9 @@ from typing import Any
 
 import torch
 import triton
-from video_sparse_parts import Call, parts
 
+from benchmarks.machine import describe_machine
+from benchmarks.video_sparse_parts import Call, parts
 from diffusion_runtime.attention import (
     LayerInfo,
     RequestCache,
@@ -194,12 +194,7 @@ def main() -> int:
         torch.cuda.empty_cache()
     document = {
         "schema": "diffusion_runtime.sparse_backends_gpu/1",
-        "machine": {
-            "device": torch.cuda.get_device_name(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        },
+        "machine": describe_machine("cuda"),
         "dtype": "bfloat16",
         "head_dim": HEAD_DIM,
         "rows": rows,

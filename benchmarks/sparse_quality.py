@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,14 +22,10 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-import diffusion_runtime
-from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
+from benchmarks.clip_quality import Clips, generate_clips, joint_rates, quality_prompts, write_rows
+from diffusion_runtime import AttentionConfig, AttentionSpec, Pipeline, load_pipeline
 from diffusion_runtime.attention import SparsePlan
 from diffusion_runtime.attention.sparse import interface
-from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from scripts.shapes.checker import Verdict, check_clip
-from scripts.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
-from scripts.shapes.scoring import summarise
 
 SVG2 = {"svg2_num_q_centroids": 32, "svg2_num_k_centroids": 64, "svg2_min_kc_ratio": 0.0, "svg2_first_times_fp": 0.0}
 VMOBA = {
@@ -73,21 +68,6 @@ WARM_SETTINGS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-class Recorder:
-    """The pipeline's decoder, keeping the latents that it is given."""
-
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
-        self.latents: list[torch.Tensor] = []
-
-    def decode(self, latents: torch.Tensor) -> Any:
-        self.latents.append(latents.detach().float().cpu())
-        return self._decoder.decode(latents)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decoder, name)
-
-
 @contextmanager
 def recorded_densities() -> Iterator[list[float]]:
     """The density of every plan that the kernel is given."""
@@ -105,70 +85,36 @@ def recorded_densities() -> Iterator[list[float]]:
         interface.block_sparse_attention = original
 
 
-def generate(
-    pipeline: Pipeline, prompts: list[EvaluationPrompt], batch_size: int
-) -> tuple[torch.Tensor, torch.Tensor, list[Verdict], int]:
-    """Latents [n, ...], frames uint8 [n, T, H, W, 3], verdicts, and how many self-attention calls ran dense."""
-    recorder = pipeline.decoder = Recorder(pipeline.decoder)  # type: ignore[assignment]
-    frames, verdicts, dense_calls = [], [], 0
-    try:
-        for first in range(0, len(prompts), batch_size):
-            batch = prompts[first : first + batch_size]
-            requests = [pipeline.resolve(GenerationRequest(prompt.text, seed=prompt.seed)) for prompt in batch]
-            media = pipeline.generate(requests)
-            for prompt, one in zip(batch, media, strict=True):
-                frames.append(torch.from_numpy(one.frames))
-                verdicts.append(check_clip(prompt.attributes, frames[-1]))
-            report = media[-1].attention_report
-            dense_calls += sum(
-                row.count for row in report.rows if row.role == "self" and "block-sparse" not in row.implementation
-            )
-    finally:
-        pipeline.decoder = recorder._decoder
-    return torch.cat(recorder.latents), torch.stack(frames), verdicts, dense_calls
-
-
-def psnr(frames: torch.Tensor, dense: torch.Tensor) -> float:
-    """Mean over clips, in dB; equal clips count as 100."""
-    error = (frames.float() - dense.float()).square().flatten(1).mean(dim=1)
-    return float(torch.where(error > 0, 10 * torch.log10(255.0**2 / error.clamp(min=1e-9)), 100.0).mean())
-
-
-def accuracy(verdicts: list[Verdict], kinds: list[str]) -> dict[str, Any]:
-    return {
-        kind: summarise([v for v, k in zip(verdicts, kinds, strict=True) if k == kind]).to_dict()
-        for kind in dict.fromkeys(kinds)
-    }
+def num_dense_calls(clips: Clips) -> int:
+    """Self-attention calls that ran dense; the clips of a batch share their calls."""
+    rows = [row for reports in clips.reports for row in reports[-1].rows if row.role == "self"]
+    return sum(row.count for row in rows if "block-sparse" not in row.implementation)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row a setting, the dense run first."""
-    names: tuple[PromptKind, ...] = ("one_object", "two_objects")
-    prompts = [prompt for kind in names for prompt in evaluation_prompts(kind, arguments.num_prompts)]
-    kinds = [kind for kind in names for _ in range(arguments.num_prompts)]
+    """One row per setting, the dense run first."""
+    prompts = quality_prompts(arguments.num_prompts)
 
     def load(spec: AttentionSpec) -> Pipeline:
         config = AttentionConfig(per_role={"self": spec})
         return load_pipeline(arguments.model, device=arguments.device, dtype=arguments.dtype, attention=config)
 
-    dense_latents, dense_frames, verdicts, _ = generate(load(AttentionSpec("torch_sdpa")), prompts, arguments.batch)
+    dense = generate_clips(load(AttentionSpec("torch_sdpa")), prompts, {}, batch_size=arguments.batch)
     yield {
         "backend": "torch_sdpa",
         "options": {},
         "num_prompts": arguments.num_prompts,
         "device": arguments.device,
         "density": 1.0,
-        "accuracy": accuracy(verdicts, kinds),
+        "accuracy": dense.accuracy(),
     }
     settings = WARM_SETTINGS if arguments.warm else SETTINGS
     todo = [(name, options) for name in arguments.methods for options in settings[name][arguments.skip :]]
     for name, options in track(todo, "settings", console=Console(stderr=True)):
         start = time.perf_counter()
         with recorded_densities() as densities:
-            latents, frames, verdicts, dense_calls = generate(
-                load(AttentionSpec(name, options)), prompts, arguments.batch
-            )
-        difference = (latents - dense_latents).flatten(1).norm(dim=1) / dense_latents.flatten(1).norm(dim=1)
+            clips = generate_clips(load(AttentionSpec(name, options)), prompts, {}, batch_size=arguments.batch)
+        dense_calls = num_dense_calls(clips)
         row = {
             "backend": name,
             "options": options,
@@ -177,9 +123,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "density": (sum(densities) + dense_calls) / max(1, len(densities) + dense_calls),
             "dense_calls": dense_calls,
             "sparse_calls": len(densities),
-            "latent_relative_l2": float(difference.mean()),
-            "psnr_db": psnr(frames, dense_frames),
-            "accuracy": accuracy(verdicts, kinds),
+            **clips.beside(dense),
             "seconds": round(time.perf_counter() - start, 1),
         }
         print_row(row)
@@ -187,11 +131,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    joint = {kind: f"{rates['joint']['rate']:.3f}" for kind, rates in row["accuracy"].items()}
     options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
     print(
         f"{row['backend']:24} density {row['density']:.3f}  latents {row.get('latent_relative_l2', math.nan):.4f}  "
-        f"PSNR {row.get('psnr_db', math.nan):5.1f} dB  joint {joint}  {options}",
+        f"PSNR {row.get('psnr_db', math.nan):5.1f} dB  joint {joint_rates(row)}  {options}",
         flush=True,
     )
 
@@ -215,25 +158,14 @@ def main() -> None:
         rows = parts[0]["rows"] + [row for part in parts[1:] for row in part["rows"] if row["options"]]
         arguments.output.write_text(json.dumps({**parts[0], "rows": rows}, indent=1) + "\n")
         return
-    cuda = arguments.device.startswith("cuda")
-    if not cuda:
-        tune_cpu_allocator()
-    document: dict[str, Any] = {
-        "schema": "diffusion_runtime.sparse_quality/1",
-        "machine": {
-            "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "diffusion_runtime": diffusion_runtime.__version__,
-        },
-        "model": arguments.model,
-        "dtype": arguments.dtype,
-        "num_prompts": arguments.num_prompts,
-        "rows": [],
-    }
-    for row in measure(arguments):
-        document["rows"].append(row)
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    write_rows(
+        arguments,
+        "diffusion_runtime.sparse_quality/1",
+        measure(arguments),
+        model=arguments.model,
+        dtype=arguments.dtype,
+        num_prompts=arguments.num_prompts,
+    )
 
 
 if __name__ == "__main__":

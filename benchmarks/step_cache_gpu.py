@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import diffusion_runtime
 from benchmarks.families.step import FamilyStep
 from benchmarks.families_gpu import DTYPE, build_ours, build_theirs, free, steps_of
+from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.attention import AttentionContext, AttentionRecorder, RequestCache, StepInfo
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
@@ -116,12 +115,7 @@ def main() -> None:
         free()
     document = {
         "schema": "diffusion_runtime.step_cache_gpu/1",
-        "machine": {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "diffusion_runtime": diffusion_runtime.__version__,
-        },
+        "machine": describe_machine(device),
         "num_steps": arguments.steps,
         "rows": rows,
     }

@@ -1,6 +1,6 @@
 """One denoising step on the CPU: our transformer and diffusers' own on the same weights, alternately in one process.
 
-    python benchmarks/transformer_step_cpu.py [--repeats 9] [--output benchmarks/results/transformer_step_cpu.json]
+    python -m benchmarks.transformer_step_cpu [--repeats 9] [--output benchmarks/results/transformer_step_cpu.json]
 
 Random weights in the embedded model's shape (6 layers, 4 heads of 64, feed-forward 1024; text 64 tokens of 128), in
 float32. Outputs are compared before anything is timed. Every forward of ours starts without a request's state, so that
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -21,12 +19,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-import diffusers
 import torch
 from diffusers import WanTransformer3DModel
 
+from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 from diffusion_runtime.models.geometry import ClipSize
@@ -128,26 +125,6 @@ def measure(
     )
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were read on."""
-    names = [line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "num_threads": torch.get_num_threads(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-    }
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,7 +145,7 @@ def main() -> None:
     result = {
         "benchmark": "transformer_step_cpu",
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": describe_machine("cpu"),
         "repeats": arguments.repeats,
         "worst_ratio": max(row.ratio for row in rows),
         "rows": [asdict(row) for row in rows],

@@ -67,14 +67,23 @@ class StepRow:
 
 
 @dataclass(frozen=True)
+class ProductRow:
+    """Products of linear layers with quantised weights. implementation: how they were computed; count: how many."""
+
+    implementation: str
+    count: int
+
+
+@dataclass(frozen=True)
 class AttentionReport:
     """Every attention call of one generation, and the components whose attention is their library's own. steps: empty
-    where every step is computed by request."""
+    where every step is computed by request. products: of quantised linear layers; empty where there are none."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()
     notes: tuple[str, ...] = ()
     steps: tuple[StepRow, ...] = ()
+    products: tuple[ProductRow, ...] = ()
 
     @property
     def num_calls(self) -> int:
@@ -87,6 +96,7 @@ class AttentionReport:
             "rows": [asdict(row) for row in self.rows],
             "libraries": [asdict(library) for library in self.libraries],
             "steps": [{**asdict(row), "reused_by": list(row.reused_by)} for row in self.steps],
+            "products": [asdict(row) for row in self.products],
             "notes": list(self.notes),
         }
 
@@ -100,6 +110,7 @@ class AttentionReport:
             f"{item.component}: {item.library}'s own attention ({item.implementation})" for item in self.libraries
         ]
         lines += [f"steps of {row}" for row in self.steps]
+        lines += [f"quantised linear layers: {row.count} x {row.implementation}" for row in self.products]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -130,6 +141,7 @@ class AttentionRecorder:
         self._tallies: dict[tuple[str, str, str, str, str], _Tally] = {}
         self._libraries: list[LibraryAttention] = []
         self._notes: dict[str, None] = {}
+        self._products: dict[str, int] = {}
 
     def record(
         self, layer: LayerInfo, step: StepInfo, *, backend: str, implementation: str, source: str, reason: str
@@ -162,6 +174,10 @@ class AttentionRecorder:
             tally.reused_by[method] = None
             if error is not None:
                 tally.largest_error = max(error, tally.largest_error or 0.0)
+
+    def record_product(self, implementation: str) -> None:
+        """Count one product of a quantised linear layer."""
+        self._products[implementation] = self._products.get(implementation, 0) + 1
 
     def _step_tally(self, branch: str, step: StepInfo) -> _StepTally:
         return self._steps.setdefault((branch, step.expert), _StepTally())
@@ -197,7 +213,8 @@ class AttentionRecorder:
             )
             for (branch, expert), tally in sorted(self._steps.items(), key=lambda item: item[0][::-1])
         ]
-        return AttentionReport(tuple(rows), tuple(self._libraries), tuple(self._notes), tuple(steps))
+        products = tuple(ProductRow(implementation, count) for implementation, count in self._products.items())
+        return AttentionReport(tuple(rows), tuple(self._libraries), tuple(self._notes), tuple(steps), products)
 
 
 def index_ranges(numbers: Iterable[int]) -> str:

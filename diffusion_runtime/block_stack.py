@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,22 @@ Streams: TypeAlias = tuple[torch.Tensor, ...]
 RunBlock: TypeAlias = Callable[[Streams], Streams]
 
 
+@dataclass(frozen=True)
+class ModulatedInput:
+    """What TeaCache (arXiv:2411.19108) compares from step to step; its change says how much the output's will be.
+
+    values: the grid's tokens after the norm, shift and scale of the first block, [batch, seq, dim] as in the first
+    stream; of a model whose timestep is compared alone (Wan), its embedding, [batch, 1, dim]. projection: there, what
+    is made of it for the blocks, [batch, 1, dim].
+    """
+
+    values: torch.Tensor
+    projection: torch.Tensor | None = None
+
+
+MakeModulatedInput: TypeAlias = Callable[[], ModulatedInput]
+
+
 class BlockRunner:
     """Runs every block of a stack. One that keeps anything is made for one request."""
 
@@ -24,10 +41,12 @@ class BlockRunner:
         streams: Streams,
         step: StepInfo,  # noqa: ARG002 - of a step cache
         num_grid_tokens: int,  # noqa: ARG002
+        modulated_input: MakeModulatedInput | None = None,  # noqa: ARG002
     ) -> Streams:
         """The streams after the last block. They may be overwritten.
 
-        num_grid_tokens: of this process, without padding: the first tokens of the first stream.
+        num_grid_tokens: of this process, without padding: the first tokens of the first stream. modulated_input:
+        computes what TeaCache compares, from the streams as they enter.
         """
         for block in blocks:
             streams = block(streams)

@@ -15,8 +15,12 @@ RUNTIME_BACKENDS = ("auto", "native", "diffusers")
 MAX_PROCESSES = 4096
 MAX_TIMEOUT = 7 * 24 * 3600
 MAX_LORA_SCALE = 1e4
+# More than any transformer has.
+MAX_IGNORED_LAYERS = 10000
 ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 VAE_DECODE_MODES = ("exact", "fast")
+QUANTIZATION_MODES = ("none", "fp8", "fp8-all")
+VAE_TILING_CHOICES = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,12 @@ class RuntimeConfig:
     LoraConfig values.
     vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together
         instead, which gives frames that differ by rounding.
+    vae_tiling: whether latents are decoded in tiles that overlap and are blended, which needs less memory; `auto` does
+        as the model's authors do, `on` and `off` as they say.
     vae_decoder: None for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews.
+    quantization: `fp8` holds linear layers of the transformer's blocks as 8-bit floats with a scale per output row, and
+        multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `none`.
+    quantization_ignored_layers: names or shell patterns of layers that stay as they are, such as `blocks.0.*`.
     """
 
     model_path: str = "shapes"
@@ -248,7 +257,10 @@ class RuntimeConfig:
     lora: Any = ()
     self_check: bool = True
     vae_decode: str = "exact"
+    vae_tiling: str = "auto"
     vae_decoder: str | None = None
+    quantization: str = "none"
+    quantization_ignored_layers: Any = ()
 
     def __post_init__(self) -> None:
         if self.backend not in RUNTIME_BACKENDS:
@@ -262,6 +274,10 @@ class RuntimeConfig:
             raise ConfigError(
                 f"vae_decode: unknown value {shown(self.vae_decode)}.{nearest(self.vae_decode, VAE_DECODE_MODES)}"
             )
+        if self.vae_tiling not in VAE_TILING_CHOICES:
+            raise ConfigError(
+                f"vae_tiling: unknown value {shown(self.vae_tiling)}.{nearest(self.vae_tiling, VAE_TILING_CHOICES)}"
+            )
         if self.vae_decoder is not None and (not isinstance(self.vae_decoder, str) or not self.vae_decoder):
             raise ConfigError(
                 f"vae_decoder: expected tiny or the path of a safetensors file, got {shown(self.vae_decoder)}"
@@ -270,11 +286,34 @@ class RuntimeConfig:
             raise ConfigError(
                 "vae_decode: fast is a mode of the model's own decoder, and vae_decoder names another one"
             )
+        if self.vae_decoder is not None and self.vae_tiling == "on":
+            raise ConfigError("vae_tiling: on is for the model's own decoder, and vae_decoder names another one")
+        self._check_quantization()
         if not isinstance(self.self_check, bool):
             raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")
         for name in ("model_path", "device", "dtype"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{name}: expected a text, got {shown(getattr(self, name))}")
+
+    def _check_quantization(self) -> None:
+        if self.quantization not in QUANTIZATION_MODES:
+            raise ConfigError(
+                f"quantization: unknown value {shown(self.quantization)}."
+                f"{nearest(str(self.quantization), QUANTIZATION_MODES)}"
+            )
+        ignored = self.quantization_ignored_layers
+        ignored = (ignored,) if isinstance(ignored, str) else ignored
+        is_list = isinstance(ignored, Sequence) and all(isinstance(name, str) and name for name in ignored)
+        if not is_list or len(ignored) > MAX_IGNORED_LAYERS:
+            raise ConfigError(
+                f"quantization_ignored_layers: expected up to {MAX_IGNORED_LAYERS} names or patterns of layers, got "
+                f"{shown(self.quantization_ignored_layers)}"
+            )
+        if ignored and self.quantization == "none":
+            raise ConfigError(
+                "quantization_ignored_layers: nothing is quantised; add quantization: fp8, or leave it out"
+            )
+        object.__setattr__(self, "quantization_ignored_layers", tuple(ignored))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -47,7 +47,7 @@ class PipelineDescription:
     model_folder: opened; family: its architecture; device, dtype: where and in what it would run. rules: its request
     defaults, presets and sizes. attention: every choice, by role, layers and steps. libraries: components whose
     attention is their library's own. degrees: how processes share the work. self_checks: of the chosen backends, as far
-    as they are run or cached.
+    as they are run or cached. quantization: how many linear layers have 8-bit weights, None for none.
     """
 
     config: RuntimeConfig
@@ -60,6 +60,7 @@ class PipelineDescription:
     libraries: tuple[LibraryAttention, ...]
     degrees: Degrees = dataclasses.field(default_factory=Degrees)
     self_checks: tuple[SelfCheck, ...] = ()
+    quantization: str | None = None
 
     @property
     def folder(self) -> Path:

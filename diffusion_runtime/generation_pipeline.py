@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.progress import OnProgress
 from diffusion_runtime.request import GenerationRequest
 
@@ -50,14 +51,20 @@ class GenerationPipeline(Protocol):
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`rules.resolve`."""
 
-    def __call__(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> GeneratedMedia:
+    def __call__(
+        self, request: GenerationRequest, *, on_progress: OnProgress | None = None, open_sink: OpenSink | None = None
+    ) -> GeneratedMedia:
         """One video or image."""
 
     def generate(
-        self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        open_sink: OpenSink | None = None,
     ) -> list[GeneratedMedia]:
         """Several, in the order of the requests. on_progress: may raise Cancelled for some of them, which the result
-        leaves out."""
+        leaves out. open_sink: takes the frames of each clip without sound while it is decoded (media.FileWriter)."""
 
     def set_loras(self, loras: Sequence[Any]) -> None:
         """Other LoRA files for the generations from here on, instead of those before, without loading the model

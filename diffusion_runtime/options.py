@@ -1,14 +1,17 @@
-"""Options from text, JSON or YAML into the types that a dataclass declares: of attention backends and step caches."""
+"""Typed options: text, JSON or YAML into the types that a dataclass declares, for attention backends; and for methods
+that a request names with their options in one text, `method:key=value,...`."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.errors import ConfigError, RequestError, nearest, shown
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.json_text import parse_json
 
@@ -96,6 +99,70 @@ def unknown_option(where: str, key: Any, known: tuple[str, ...]) -> ConfigError:
     """The error of a key that none of `known` is."""
     hint = nearest(key, known) if known else " It has no options."
     return ConfigError(f"{where}: unknown option {shown(key)}.{hint}")
+
+
+# The text that turns a method off, a preset's too.
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class MethodSettings:
+    """A method with its complete options, an instance of `methods[method]`; a subclass per request field.
+
+    field: the request field that holds the text. methods: the type of each method's options, the default first.
+    """
+
+    field: ClassVar[str]
+    methods: ClassVar[Mapping[str, type]]
+
+    method: str
+    options: Any
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """`method`, or `method:key=value,...` with options that differ from the defaults; None for `none`.
+
+        Raises RequestError for an unknown method or option, and a value that it cannot have.
+        """
+        method, _, rest = text.partition(":")
+        method = method.strip()
+        if method == NONE:
+            if rest:
+                raise RequestError(f"{cls.field}: none takes no options, got {shown(rest)}; leave them out")
+            return None
+        if method not in cls.methods:
+            raise RequestError(f"{cls.field}: unknown value {shown(method)}.{nearest(method, (*cls.methods, NONE))}")
+        where = f"{cls.field}: {method}"
+        try:
+            pairs = parse_pairs(rest)
+        except ConfigError as error:
+            raise RequestError(f"{where}: {error}") from error
+        try:
+            return cls(method, build_options(cls.methods[method], pairs, where))
+        except ConfigError as error:
+            raise RequestError(str(error)) from error
+
+    @property
+    def text(self) -> str:
+        """Every option spelled out, as it stands in a recipe; `parse` reads it."""
+        values = {item.name: getattr(self.options, item.name) for item in dataclasses.fields(self.options)}
+        return f"{self.method}:{','.join(f'{name}={json.dumps(value)}' for name, value in values.items())}"
+
+
+@dataclass(frozen=True)
+class MethodText:
+    """The check of a request field that holds the text of `settings`."""
+
+    settings: type[MethodSettings]
+    metavar: str = "METHOD"
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, str):
+            raise RequestError(
+                f"{name}: expected one of {', '.join((*self.settings.methods, NONE))}, got {shown(value)}"
+            )
+        self.settings.parse(value)
 
 
 def _refusal(options_type: type, options: Mapping[str, Any]) -> ValueError | None:

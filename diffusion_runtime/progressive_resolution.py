@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Self
 
-from diffusion_runtime.errors import ConfigError, RequestError, nearest, shown
-from diffusion_runtime.options import build_options, parse_pairs
+from diffusion_runtime.options import MethodSettings
 
-NONE = "none"
 MAX_LEVELS = 3
 
 
@@ -60,14 +56,13 @@ class DctOptions:
         return None if self.A is None or self.beta is None else LatentSpectrum(self.A, self.beta)
 
 
-METHODS: Mapping[str, type] = MappingProxyType({"dct": DctOptions})
-
-
 @dataclass(frozen=True)
-class ProgressiveSettings:
-    """A method with its options, an instance of METHODS[method]."""
+class ProgressiveSettings(MethodSettings):
+    """How the size grows, with the method's options."""
 
-    method: str
+    field = "progressive_resolution"
+    methods = MappingProxyType({"dct": DctOptions})
+
     options: DctOptions
 
     @classmethod
@@ -76,44 +71,10 @@ class ProgressiveSettings:
 
         Raises RequestError for an unknown method or option, and a value that it cannot have.
         """
-        method, _, rest = text.partition(":")
-        method = method.strip()
-        if method == NONE and not rest:
-            return None
-        if method not in METHODS:
-            raise RequestError(
-                f"progressive_resolution: unknown value {shown(method)}.{nearest(method, (*METHODS, NONE))}"
-            )
-        where = f"progressive_resolution: {method}"
-        try:
-            options: Any = build_options(METHODS[method], parse_pairs(rest), where)
-        except ConfigError as error:
-            message = str(error)
-            raise RequestError(message if message.startswith(where) else f"{where}: {message}") from error
-        return cls(method, options) if options.levels else None
+        settings = super().parse(text)
+        return settings if settings is not None and settings.options.levels else None
 
     def with_spectrum(self, spectrum: LatentSpectrum) -> Self:
         """The same with the spectrum of an autoencoder in its options."""
         options = dataclasses.replace(self.options, A=spectrum.A, beta=spectrum.beta)
         return dataclasses.replace(self, options=options)
-
-    @property
-    def text(self) -> str:
-        """Every option spelled out, as it stands in a recipe; `parse` reads it."""
-        pairs = [
-            f"{item.name}={json.dumps(getattr(self.options, item.name))}" for item in dataclasses.fields(self.options)
-        ]
-        return f"{self.method}:{','.join(pairs)}"
-
-
-@dataclass(frozen=True)
-class ProgressiveText:
-    """The check of a request's progressive_resolution."""
-
-    metavar: ClassVar[str] = "METHOD"
-    kind: ClassVar[type] = str
-
-    def __call__(self, name: str, value: object) -> None:
-        if not isinstance(value, str):
-            raise RequestError(f"{name}: expected one of {', '.join((*METHODS, NONE))}, got {shown(value)}")
-        ProgressiveSettings.parse(value)

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from diffusion_runtime.errors import RequestError, nearest, shown
-from diffusion_runtime.progressive_resolution import METHODS as PROGRESSIVE_METHODS
-from diffusion_runtime.progressive_resolution import ProgressiveText
+from diffusion_runtime.options import MethodText
+from diffusion_runtime.progressive_resolution import ProgressiveSettings
 from diffusion_runtime.request_fields import (
     GUIDANCE,
     SHIFT,
@@ -27,7 +27,7 @@ from diffusion_runtime.request_fields import (
     parse_levels,
 )
 from diffusion_runtime.samplers import SAMPLERS as REGISTERED_SAMPLERS
-from diffusion_runtime.step_cache import METHODS, StepCacheText
+from diffusion_runtime.step_cache import StepCacheSettings
 
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
@@ -191,9 +191,9 @@ class GenerationRequest:
     step_cache: str | None = field(
         default=None,
         metadata=RequestField(
-            help=f"Reuse steps that change little: {', '.join(METHODS)}; options behind a colon, "
+            help=f"Reuse steps that change little: {', '.join(StepCacheSettings.methods)}; options behind a colon, "
             "easycache:threshold=0.1. See docs/step_cache.md.",
-            check=StepCacheText(),
+            check=MethodText(StepCacheSettings, metavar="CACHE"),
             may_stay_none=True,
         ).as_metadata(),
     )
@@ -201,9 +201,9 @@ class GenerationRequest:
     progressive_resolution: str | None = field(
         default=None,
         metadata=RequestField(
-            help=f"Run early steps at half the height and width: {', '.join(PROGRESSIVE_METHODS)}; options behind a "
-            "colon, dct:delta=0.05. See docs/progressive_resolution.md.",
-            check=ProgressiveText(),
+            help=f"Run early steps at half the height and width: {', '.join(ProgressiveSettings.methods)}; options "
+            "behind a colon, dct:delta=0.05. See docs/progressive_resolution.md.",
+            check=MethodText(ProgressiveSettings),
             may_stay_none=True,
         ).as_metadata(),
     )

@@ -1,63 +1,58 @@
-"""A model's rules for requests (defaults, presets, sizes, guidance), and the settings shared by a batch."""
+"""A model's rules for requests: defaults, presets, sizes, guidance, and the fields it uses."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
-
-import torch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.denoising.flow_schedule import FlowSchedule
-from diffusion_runtime.denoising.interface import Sampler
-from diffusion_runtime.denoising.progressive_resolution import Stage, growth_level, plan_stages
-from diffusion_runtime.denoising.request_sampler import sampler_of
-from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
-from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.batch_settings import BatchSettings, SamplingRules
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
-from diffusion_runtime.denoising.step_cache.calibration import Calibration
+from diffusion_runtime.denoising.step_cache.requested import calibration_of
+from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image
-from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.progressive_resolution import LatentSpectrum, ProgressiveSettings
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
 from diffusion_runtime.samplers import SAMPLERS
-from diffusion_runtime.step_cache import MagCacheOptions, StepCacheSettings
+from diffusion_runtime.step_cache import (
+    DBCacheOptions,
+    MagCacheOptions,
+    StepCacheSettings,
+    TeaCacheOptions,
+    TeaCachePolynomials,
+)
 
-_T = TypeVar("_T")
 
-
-@dataclass(frozen=True)
-class RequestRules:
-    """What a model says about requests: its defaults and presets, the sizes it can make, the scheduler it came with,
-    how its noise levels are spaced, whether guidance is an input of it (Model.embeds_guidance) or can be asked
-    for at all (Model.takes_guidance), what is added to its guidance_scale for classifier-free guidance, which of
-    the fields that not every model uses it does (model_fields), whether it needs an image, and its attention layers,
-    with or without weights around them, whose options may ask for a number of steps. sampling_presets: of its family;
-    few_steps: what the model, or a LoRA of it, was distilled to, None for many steps. loras: the LoRA files of its
-    transformer. spectrum: of its autoencoder's latents, None where nobody measured it.
+@dataclass(frozen=True, kw_only=True)
+class RequestRules(SamplingRules):
+    """What a model says about requests: how it is sampled, its defaults and presets, whether guidance can be asked for
+    at all (Model.takes_guidance), which of the fields that not every model uses it does (model_fields), whether it
+    needs an image, and its attention layers, with or without weights around them, whose options may ask for a number of
+    steps. sampling_presets: of its family; few_steps: what the model, or a LoRA of it, was distilled to, None for many
+    steps. loras: the LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured
+    it. teacache: what TeaCache's authors published for it. identity: of `model_identity`, computed when a calibration
+    is compared with it. num_blocks: of its transformer, None where that is not known.
     """
 
     defaults: Mapping[str, Any]
     presets: Mapping[str, Mapping[str, Any]]
-    geometry: LatentGeometry
-    scheduler: SchedulerConfig
     attention_layers: tuple[AttentionLayer, ...]
-    schedule: FlowSchedule = field(default_factory=FlowSchedule)
-    embeds_guidance: bool = False
     takes_guidance: bool = True
-    guidance_offset: float = 0.0
     model_fields: frozenset[str] = frozenset()
     needs_image: bool = False
     sampling_presets: tuple[SamplingPreset, ...] = ()
     few_steps: FewSteps | None = None
     loras: tuple[Lora, ...] = ()
     spectrum: LatentSpectrum | None = None
+    teacache: TeaCachePolynomials | None = None
+    identity: Callable[[], Mapping[str, str]] = dict
+    num_blocks: int | None = None
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
@@ -95,7 +90,7 @@ class RequestRules:
             check_image(request.image_path, settings.size.height, settings.size.width)
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
-        return with_step_cache(self._with_progressive_resolution(request))
+        return self._with_step_cache(self._with_progressive_resolution(request))
 
     def try_scheduler(self) -> None:
         """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
@@ -187,7 +182,7 @@ class RequestRules:
         if request.sigmas is not None:
             reasons[SHIFT] = "sigmas are the noise levels as they run"
         computed = self._computed_defaults(request)
-        remarks = self._lora_remarks(request)
+        remarks = [*self._lora_remarks(request), *self._step_cache_remarks(request)]
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
             # An empty text asks for nothing.
@@ -205,9 +200,58 @@ class RequestRules:
             remarks += lora.remarks
             # Where a preset is known for it, that says what is wrong.
             if lora.few_step_hint is not None and self.few_steps is None:
-                num_steps, is_guided = _filled(request.num_inference_steps), self.is_guided(request)
-                remarks.append(lora.few_step_hint.remark(str(lora.path), num_steps, is_guided=is_guided))
+                settings = BatchSettings.of([request], self)
+                remarks.append(
+                    lora.few_step_hint.remark(
+                        str(lora.path), settings.num_inference_steps, is_guided=settings.is_guided
+                    )
+                )
         return [remark for remark in remarks if remark is not None]
+
+    def _with_step_cache(self, request: GenerationRequest) -> GenerationRequest:
+        """`with_step_cache`, after its coefficients or calibration were seen to fit this model. Raises RequestError
+        where they do not, or there are none."""
+        cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+        if cache is not None and request.num_inference_steps is not None:
+            # First: no file makes up for it.
+            cache.check_steps(request.num_inference_steps)
+        if cache is not None and isinstance(cache.options, DBCacheOptions) and self.num_blocks is not None:
+            cache.options.check_blocks(self.num_blocks)
+        if cache is not None and isinstance(cache.options, MagCacheOptions):
+            calibration_of(cache.options.file, cache.method, self.identity())
+        if cache is not None and isinstance(cache.options, TeaCacheOptions):
+            calibration = calibration_of(cache.options.file, cache.method, self.identity())
+            polynomial = polynomial_of(cache.options, calibration, self._published_teacache)
+            threshold = polynomial.threshold if cache.options.threshold is None else cache.options.threshold
+            if threshold is None:
+                raise RequestError(
+                    "step_cache: teacache: no threshold is documented for these coefficients; expected one, such as "
+                    "teacache:threshold=0.1"
+                )
+            options = dataclasses.replace(cache.options, threshold=threshold)
+            cache = dataclasses.replace(cache, options=options)
+            request = dataclasses.replace(request, step_cache=cache.text)
+        return with_step_cache(request)
+
+    @property
+    def _published_teacache(self) -> TeaCachePolynomials | None:
+        """A model or LoRA that was distilled to few steps is another model than the coefficients were measured on."""
+        return self.teacache if self.few_steps is None else None
+
+    def _step_cache_remarks(self, request: GenerationRequest) -> list[str]:
+        """What a resolved request's step cache was not measured for."""
+        cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+        if cache is None or not isinstance(cache.options, MagCacheOptions | TeaCacheOptions):
+            return []
+        calibration = calibration_of(cache.options.file, cache.method, self.identity())
+        if calibration is not None:
+            branches = ("cond", "uncond") if self.is_guided(request) else ("cond",)
+            return calibration.remarks(request.to_dict(), branches, cache.method)
+        if self.loras and self.teacache is not None:
+            return [
+                f"step_cache: teacache: the coefficients were measured on {self.teacache.models} without LoRA files"
+            ]
+        return []
 
     def _with_progressive_resolution(self, request: GenerationRequest) -> GenerationRequest:
         """A resolved request with every option of its progressive resolution spelled out, as a recipe has it.
@@ -267,128 +311,17 @@ class RequestRules:
         return tuple(preset for preset in self.sampling_presets if preset.matches(request))
 
 
-@dataclass(frozen=True)
-class BatchSettings:
-    """The values that the requests of one batch share; None only where no model fills them.
-
-    rules: of the model. shared: the values, resolved; those in which requests may differ are the first one's.
-    """
-
-    num_requests: int
-    rules: RequestRules
-    shared: GenerationRequest
-
-    @property
-    def size(self) -> ClipSize:
-        shared = self.shared
-        return ClipSize(_filled(shared.height), _filled(shared.width), _filled(shared.num_frames), _filled(shared.fps))
-
-    @property
-    def num_inference_steps(self) -> int:
-        return _filled(self.shared.num_inference_steps)
-
-    @property
-    def guidance_scale(self) -> float:
-        return _filled(self.shared.guidance_scale)
-
-    @property
-    def guidance_mode(self) -> str:
-        return _filled(self.shared.guidance_mode)
-
-    @property
-    def flow_shift(self) -> float:
-        return _filled(self.shared.flow_shift)
-
-    @property
-    def sampler(self) -> str:
-        return _filled(self.shared.sampler)
-
-    def build_sampler(self) -> Sampler:
-        """The sampler of these values. Raises what `sampler_of` raises."""
-        return sampler_of(self.shared, self.rules.scheduler, self.rules.schedule)
-
-    def stages(self) -> tuple[Stage, ...]:
-        """The steps by size, none for a request whose steps are all at full size. Raises RequestError where the steps
-        end before the full size."""
-        text = self.shared.progressive_resolution
-        progressive = None if text is None else ProgressiveSettings.parse(text)
-        if progressive is None:
-            return ()
-        options, sampler = progressive.options, self.build_sampler()
-        assert options.spectrum is not None
-        assert isinstance(sampler, ScheduleSampler)
-        sizes = [self.halved(level) for level in range(options.levels, 0, -1)]
-        shapes = [self.rules.geometry.sample_shape(size)[-2:] for size in sizes]
-        growth_levels = [growth_level(options.spectrum, options.delta, *shape) for shape in shapes]
-        return plan_stages(sampler.scheduler(torch.device("cpu")).sigmas[: sampler.num_steps].tolist(), growth_levels)
-
-    def halved(self, level: int) -> ClipSize:
-        """The clip's size with height and width halved `level` times."""
-        return dataclasses.replace(self.size, height=self.size.height >> level, width=self.size.width >> level)
-
-    @property
-    def embedded_guidance(self) -> float | None:
-        """The guidance scale that the transformer gets as an input; None when it has no such input."""
-        return self.guidance_scale if self.rules.embeds_guidance else None
-
-    @property
-    def cfg_scales(self) -> tuple[float, float]:
-        """The scale of classifier-free guidance for the first expert and for the second."""
-        if self.rules.embeds_guidance:
-            scale = 1.0 if self.shared.true_cfg_scale is None else self.shared.true_cfg_scale
-            return scale, scale
-        second = self.guidance_scale if self.shared.guidance_scale_2 is None else self.shared.guidance_scale_2
-        return self.guidance_scale + self.rules.guidance_offset, second + self.rules.guidance_offset
-
-    @property
-    def is_guided(self) -> bool:
-        return max(self.cfg_scales) > 1
-
-    @property
-    def decides_per_sample(self) -> bool:
-        """Whether the steps that run depend on the sample, so that requests cannot share a forward pass."""
-        text = self.shared.step_cache
-        return text is not None and StepCacheSettings.parse(text) is not None
-
-    @classmethod
-    def of(cls, batch: Sequence[GenerationRequest], rules: RequestRules) -> Self:
-        """Raises RequestError for no request, a field that is still None, and fields that differ within the batch."""
-        if not batch:
-            raise RequestError("a batch needs one request or more, got none")
-        for name, declared in REQUEST_FIELDS.items():
-            values = list(dict.fromkeys(getattr(request, name) for request in batch))
-            if None in values and not declared.may_stay_none:
-                raise RequestError(f"{name}: the model has no default for it; give a value")
-            if len(values) > 1 and not declared.differs_in_batch:
-                raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
-        return cls(len(batch), rules, batch[0])
-
-    def advice(self, dtype: torch.dtype) -> str:
-        """What would need less memory."""
-        size = self.size
-        ways = [f"a smaller height, width or num_frames (now {size.height}, {size.width}, {size.num_frames})"]
-        if self.num_requests > 1:
-            ways.append(f"fewer requests in a batch (now {self.num_requests})")
-        if self.is_guided and self.guidance_mode == "batched":
-            ways.append("guidance_mode two_pass")
-        if dtype == torch.float32:
-            ways.append("dtype bfloat16")
-        return f"These need less: {', '.join(ways)}"
-
-
 def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     """A resolved request with every option of its step cache spelled out, as a recipe has it, and the guidance mode
     that the cache needs; `none` stays.
 
-    Raises RequestError for a cache that is not made for so few steps, or calibrated for another number of them.
+    Raises RequestError for a cache that is not made for so few steps.
     """
     cache = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
     if cache is None:
         return request
     if request.num_inference_steps is not None:
         cache.check_steps(request.num_inference_steps)
-    if isinstance(cache.options, MagCacheOptions) and request.num_inference_steps is not None:
-        Calibration.read(cache.options.file).check_steps(request.num_inference_steps)
     if cache.decides_per_branch:
         request = dataclasses.replace(request, guidance_mode="two_pass")
     return dataclasses.replace(request, step_cache=cache.text)
@@ -401,9 +334,3 @@ def is_set(request: GenerationRequest, name: str) -> bool:
 
 # What every field is in a request that sets none.
 _UNSET = GenerationRequest("-").to_dict()
-
-
-def _filled(value: _T | None) -> _T:
-    """A value that `BatchSettings.of` has seen to."""
-    assert value is not None
-    return value

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self
+from typing import Literal
 
-from diffusion_runtime.errors import ConfigError, RequestError, nearest, shown
-from diffusion_runtime.options import build_options, parse_pairs
+from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.options import NONE, MethodSettings
 
 # Samplers of distilled models: every step of so few changes too much to be left out.
 FEW_STEPS = 8
-NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,14 @@ class DBCacheOptions:
         if self.mask == NONE and self.policy == "static":
             raise ValueError("policy: static needs a mask")
 
+    def check_blocks(self, num_blocks: int) -> None:
+        """Raises RequestError where F and B leave no block of a model to reuse."""
+        if num_blocks <= self.F + self.B:
+            raise RequestError(
+                f"step_cache: dbcache: expected F + B below this model's {num_blocks} blocks, got F={self.F}, "
+                f"B={self.B}; say dbcache:F=1, or use easycache"
+            )
+
     def may_reuse(self, num_steps: int) -> tuple[bool, ...]:
         """For each step whether the mask leaves it open. Raises RequestError for a mask of another length."""
         if self.mask == NONE:
@@ -129,44 +134,76 @@ class MagCacheOptions:
             raise ValueError(f"retention: expected a share of the steps from 0 to 1, got {self.retention:g}")
 
 
-# By name, the default first.
-METHODS: Mapping[str, type] = MappingProxyType(
-    {"easycache": EasyCacheOptions, "dbcache": DBCacheOptions, "magcache": MagCacheOptions}
-)
+# The degree of TeaCache's polynomials is one less.
+NUM_COEFFICIENTS = 5
 
 
 @dataclass(frozen=True)
-class StepCacheSettings:
-    """A method with its complete options, an instance of METHODS[method]."""
+class TeaCacheOptions:
+    """TeaCache (Liu et al., arXiv:2411.19108).
 
-    method: str
-    options: Any
+    file: a calibration of this model, which `diffusion-runtime calibrate` writes; "" takes the coefficients that
+    TeaCache's authors published for this very model. threshold: steps are reused while the accumulated estimate stays
+    below it; None is the smallest that is documented for the coefficients, CALIBRATED_THRESHOLD for a file's.
+    use_ret_steps: the authors' second variant for Wan, which compares the projected time embedding and computes the
+    first RET_STEPS steps. force: run with FEW_STEPS steps or fewer too.
+    """
 
-    @classmethod
-    def parse(cls, text: str) -> Self | None:
-        """`easycache` or `easycache:threshold=0.1,warmup=0.2`; None for `none`, which turns a preset's cache off.
+    file: str = ""
+    threshold: float | None = None
+    use_ret_steps: bool = False
+    force: bool = False
 
-        Raises RequestError for an unknown method or option, and a value that it cannot have.
-        """
-        method, _, rest = text.partition(":")
-        method = method.strip()
-        if method == NONE and not rest:
-            return None
-        if method not in METHODS:
-            raise RequestError(f"step_cache: unknown value {shown(method)}.{nearest(method, (*METHODS, NONE))}")
-        try:
-            return cls(method, build_options(METHODS[method], parse_pairs(rest), f"step_cache: {method}"))
-        except ConfigError as error:
-            message = str(error)
-            raise RequestError(message if message.startswith("step_cache") else f"step_cache: {message}") from error
+    def __post_init__(self) -> None:
+        if self.threshold is not None and not 0 <= self.threshold <= 10:
+            raise ValueError(f"threshold: expected a number from 0 to 10, got {self.threshold:g}")
 
-    @property
-    def text(self) -> str:
-        """Every option spelled out, as it stands in a recipe; `parse` reads it."""
-        pairs = [
-            f"{item.name}={json.dumps(getattr(self.options, item.name))}" for item in dataclasses.fields(self.options)
-        ]
-        return f"{self.method}:{','.join(pairs)}"
+
+# Steps that are always computed first with use_ret_steps; one without.
+RET_STEPS = 5
+# Of the relative change of the output, which a calibration's polynomial estimates.
+CALIBRATED_THRESHOLD = 0.1
+
+
+@dataclass(frozen=True)
+class TeaCachePolynomial:
+    """From the relative change of what TeaCache compares to that of the model's output. coefficients: NUM_COEFFICIENTS,
+    the highest power first. threshold: where the options say none; None for one that nobody documented."""
+
+    coefficients: tuple[float, ...]
+    threshold: float | None
+
+    def __call__(self, change: float) -> float:
+        value = 0.0
+        for coefficient in self.coefficients:
+            value = value * change + coefficient
+        return value
+
+
+@dataclass(frozen=True)
+class TeaCachePolynomials:
+    """Of one model. of_ret_steps: of the variant `use_ret_steps`, None where the model has none. models, source: what
+    they are for, and who measured them."""
+
+    models: str
+    source: str
+    plain: TeaCachePolynomial
+    of_ret_steps: TeaCachePolynomial | None = None
+
+
+@dataclass(frozen=True)
+class StepCacheSettings(MethodSettings):
+    """Which steps are reused, with the method's options: `easycache` or `easycache:threshold=0.1,warmup=0.2`."""
+
+    field = "step_cache"
+    methods = MappingProxyType(
+        {
+            "easycache": EasyCacheOptions,
+            "dbcache": DBCacheOptions,
+            "teacache": TeaCacheOptions,
+            "magcache": MagCacheOptions,
+        }
+    )
 
     def check_steps(self, num_steps: int) -> None:
         """Raises RequestError for a few-step sampler, unless forced."""
@@ -181,17 +218,4 @@ class StepCacheSettings:
     @property
     def decides_per_branch(self) -> bool:
         """Whether each guidance branch has a decision of its own, and so a forward pass."""
-        return isinstance(self.options, DBCacheOptions | MagCacheOptions)
-
-
-@dataclass(frozen=True)
-class StepCacheText:
-    """The check of a request's step_cache."""
-
-    metavar: ClassVar[str] = "CACHE"
-    kind: ClassVar[type] = str
-
-    def __call__(self, name: str, value: object) -> None:
-        if not isinstance(value, str):
-            raise RequestError(f"{name}: expected one of {', '.join((*METHODS, NONE))}, got {shown(value)}")
-        StepCacheSettings.parse(value)
+        return isinstance(self.options, DBCacheOptions | MagCacheOptions | TeaCacheOptions)

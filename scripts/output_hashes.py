@@ -52,10 +52,9 @@ class RecordingDecoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def stream(self, latents: torch.Tensor) -> Any:
         self.latents.append(latents)
-        frames: torch.Tensor = self._decoder.decode(latents)
-        return frames
+        return self._decoder.stream(latents)
 
 
 def digest(*arrays: numpy.ndarray[Any, Any]) -> str:

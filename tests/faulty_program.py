@@ -79,19 +79,19 @@ def meddle() -> None:
 
     # With several processes each decodes a part of what this one is given.
     decoder: type[LatentDecoder] = SharedDecoder if "RANK" in os.environ else CausalVideoDecoder
-    call, decode, publish = Pipeline.__call__, decoder.decode, generated.publish_pair
+    call, decode, publish = Pipeline.__call__, decoder.stream, generated.publish_pair
 
-    def watched_call(self: Pipeline, request: Any, *, on_progress: Any = None) -> Any:
+    def watched_call(self: Pipeline, request: Any, *, on_progress: Any = None, open_sink: Any = None) -> Any:
         def watched(progress: Any) -> None:
             misbehave(progress.stage, progress.step)
             on_progress(progress)
 
-        return call(self, request, on_progress=watched)
+        return call(self, request, on_progress=watched, open_sink=open_sink)
 
-    def heard_decode(self: Any, latents: Any) -> Any:
+    def heard_decode(self: Any, latents: Any, bands: Any = None) -> Any:
         if "latents" in PLAN and os.environ.get("RANK", "0") == "0":
             numpy.save(PLAN["latents"], latents.cpu().numpy())
-        return decode(self, latents)
+        return decode(self, latents, bands)
 
     def watched_publish(*arguments: Any, **options: Any) -> Any:
         misbehave("write")
@@ -120,7 +120,7 @@ def meddle() -> None:
 
     generation._report_end = watched_end
     Pipeline.__call__ = watched_call  # type: ignore[method-assign]
-    decoder.decode = heard_decode  # type: ignore[method-assign]
+    decoder.stream = heard_decode  # type: ignore[method-assign]
     generated.publish_pair = watched_publish
 
 

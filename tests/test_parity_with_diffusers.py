@@ -5,6 +5,7 @@ Latents after every step within 1e-5 (of their largest value), decoded frames wi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,11 @@ import numpy
 import pytest
 import torch
 from diffusers import WanPipeline
+from family_parity import assert_equal_runs, load_theirs, record_latents
 from tiny_models import TINY_SIZES, write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
-from diffusion_runtime.denoising.noise import initial_noise
-from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
-from diffusion_runtime.request_rules import BatchSettings
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
 
 NUM_STEPS = 4
 GUIDANCE_SCALE = 4.0
@@ -28,33 +26,10 @@ PROMPTS = ("a red circle moving left", "two objects: a blue star, and a green ri
 NEGATIVE_PROMPTS = ("a yellow square", "")
 
 
-class RecordingSampler(Sampler):
-    """Another sampler, whose latents after every step are kept in `latents`."""
-
-    def __init__(self, sampler: Sampler, latents: list[torch.Tensor]) -> None:
-        self.sampler = sampler
-        self.latents = latents
-
-    def sample(
-        self,
-        noise: torch.Tensor,
-        predict: Predict,
-        on_step: OnStep | None = None,
-        draw_noise: DrawNoise | None = None,
-    ) -> torch.Tensor:
-        def keep(step: StepInfo, latents: torch.Tensor) -> None:
-            self.latents.append(latents.clone())
-
-        return self.sampler.sample(noise, predict, keep, draw_noise)
-
-
 @pytest.fixture
 def our_latents(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Gets the latents after every step of the generations in this test."""
-    latents: list[torch.Tensor] = []
-    build = BatchSettings.build_sampler
-    monkeypatch.setattr(BatchSettings, "build_sampler", lambda settings: RecordingSampler(build(settings), latents))
-    return latents
+    return record_latents(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +42,14 @@ def loaded(
 
     def pair(sampler: str) -> tuple[Pipeline, WanPipeline]:
         if sampler not in pairs:
-            pairs[sampler] = (load_pipeline(str(folders[sampler]), device="cpu"), load_theirs(folders[sampler]))
+            pairs[sampler] = (
+                load_pipeline(str(folders[sampler]), device="cpu"),
+                load_theirs(WanPipeline, folders[sampler]),
+            )
         return pairs[sampler]
 
     yield pair
     pairs.clear()
-
-
-def load_theirs(folder: Path) -> WanPipeline:
-    # Without a dtype transformers would load the text encoder in the one its file is in.
-    theirs = WanPipeline.from_pretrained(folder, dtype=torch.float32)
-    theirs.set_progress_bar_config(disable=True)
-    return theirs
 
 
 def run_theirs(
@@ -107,25 +78,11 @@ def run_theirs(
     return latents, frames
 
 
-def assert_equal_runs(
+def assert_equal_to(
     ours: Pipeline, theirs: WanPipeline, requests: list[GenerationRequest], kept: list[torch.Tensor]
 ) -> None:
-    first = requests[0]
-    sizes = ours.resolve(first).to_dict()
-    shape = ours.rules.geometry.latent_shape(sizes["height"], sizes["width"], sizes["num_frames"])
-    noise = initial_noise(shape, [request.seed for request in requests])
-    media = ours.generate(requests)
-    expected_latents, expected_frames = run_theirs(theirs, requests, noise, ours.text_encoder.max_tokens)
-    assert len(kept) == len(expected_latents) == first.num_inference_steps
-    for found, expected in zip(kept, expected_latents, strict=True):
-        assert found.shape == expected.shape
-        assert (found - expected).norm() <= 1e-5 * expected.norm()
-    # The steps did something: a comparison of noise with noise would pass too.
-    assert (expected_latents[-1] - noise).abs().max() > 0.5
-    for item, frames in zip(media, expected_frames, strict=True):
-        assert item.frames.shape == frames.shape
-        assert numpy.abs(item.frames / 255 - frames).max() <= 1 / 255
-        assert frames.std() > 0.05
+    run = functools.partial(run_theirs, theirs, max_tokens=ours.text_encoder.max_tokens)
+    assert_equal_runs(ours, requests, kept, run, latents_within=1e-5, frames_within=1 / 255)
 
 
 def request(**values: Any) -> GenerationRequest:
@@ -152,7 +109,7 @@ def test_one_request(
 ) -> None:
     ours, theirs = loaded(sampler)
     assert ours.defaults["sampler"] == sampler
-    assert_equal_runs(ours, theirs, [request(guidance_mode=guidance_mode, num_frames=num_frames)], our_latents)
+    assert_equal_to(ours, theirs, [request(guidance_mode=guidance_mode, num_frames=num_frames)], our_latents)
 
 
 @pytest.mark.parametrize("sampler", ["unipc", "flow_match_euler"])
@@ -168,27 +125,27 @@ def test_a_batch_of_two_unequal_prompts(
         request(prompt=prompt, negative_prompt=negative, guidance_mode=guidance_mode, seed=seed)
         for prompt, negative, seed in zip(PROMPTS, NEGATIVE_PROMPTS, (5, 6), strict=True)
     ]
-    assert_equal_runs(ours, theirs, requests, our_latents)
+    assert_equal_to(ours, theirs, requests, our_latents)
 
 
 def test_without_guidance(
     loaded: Callable[[str], tuple[Pipeline, WanPipeline]], our_latents: list[torch.Tensor]
 ) -> None:
-    assert_equal_runs(*loaded("unipc"), [request(guidance_scale=1.0)], our_latents)
+    assert_equal_to(*loaded("unipc"), [request(guidance_scale=1.0)], our_latents)
 
 
 def test_wide_frames_and_more_steps(
     loaded: Callable[[str], tuple[Pipeline, WanPipeline]], our_latents: list[torch.Tensor]
 ) -> None:
     values = {"height": 32, "width": 64, "num_frames": 9, "num_inference_steps": 9}
-    assert_equal_runs(*loaded("unipc"), [request(**values)], our_latents)
+    assert_equal_to(*loaded("unipc"), [request(**values)], our_latents)
 
 
 def test_another_flow_shift_and_the_layout_of_the_real_vae(tmp_path: Path, our_latents: list[torch.Tensor]) -> None:
     folder = write_tiny_wan(tmp_path / "wan", scheduler="flow_match_euler", vae="plain", flow_shift=7.0)
     ours = load_pipeline(str(folder), device="cpu")
     assert ours.defaults["flow_shift"] == 7.0
-    assert_equal_runs(ours, load_theirs(folder), [request()], our_latents)
+    assert_equal_to(ours, load_theirs(WanPipeline, folder), [request()], our_latents)
 
 
 def test_the_embedded_model(our_latents: list[torch.Tensor]) -> None:
@@ -196,7 +153,7 @@ def test_the_embedded_model(our_latents: list[torch.Tensor]) -> None:
     ours = load_pipeline("shapes", device="cpu", dtype="float32")
     sizes = {name: ours.defaults[name] for name in ("height", "width")}
     values = {**sizes, "num_frames": 9, "guidance_scale": ours.defaults["guidance_scale"]}
-    assert_equal_runs(ours, load_theirs(EMBEDDED_FOLDER), [request(**values)], our_latents)
+    assert_equal_to(ours, load_theirs(WanPipeline, EMBEDDED_FOLDER), [request(**values)], our_latents)
 
 
 def test_the_prompt_and_the_negative_prompt_matter(loaded: Callable[[str], tuple[Pipeline, WanPipeline]]) -> None:

@@ -25,6 +25,7 @@ from diffusion_runtime.errors import (
     ModelLoadError,
     RequestError,
 )
+from diffusion_runtime.media import ClipHeader, FileWriter
 from diffusion_runtime.models.sampling_presets import names_of, presets_of
 from diffusion_runtime.progress import Progress
 
@@ -289,6 +290,28 @@ def test_progress_says_every_step_in_order(pipeline: Pipeline) -> None:
         assert list(item.timings) == ["text", "denoise", "decode"]
         assert min(item.timings.values()) > 0
     assert media[0].timings["denoise"] == media[1].timings["denoise"] >= denoise[-1]
+
+
+def test_a_sink_gets_the_frames_as_they_are_decoded(pipeline: Pipeline, tmp_path: Path) -> None:
+    """Chunk after chunk, each clip's behind its header; the file has the bytes of one saved afterwards."""
+    seen: list[tuple[int, ClipHeader]] = []
+    chunks: dict[int, list[numpy.ndarray]] = {}
+
+    def open_sink(index: int, header: ClipHeader) -> Callable[[numpy.ndarray], object]:
+        seen.append((index, header))
+        return chunks.setdefault(index, []).append
+
+    requests = [request(), request(seed=2)]
+    media = pipeline.generate(requests, open_sink=open_sink)
+    assert seen == [(index, each.header) for index, each in enumerate(media)]
+    for index, each in enumerate(media):
+        assert [len(chunk) for chunk in chunks[index]] == [1] + [4] * ((each.num_frames - 1) // 4)
+        assert numpy.array_equal(numpy.concatenate(chunks[index]), each.frames)
+        assert numpy.array_equal(each.frames, pipeline(requests[index]).frames)
+    with FileWriter(tmp_path / "streamed.mp4") as writer:
+        pipeline(requests[0], open_sink=writer.open).save(tmp_path / "streamed.mp4", writer=writer)
+    apart = media[0].save(tmp_path / "apart.mp4")
+    assert (tmp_path / "streamed.mp4").read_bytes() == apart.read_bytes()
 
 
 def test_an_interruption_passes_and_the_pipeline_goes_on(pipeline: Pipeline) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from diffusion_runtime import GenerationRequest
+from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.progressive_resolution import ProgressiveText
+from diffusion_runtime.options import MethodText
 from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.request_fields import Levels, Number, OneOf
-from diffusion_runtime.request_rules import BatchSettings, RequestRules
-from diffusion_runtime.step_cache import StepCacheText
+from diffusion_runtime.request_rules import RequestRules
 
 DEFAULTS: dict[str, Any] = {
     "negative_prompt": "",
@@ -43,10 +43,8 @@ def another(name: str, value: Any) -> Any:
     check = REQUEST_FIELDS[name].check
     if isinstance(check, OneOf):
         return next(choice for choice in check.names if choice != value)
-    if isinstance(check, StepCacheText):
-        return "easycache"
-    if isinstance(check, ProgressiveText):
-        return "dct"
+    if isinstance(check, MethodText):
+        return next(iter(check.settings.methods))
     if isinstance(check, Levels):
         return (1.0, 0.25)
     if isinstance(check, Number):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self, TypeVar, TypeVarTuple, cast
 
 from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import BlockRunner, RunBlock, Streams
+from diffusion_runtime.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -90,12 +90,20 @@ class AttentionContext:
     sharding: SequenceSharding = field(default_factory=SequenceSharding)
     block_runner: BlockRunner = field(default_factory=BlockRunner)
 
-    def run_blocks(self, blocks: Iterable[RunBlock], streams: Streams, num_grid_tokens: int) -> Streams:
+    def run_blocks(
+        self,
+        blocks: Iterable[RunBlock],
+        streams: Streams,
+        num_grid_tokens: int,
+        modulated_input: MakeModulatedInput,
+    ) -> Streams:
         """The streams after the last block of a transformer; they are overwritten.
 
         streams: the first one begins with this process's slice of the grid. num_grid_tokens: of the whole grid.
+        modulated_input: called before the blocks run, by a step cache that compares it.
         """
-        return self.block_runner.run(list(blocks), streams, self.step, self.sharding.num_own(num_grid_tokens))
+        num_own = self.sharding.num_own(num_grid_tokens)
+        return self.block_runner.run(list(blocks), streams, self.step, num_own, modulated_input)
 
     def with_layout(self, layout: TokenLayout | None) -> Self:
         """The same forward pass for a call whose keys sit otherwise, such as a cross-attention's."""

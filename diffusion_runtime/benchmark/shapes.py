@@ -8,7 +8,7 @@ from typing import Any
 
 from diffusion_runtime.errors import ConfigError, nearest
 from diffusion_runtime.model_folder import ConfigFile, read_config, read_json
-from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.token_layout import TokenLayout
 

@@ -1,14 +1,16 @@
-"""`calibrate`: measure on a model what the step cache MagCache and progressive resolution need to know of it."""
+"""`calibrate`: measure on a model what MagCache, TeaCache and progressive resolution need to know of it."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.lora_flags import pair_loras
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.errors import OutputError, RequestError
 
@@ -17,7 +19,7 @@ EPILOG = """[bold]Example[/]
 
 diffusion-runtime calibrate "a cat" "a busy street" --model-path wan2.1-1.3b --num-inference-steps 50 -o wan.json
 
-diffusion-runtime generate "a dog" --model-path wan2.1-1.3b --num-inference-steps 50 --step-cache magcache:file=wan.json
+diffusion-runtime generate "a dog" --model-path wan2.1-1.3b --num-inference-steps 50 --step-cache teacache:file=wan.json
 """
 
 
@@ -31,37 +33,50 @@ def calibrate(
     output_path: Annotated[
         str | None, typer.Option("--output-path", "-o", metavar="FILE", help="The .json to write.", show_default=False)
     ] = None,
-    num_inference_steps: Annotated[int | None, _size("Steps; the file is for so many alone.")] = None,
+    num_inference_steps: Annotated[int | None, _size("Steps, as many as the cache is to run with.")] = None,
     height: Annotated[int | None, _size("Pixels.")] = None,
     width: Annotated[int | None, _size("Pixels.")] = None,
     num_frames: Annotated[int | None, _size("1 makes an image.")] = None,
+    guidance_scale: Annotated[
+        float | None, typer.Option(metavar="X", help="As the cache is to run with.", show_default=False)
+    ] = None,
+    lora: options.Lora = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure how a model's residuals change from step to step, for --step-cache magcache, and the spectrum of its
+    """Measure how a model changes from step to step, for --step-cache magcache and teacache, and the spectrum of its
     latents, for --progressive-resolution.
 
-    Each prompt is generated once. The file is refused for another model or number of steps.
+    Each prompt is generated once. The file is refused for another model; another number of steps is reported.
     """
     if not prompts:
         raise RequestError('prompt: there is none; give one or several in quotes, as in calibrate "a cat" "a street"')
     if output_path is None:
         raise OutputError("--output-path: expected the file to write: -o calibration.json")
     path = Path(output_path)
-    if path.exists():
-        raise OutputError(f"{path} exists already; choose another --output-path, or move it")
-    if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is no folder; make it first")
+    _check_target(path)
     terminal = Terminal()
     with terminal.log():
-        from diffusion_runtime.loading import load_pipeline
+        from diffusion_runtime.batch_settings import BatchSettings
+        from diffusion_runtime.config import RuntimeConfig
+        from diffusion_runtime.loading import prepare
         from diffusion_runtime.pipeline import Pipeline
         from diffusion_runtime.request import GenerationRequest
+        from diffusion_runtime.request_rules import RequestRules
 
-        pipeline = load_pipeline(model_path or "shapes", device=device or "auto", dtype=dtype or "auto")
-        if not isinstance(pipeline, Pipeline):
-            raise RequestError("calibrate: expected a native model; a pipeline of diffusers' own has no blocks of ours")
+        loras = pair_loras((), (), lora or ()) or ()
+        prepared = prepare(
+            RuntimeConfig(
+                model_path=model_path or "shapes", device=device or "auto", dtype=dtype or "auto", lora=tuple(loras)
+            )
+        )
+        rules = prepared.rules
+        if not isinstance(rules, RequestRules):
+            raise RequestError(
+                "calibrate: expected a native model; a pipeline of diffusers' own has no blocks of ours: use "
+                "--step-cache easycache, which takes no calibration"
+            )
         requests = [
             GenerationRequest(
                 prompt,
@@ -69,16 +84,52 @@ def calibrate(
                 width=width,
                 num_frames=num_frames,
                 num_inference_steps=num_inference_steps,
+                guidance_scale=guidance_scale,
                 seed=seed,
             )
             for seed, prompt in enumerate(prompts)
         ]
+        # What cannot be generated is refused before the weights load.
+        BatchSettings.of([rules.resolve(request) for request in requests], rules)
+        pipeline = prepared.load()
+        assert isinstance(pipeline, Pipeline)
         calibration = pipeline.calibrate(requests)
-    path.write_text(json.dumps(calibration.to_dict(), indent=1) + "\n")
+    _write(path, json.dumps(calibration.to_dict(), indent=1) + "\n")
     if as_json:
         put_on_stdout(json_text({"schema": SCHEMA, "path": str(path), "calibration": calibration.to_dict()}))
     else:
+        if not calibration.coefficients:
+            terminal.say(
+                f"{calibration.num_steps} steps are too few for TeaCache's coefficients; the file serves magcache alone"
+            )
         if calibration.spectrum is not None:
             pairs = ",".join(f"{name}={value:.6g}" for name, value in calibration.spectrum.items())
             terminal.say(f"spectrum of the latents: --progressive-resolution dct:{pairs}")
         put_path_on_stdout(path)
+
+
+def _check_target(path: Path) -> None:
+    """Whether the file can be written, before anything is generated. Raises OutputError."""
+    from diffusion_runtime.media.publish import temporary_file
+
+    if path.exists():
+        raise OutputError(f"{path} exists already; choose another --output-path, or move it")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path.parent} is no folder; make it first")
+    try:
+        with temporary_file(path.parent):
+            pass
+    except OSError as error:
+        raise OutputError(f"--output-path: cannot write to {path.parent}: {error.strerror}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or none. Raises OutputError."""
+    from diffusion_runtime.media.publish import temporary_file
+
+    try:
+        with temporary_file(path.parent) as partial:
+            partial.write_text(text)
+            os.replace(partial, path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error

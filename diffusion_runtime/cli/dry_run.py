@@ -43,6 +43,8 @@ def show_plan(
     ]
     if description.degrees.num_processes > 1:
         facts.append(("processes", f"{description.degrees.num_processes}: {description.degrees}"))
+    if description.quantization is not None:
+        facts.append(("quantization", description.quantization))
     facts += [("lora", _lora_row(lora)) for lora in description.config.lora]
     for name, declared in REQUEST_FIELDS.items():
         value = getattr(makeable[0], name)
@@ -128,6 +130,7 @@ def _to_json_object(
         "schema": SCHEMA,
         **{key: value for key, value in description.to_dict().items() if key != "schema"},
         "folder": str(description.folder),
+        "quantization": description.quantization,
         "defaults": dict(description.rules.defaults),
         "presets": {name: dict(values) for name, values in description.rules.presets.items()},
         "libraries": [

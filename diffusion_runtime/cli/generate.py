@@ -75,7 +75,10 @@ def generate(context: typer.Context, **given: Any) -> None:
             "dtype": run.dtype,
             "self_check": run.self_check,
             "vae_decode": run.vae_decode,
+            "vae_tiling": run.vae_tiling,
             "vae_decoder": run.vae_decoder,
+            "quantization": run.quantization,
+            "quantization_ignored_layers": run.quantization_ignored_layers or None,
             "lora": pair_loras(source.lora_path or (), source.lora_scale or (), source.lora or ()),
         },
         parallel={

@@ -147,7 +147,7 @@ def _generate(
     prints_paths = coordinator.is_first and not output_flags.as_json
     result = run_batch(
         items,
-        lambda request, on_progress: pipeline(request, on_progress=on_progress),
+        lambda request, on_progress, open_sink: pipeline(request, on_progress=on_progress, open_sink=open_sink),
         outputs,
         terminal,
         put_path_on_stdout if prints_paths else None,

@@ -125,9 +125,25 @@ RuntimeBackend: TypeAlias = Annotated[
 VaeDecode: TypeAlias = Annotated[
     str | None, _flag(WHERE, "exact: diffusers' bits; fast: differs by rounding.", "--vae-decode", metavar="MODE")
 ]
+VaeTiling: TypeAlias = Annotated[
+    str | None, _flag(WHERE, "Decode in blended tiles: auto, on (less memory), off.", "--vae-tiling", metavar="CHOICE")
+]
 VaeDecoder: TypeAlias = Annotated[
     str | None,
     _flag(WHERE, "For previews: tiny, or a TAEHV file in safetensors.", "--vae-decoder", metavar="tiny|FILE"),
+]
+Quantization: TypeAlias = Annotated[
+    str | None,
+    _flag(WHERE, "8-bit linear layers: none, fp8 or fp8-all.", "--quantization", metavar="MODE"),
+]
+QuantizationIgnoredLayers: TypeAlias = Annotated[
+    list[str] | None,
+    _flag(
+        WHERE,
+        "Layers that stay as they are, by name or pattern (blocks.0.*). Repeatable.",
+        "--quantization-ignored-layers",
+        metavar="NAME",
+    ),
 ]
 NumGpus: TypeAlias = Annotated[
     int | None, _flag(WHERE, "Processes, one per device; degrees are chosen.", "--num-gpus", metavar="N")
@@ -193,7 +209,10 @@ class RunFlags:
     dtype: Dtype = None
     backend: RuntimeBackend = None
     vae_decode: VaeDecode = None
+    vae_tiling: VaeTiling = None
     vae_decoder: VaeDecoder = None
+    quantization: Quantization = None
+    quantization_ignored_layers: QuantizationIgnoredLayers = None
     num_gpus: NumGpus = None
     ulysses_degree: UlyssesDegree = None
     ring_degree: RingDegree = None

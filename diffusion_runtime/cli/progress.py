@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from diffusion_runtime.cli.terminal import Terminal
-
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as Bars
 
     from diffusion_runtime.progress import Progress
@@ -27,15 +26,18 @@ class View(ABC):
 
 
 @contextmanager
-def show_progress(terminal: Terminal, title: str) -> Iterator[View]:
-    """A view for one item, below a line with its title; a redrawn one is gone afterwards, so that lines can follow."""
-    terminal.say(title)
-    if terminal.is_live:
-        bars = _make_bars(terminal)
+def show_progress(title: str, say: Callable[[str], None], live: Console | None) -> Iterator[View]:
+    """A view for one item, below a line with its title; a redrawn one is gone afterwards, so that lines can follow.
+
+    say: writes a line. live: where lines can be redrawn; None where they cannot.
+    """
+    say(title)
+    if live is None:
+        yield _PlainView(say)
+    else:
+        bars = _make_bars(live)
         with bars:
             yield _LiveView(bars)
-    else:
-        yield _PlainView(terminal)
 
 
 def step_text(progress: Progress) -> str:
@@ -58,8 +60,8 @@ def _duration(seconds: float) -> str:
 
 
 class _PlainView(View):
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._reported: set[tuple[str, int]] = set()
 
     def update(self, progress: Progress) -> None:
@@ -70,7 +72,7 @@ class _PlainView(View):
             return
         self._reported.add(key)
         detail = step_text(progress)
-        self._terminal.say(f"  {progress.stage}: " + (detail or f"{progress.seconds:.2f} s"))
+        self._say(f"  {progress.stage}: " + (detail or f"{progress.seconds:.2f} s"))
 
 
 class _LiveView(View):
@@ -89,17 +91,17 @@ class _LiveView(View):
         )
 
 
-def _make_bars(terminal: Terminal) -> Bars:
+def _make_bars(console: Console) -> Bars:
     from rich.progress import BarColumn, SpinnerColumn, TextColumn
     from rich.progress import Progress as Bars
 
     # Narrow enough for 80 columns with the longest detail; rich would drop what does not fit.
     return Bars(
-        SpinnerColumn("dots" if terminal.console.encoding.startswith("utf") else "line"),
+        SpinnerColumn("dots" if console.encoding.startswith("utf") else "line"),
         TextColumn("{task.fields[stage]}", markup=False, style="bold"),
         BarColumn(bar_width=16),
         TextColumn("{task.fields[detail]}", markup=False),
-        console=terminal.console,
+        console=console,
         transient=True,
         # Lines of other libraries go above the bars; standard output is left alone, it may be a pipe.
         redirect_stdout=False,

@@ -135,7 +135,12 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     notes = [report.get("notes") for report in reports]
     remarks = [f"note: {note}" for several in notes if isinstance(several, list) for note in several]
-    return list(dict.fromkeys([*steps, *libraries, *remarks]))
+    products: dict[str, int] = {}
+    for row in (row for report in reports for row in _mappings(report.get("products"))):
+        how = str(row.get("implementation"))
+        products[how] = products.get(how, 0) + int(row.get("count", 0))
+    quantized = [f"quantised linear layers: {count} x {how}" for how, count in products.items()]
+    return list(dict.fromkeys([*steps, *quantized, *libraries, *remarks]))
 
 
 def _describe_steps(row: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.cli.progress import show_progress
 from diffusion_runtime.errors import OutputError
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ class Terminal:
 
     def progress(self, title: str) -> AbstractContextManager[ProgressView]:
         """Shows the progress of one generation below a line with its title."""
-        from diffusion_runtime.cli.progress import show_progress
-
-        return show_progress(self, title)
+        return show_progress(title, self.say, self.console if self.is_live else None)
 
     def _line(self, text: str, style: str) -> None:
         from rich.text import Text

@@ -30,8 +30,8 @@ from diffusion_runtime.diagnosis.problems import Problem
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware, resolve_device
 from diffusion_runtime.kernels.importing import raised_line
-from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
 from diffusion_runtime.models.diffusers_import import IMPORTED_BY_DIFFUSERS
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
 
 # Called with a stage, and with the item of it that is under way.
 OnProgress = Callable[[str, str], None]

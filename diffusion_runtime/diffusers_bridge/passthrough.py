@@ -28,6 +28,7 @@ from diffusion_runtime.diffusers_bridge.step_cache import CachedDenoisers
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.model_folder import ModelFolder
@@ -72,17 +73,23 @@ class DiffusersPipeline:
         """`PassthroughRules.resolve` of this pipeline."""
         return self.rules.resolve(request, preset)
 
-    def __call__(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> GeneratedMedia:
+    def __call__(
+        self, request: GenerationRequest, *, on_progress: OnProgress | None = None, open_sink: OpenSink | None = None
+    ) -> GeneratedMedia:
         """One video or image. Raises what `generate` raises."""
-        return self.generate([request], on_progress=on_progress)[0]
+        return self.generate([request], on_progress=on_progress, open_sink=open_sink)[0]
 
     def generate(
-        self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        open_sink: OpenSink | None = None,
     ) -> list[GeneratedMedia]:
         """Each request by itself, one after the other: pipelines differ too much in what they batch.
 
         on_progress: called as steps begin and end; what it raises ends the generation. A Cancelled that names requests
-        ends those alone: the result leaves them out.
+        ends those alone: the result leaves them out. open_sink: gets all frames of a clip at once.
 
         Raises RequestError for no request and for values that the pipeline does not take, before any work;
         PipelineBusyError at once while another generation of this pipeline runs; BackendUnavailableError when a call
@@ -99,6 +106,8 @@ class DiffusersPipeline:
                 if cancellations.is_wanted(index):
                     media = self._generate(request, None if on_progress is None else cancellations.watch)
                     if cancellations.is_wanted(index):
+                        if open_sink is not None and media.audio is None:
+                            open_sink(index, media.header)(media.frames)
                         made.append(media)
             return made
 

@@ -9,9 +9,10 @@ rounds there too, but sums a convolution and a norm in another order.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +34,7 @@ from diffusion_runtime.kernels.frame_upsampling.api import (
     upsample_channels_first,
     upsample_channels_last,
 )
+from diffusion_runtime.layers.sample_decoder import SampleDecoder
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import with_neighbour_rows
@@ -40,31 +42,48 @@ from diffusion_runtime.parallel.halo import with_neighbour_rows
 Activation = TypeVar("Activation")
 
 
-class CausalDecoder(ABC, Generic[Activation]):
-    """autoencoder: AutoencoderKLWan or AutoencoderKLQwenImage, or a module of the same structure, in eval mode."""
+class LatentFrameDecoder(SampleDecoder):
+    """Decodes one latent frame after the other. A chunk is what one latent frame becomes.
+
+    autoencoder: AutoencoderKLWan or AutoencoderKLQwenImage, or a module of the same structure, in eval mode. `ranks` of
+    `decode` are the processes that each decode a band of rows, from the top.
+    """
 
     def __init__(self, autoencoder: Any) -> None:
         self._autoencoder = autoencoder
         self._network = autoencoder.decoder
         self._patch_size = autoencoder.config.get("patch_size") or 1
-
-    @property
-    def frames_factor(self) -> int:
-        """Frames that every latent frame but the first becomes."""
         upsamplers = (_upsampler_of(block)[0] for block in self._network.up_blocks)
         doubled = [upsampler for upsampler in upsamplers if upsampler is not None and upsampler.mode == "upsample3d"]
-        return 1 << len(doubled)
+        self.frames_factor = 1 << len(doubled)
 
-    def decode(self, raw: torch.Tensor, bands: RankGroup | None = None) -> Iterator[torch.Tensor]:
-        """The frames of one latent frame after the other, [1, 3, frames, height, width], in [-1, 1].
 
-        raw: latents as the autoencoder takes them, [1, channels, frames, height, width], in its weights' dtype. bands:
-        processes that each decode a band of rows, from the top; raw is then this one's band, and so are the frames.
-        """
+class ModuleDecoder(LatentFrameDecoder):
+    """The module's own layers, as its `decode` runs them: what the others are compared with."""
+
+    def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
+        """See SampleDecoder.decode."""
+        # What each causal convolution has read, in their order: the module keeps it in this list.
+        kept: list[Any] = [None] * sum(isinstance(module, nn.Conv3d) for module in self._network.modules())
+        knows_first = "first_chunk" in inspect.signature(self._network.forward).parameters
+        with _beyond_bands(ranks):
+            latents = self._autoencoder.post_quant_conv(raw)
+        for index in range(latents.shape[2]):
+            first = {"first_chunk": index == 0} if knows_first else {}
+            with _beyond_bands(ranks):
+                chunk = self._network(latents[:, :, index : index + 1], feat_cache=kept, feat_idx=[0], **first)
+            yield _unpatchify(chunk, self._patch_size).clamp(-1.0, 1.0)
+
+
+class CausalDecoder(LatentFrameDecoder, Generic[Activation]):
+    """Decodes by layers of our own on the module's weights."""
+
+    def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
+        """See SampleDecoder.decode."""
         latents = self._autoencoder.post_quant_conv(raw)
         histories: dict[nn.Module, torch.Tensor] = {}
         for index in range(latents.shape[2]):
-            run = self.begin(latents[:, :, index : index + 1], LatentFrame(index == 0, histories, bands))
+            run = self.begin(latents[:, :, index : index + 1], LatentFrame(index == 0, histories, ranks))
             yield _unpatchify(run.frames(self._network), self._patch_size).clamp(-1.0, 1.0)
 
     @abstractmethod
@@ -75,7 +94,7 @@ class CausalDecoder(ABC, Generic[Activation]):
 @dataclass(frozen=True)
 class LatentFrame:
     """Where a latent frame stands. histories: what each causal convolution has read, kept from frame to frame. bands:
-    as in CausalDecoder.decode."""
+    as in LatentFrameDecoder."""
 
     is_first: bool
     histories: dict[nn.Module, torch.Tensor]
@@ -125,7 +144,7 @@ class DecoderRun(ABC, Generic[Activation]):
 
     def _attend(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         """Attention among the pixels of a frame by diffusers' own module: small, and the same in every layout."""
-        with nullcontext() if self._bands is None else SpatialParallel(self._bands):
+        with _beyond_bands(self._bands):
             out: torch.Tensor = block(x)
         return out
 
@@ -354,6 +373,11 @@ def _pixels(x: torch.Tensor, conv: Any) -> torch.Tensor:
     """[frames, channels, height, width] as [frames, height, width, outputs of conv]; a view where the layout was
     kept."""
     return x.permute(0, 2, 3, 1).contiguous()[..., : conv.out_channels]
+
+
+def _beyond_bands(bands: RankGroup | None) -> AbstractContextManager[Any]:
+    """While this is entered, diffusers' layers read the rows beyond the edges of a band."""
+    return nullcontext() if bands is None else SpatialParallel(bands)
 
 
 def _norm_of(norm: Any) -> NormSilu:

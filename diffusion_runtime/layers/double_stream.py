@@ -14,6 +14,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import ModulatedInput
 from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
@@ -113,6 +114,11 @@ class DoubleStreamBlock(nn.Module):
         self._feed_forward(x, self.feed_forward, Branch(branch, rows[2]), rows[3:])
         self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
 
+    def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
+        """Of a model whose first block this is."""
+        shift, scale, *_ = self.modulation(conditioning)
+        return ModulatedInput(modulated_layer_norm(x, shift, scale, self.eps))
+
     def _feed_forward(
         self, x: torch.Tensor, feed_forward: nn.Module, branch: Branch, rows: Sequence[torch.Tensor]
     ) -> None:
@@ -120,3 +126,10 @@ class DoubleStreamBlock(nn.Module):
         shift, scale, gate = rows
         normalized = modulated_layer_norm(x, shift, scale, self.eps, branch=branch)
         add_gated_(x, feed_forward(normalized), gate)
+
+
+def modulated_input(blocks: nn.ModuleList, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
+    """What TeaCache compares in a model of DoubleStreamBlocks; x and conditioning as the first of them gets them."""
+    first = blocks[0]
+    assert isinstance(first, DoubleStreamBlock)
+    return first.modulated_input(x, conditioning)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diffusion_runtime.kernels.activations.api import silu_mul
+from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
 from diffusion_runtime.kernels.implementation import fusion_is_on
 
 
@@ -46,19 +46,25 @@ class Linear(nn.Linear):
             return out
         return super().forward(x)
 
-    def forward_gelu(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """The linear layer followed by the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415). start: the first
-        of its features that are computed; another one than 0 needs `runs_in_parts`."""
+    def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """The linear layer followed by the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415)."""
         if _runs_on_onednn(x):
             out: torch.Tensor = _onednn(x, self.weight, self.bias, "gelu", [], "tanh")
             return out
-        if self.bias is not None and x.numel() > 0 and self.runs_in_parts(x):
-            # cuBLASLt computes the GELU, whose only form there is the tanh one, while it writes the product: apart it
-            # reads and writes the widest tensor of a block once more.
-            rows, weight = x.flatten(0, -2), self.weight[start:]
-            out = torch.ops.aten._addmm_activation(self.bias[start:], rows, weight.t(), use_gelu=True)
-            return out.view(*x.shape[:-1], -1)
+        if x.numel() > 0 and self.runs_in_parts(x):
+            return self.forward_gelu_from(x, 0)
         return F.gelu(self(x), approximate="tanh")
+
+    def forward_gelu_from(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """The features from `start` on of forward_gelu. Needs `runs_in_parts`, and tokens."""
+        bias: torch.Tensor | None = self.bias
+        if bias is None:
+            return gelu_(F.linear(x, self.weight[start:]))
+        # cuBLASLt computes the GELU, whose only form there is the tanh one, while it writes the product: apart it reads
+        # and writes the widest tensor of a block once more.
+        rows, weight = x.flatten(0, -2), self.weight[start:]
+        out: torch.Tensor = torch.ops.aten._addmm_activation(bias[start:], rows, weight.t(), use_gelu=True)
+        return out.view(*x.shape[:-1], -1)
 
     def forward_first(self, x: torch.Tensor, stop: int) -> torch.Tensor:
         """The features before `stop`: [..., in_features] to [..., stop]. Needs `runs_in_parts`."""

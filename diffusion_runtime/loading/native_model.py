@@ -19,11 +19,12 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
-from diffusion_runtime.models.checkpoint import fetch_weights
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.interface import DiffusionTransformer, LatentDecoder
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
+from diffusion_runtime.models.model_sources import fetch_weights
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.models.shared_decoder import SharedDecoder
@@ -40,7 +41,8 @@ from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 @dataclass(frozen=True)
 class PreparedModel:
     """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
-    the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own."""
+    the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own.
+    quantization: of the transformer's linear layers, already made in `transformer`."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -52,6 +54,7 @@ class PreparedModel:
     mesh: ProcessMesh
     world: World | None
     tiny: TinyFile | None = None
+    quantization: Quantization | None = None
 
     @property
     def rules(self) -> RequestRules:
@@ -93,12 +96,13 @@ class PreparedModel:
             transformer=transformer,
             decoder=decoder,
             rules=checked.rules,
-            load_image_conditioner=lambda: opened.load_image_conditioner(self.device, self.dtype),
+            load_image_conditioner=self._load_image_conditioner,
             device=self.device,
             dtype=self.dtype,
             recipe=description.to_dict(),
             mesh=self.mesh,
             remarks=remarks_on(description.self_checks),
+            quantization=self.quantization,
             few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
             loras=LoraSwitch(
                 functools.partial(opened.rewrite_transformer, transformer),
@@ -116,7 +120,7 @@ class PreparedModel:
         # Loading fills the transformer, so a second `load` needs another one.
         is_empty = all(parameter.is_meta for parameter in self.transformer.parameters())
         transformer, self_checks = checker.build_checked(
-            lambda: build_transformer(self.model, self.policy),
+            lambda: build_transformer(self.model, self.policy, self.quantization),
             lambda built: built.attention_layers(),
             self.transformer if is_empty else None,
         )
@@ -135,17 +139,26 @@ class PreparedModel:
 
         return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
 
+    def _load_image_conditioner(self) -> ImageConditioner:
+        conditioner = self.model.load_image_conditioner(self.device, self.dtype)
+        return conditioner.fast() if self.description.config.vae_decode == "fast" else conditioner
+
     def _load_decoder(self) -> LatentDecoder:
+        config = self.description.config
+
         def load() -> LatentDecoder:
             if self.tiny is not None:
                 return self.tiny.load(self.device, self.dtype)
             decoder = self.model.load_decoder(self.device, self.dtype)
-            return decoder.fast() if self.description.config.vae_decode == "fast" else decoder
+            if config.vae_decode == "fast":
+                decoder = decoder.fast()
+            return decoder if config.vae_tiling == "auto" else decoder.in_tiles(config.vae_tiling == "on")
 
         if self.world is None:
             return load()
-        splits_rows = self.tiny is None and self.model.family.decoder_splits_rows
-        is_needed = self.world.is_first or splits_rows
+        family = self.model.family
+        is_shared = family.shares_decoding or (family.has_tiles and config.vae_tiling == "on")
+        is_needed = self.world.is_first or (self.tiny is None and is_shared)
         return SharedDecoder(load() if is_needed else None, self.world)
 
 
@@ -157,9 +170,14 @@ def self_checker_of(config: RuntimeConfig, rules: RequestRules, degrees: Degrees
     return SelfChecker(enabled=config.self_check, may_run=False, num_keys=num_keys)
 
 
-def build_transformer(model: Model[Any, Any], policy: AttentionPolicy) -> DiffusionTransformer:
+def build_transformer(
+    model: Model[Any, Any], policy: AttentionPolicy, quantization: Quantization | None
+) -> DiffusionTransformer:
     try:
-        return model.build_transformer(policy)
+        transformer = model.build_transformer(policy)
+        if quantization is not None:
+            quantization.apply(model.modules(transformer))
+        return transformer
     except (RuntimeError, OverflowError) as error:
         # Sizes that are valid one by one and not together: their products exceed torch's integers.
         raise ModelLoadError(

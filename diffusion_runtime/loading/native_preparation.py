@@ -12,19 +12,24 @@ from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import Degrees, RuntimeConfig
+from diffusion_runtime.denoising.step_cache.calibration import model_identity
 from diffusion_runtime.description import PipelineDescription, planned_attention
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
 from diffusion_runtime.models.latent_spectrum import read_spectrum
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
+from diffusion_runtime.models.model_sources import EMBEDDED
 from diffusion_runtime.models.published import model_of_name
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
-from diffusion_runtime.models.sampling_presets import few_steps_of, presets_of, recognise
-from diffusion_runtime.models.tiny_decoder import TinyDecoder, TinyFile, read_tiny_decoder
+from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
+from diffusion_runtime.models.teacache import read_polynomials
+from diffusion_runtime.models.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
 from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
@@ -44,6 +49,7 @@ def prepare_native(
     check_components(folder)
     refuse_quantised_components(folder)
     family.check_decode_mode(config.vae_decode)
+    family.check_tiling(config.vae_tiling)
     model = family.open(folder)
     tiny = _read_tiny_decoder(config, model)
     rules = _request_rules_of(model, config)
@@ -68,9 +74,10 @@ def prepare_native(
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
         self_check=config.self_check,
     )
+    quantization = Quantization.of(family.name, config.quantization, config.quantization_ignored_layers)
     # Every attention layer decides when it is made, so a choice that cannot run ends here.
     transformer, self_checks = self_checker_of(config, rules, degrees).build_checked(
-        lambda: build_transformer(model, policy), lambda built: built.attention_layers()
+        lambda: build_transformer(model, policy, quantization), lambda built: built.attention_layers()
     )
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
@@ -82,7 +89,13 @@ def prepare_native(
         family=family.name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        rules=dataclasses.replace(rules, attention_layers=layers, loras=loras),
+        rules=dataclasses.replace(
+            rules,
+            attention_layers=layers,
+            loras=loras,
+            num_blocks=transformer.num_blocks,
+            identity=lambda: model_identity(family.name, folder.digest, config.lora),
+        ),
         attention=planned_attention(layers),
         libraries=(
             LibraryAttention("text_encoder", "transformers", "its own choice"),
@@ -90,25 +103,35 @@ def prepare_native(
         ),
         degrees=degrees,
         self_checks=self_checks,
+        quantization=None if quantization is None else quantization.describe(model.modules(transformer)),
     )
-    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny)
+    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny, quantization)
 
 
 def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFile | None:
     if config.vae_decoder is None:
         return None
     family = model.family
+    # The embedded model's autoencoder has the shapes of Wan 2.1's, and latents of its own.
+    if config.model_path == EMBEDDED and is_published_choice(config.vae_decoder):
+        raise ConfigError(
+            f"vae_decoder: {shown(config.vae_decoder)} is made for published models; the embedded model has latents of "
+            "its own, and no tiny decoder; leave out --vae-decoder"
+        )
     return read_tiny_decoder(config.vae_decoder, model.folder, family.name, model.geometry, family.tiny_decoders)
 
 
 def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:
     """What is documented of a model chosen by name over generation.json over the sampling preset that it is recognised
-    by over the scheduler's own settings over the model's defaults."""
+    by over the scheduler's own settings over the model's defaults.
+
+    Raises ModelLoadError where generation.json has a preset by the name of one of the model's sampling presets."""
     named, family = model_of_name(config.model_path), model.family.name
     documented = [] if named is None else [named.request]
     distilled = recognise(family, model.folder, config.model_path)
     preset = {} if distilled is None else distilled.presets[0].request
     sampling_presets = presets_of(family, config.model_path)
+    check_preset_names(model.generation.presets, sampling_presets, model.folder / GENERATION_FILE)
     defaults, scheduler = dict(model.defaults), model.scheduler
     if scheduler.sampler is None:
         # Another scheduler would give other images: only a request or generation.json may replace it.
@@ -131,6 +154,7 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         attention_layers=(),
         sampling_presets=sampling_presets,
         spectrum=read_spectrum(model.folder),
+        teacache=read_polynomials(model.folder),
         few_steps=few_steps_of(family, model.folder, config.model_path, [lora.path for lora in config.lora]),
     )
 

@@ -21,7 +21,7 @@ from diffusion_runtime.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.model_folder import ModelFolder, read_index
-from diffusion_runtime.models.checkpoint import fetch_weights
+from diffusion_runtime.models.model_sources import fetch_weights
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.models.weight_files import check_components
 
@@ -82,10 +82,15 @@ class PreparedPassthrough:
 
 def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:
     """`prepare` for a folder that diffusers' own pipeline runs."""
-    if config.vae_decode != "exact" or config.vae_decoder is not None:
+    if config.vae_decode != "exact" or config.vae_decoder is not None or config.vae_tiling != "auto":
         raise ConfigError(
-            "vae_decode, vae_decoder: diffusers' own pipeline decodes with its own module; leave out --vae-decode and "
-            "--vae-decoder"
+            "vae_decode, vae_decoder, vae_tiling: diffusers' own pipeline decodes with its own module; leave out "
+            "--vae-decode, --vae-decoder and --vae-tiling"
+        )
+    if config.quantization != "none":
+        raise ConfigError(
+            f"quantization: {config.quantization}: diffusers' own pipeline has its own way to quantise, a "
+            "quantization_config in the folder; leave out --quantization"
         )
     check_components(folder)
     device = resolve_device(config.device)

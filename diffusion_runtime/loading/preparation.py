@@ -14,8 +14,8 @@ from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.loading.passthrough import is_passthrough, prepare_passthrough
 from diffusion_runtime.model_folder import ModelFolder
-from diffusion_runtime.models.checkpoint import resolve_model_folder
 from diffusion_runtime.models.diffusers_import import check_diffusers_import
+from diffusion_runtime.models.model_sources import resolve_model_folder
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.request_rules import RequestRules
 
@@ -31,7 +31,10 @@ def load_pipeline(
     lora: Sequence[Any] = (),
     self_check: bool = True,
     vae_decode: str = "exact",
+    vae_tiling: str = "auto",
     vae_decoder: str | None = None,
+    quantization: str = "none",
+    quantization_ignored_layers: Sequence[str] = (),
     on_stage: OnStage | None = None,
     world: World | None = None,
 ) -> GenerationPipeline:
@@ -43,8 +46,9 @@ def load_pipeline(
     attention: the config level, in any form AttentionConfig.parse takes; attention_override: the same one level higher,
     as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. self_check:
     whether third-party attention kernels are compared with the definition on this machine's accelerator before the
-    weights are read, once per version. vae_decode, vae_decoder: see RuntimeConfig. on_stage: called with a phrase
-    before each part is loaded. world: the processes that run the model together, each of which must load it alike.
+    weights are read, once per version. vae_decode, vae_tiling, vae_decoder, quantization, quantization_ignored_layers:
+    see RuntimeConfig. on_stage: called with a phrase before each part is loaded. world: the processes that run the
+    model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers from being
@@ -59,7 +63,10 @@ def load_pipeline(
         "lora": lora,
         "self_check": self_check,
         "vae_decode": vae_decode,
+        "vae_tiling": vae_tiling,
         "vae_decoder": vae_decoder,
+        "quantization": quantization,
+        "quantization_ignored_layers": quantization_ignored_layers,
     }
     return prepare(_runtime_config(model, keywords), world).load(on_stage)
 
@@ -97,7 +104,7 @@ def prepare(
 def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> RuntimeConfig:
     if not isinstance(model, RuntimeConfig):
         return RuntimeConfig(model_path=model, **keywords)
-    given = [name for name, value in keywords.items() if value not in (None, "auto", (), True, "exact")]
+    given = [name for name, value in keywords.items() if value not in (None, "auto", (), True, "exact", "none")]
     if given:
         raise ConfigError(
             f"load_pipeline: {', '.join(given)}: put it into the RuntimeConfig, or give a model path instead"

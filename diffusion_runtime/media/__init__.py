@@ -4,6 +4,7 @@ recipe."""
 from __future__ import annotations
 
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.media.file_writer import ClipHeader, FileWriter
 from diffusion_runtime.media.formats import FORMATS, SOUND_FORMATS, check_format, format_of
 from diffusion_runtime.media.generated import GeneratedMedia
 from diffusion_runtime.media.publish import numbered
@@ -16,6 +17,8 @@ __all__ = [
     "SIDECAR_SCHEMA",
     "SOUND_FORMATS",
     "Audio",
+    "ClipHeader",
+    "FileWriter",
     "GeneratedMedia",
     "MediaFile",
     "check_format",

@@ -1,6 +1,7 @@
 """Encoders: frames to file bytes, one function per format. Frames are uint8 RGB [num_frames, height, width, 3].
 
-Each function writes to a path that exists already and raises OSError when that fails, a full disk included.
+Frames may come in chunks, as they are decoded. Each function writes to a path that exists already and raises OSError
+when that fails, a full disk included.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy
 
@@ -30,8 +33,29 @@ WEBP_QUALITY = 90
 EXIF_DESCRIPTION = 0x010E
 
 
+@dataclass(frozen=True)
+class FrameChunks:
+    """The frames of a clip in their order, to be read once. chunks: [frames, height, width, 3] each."""
+
+    num_frames: int
+    height: int
+    width: int
+    chunks: Iterable[numpy.ndarray]
+
+    @classmethod
+    def of(cls, frames: numpy.ndarray) -> FrameChunks:
+        """All of them at once."""
+        num_frames, height, width = frames.shape[:3]
+        return cls(num_frames, height, width, [frames])
+
+    def images(self) -> Iterator[Image.Image]:
+        from PIL import Image
+
+        return (Image.fromarray(frame) for chunk in self.chunks for frame in numpy.ascontiguousarray(chunk))
+
+
 def encode(
-    file_format: str, frames: numpy.ndarray, fps: int, recipe: str | None, path: Path, audio: Audio | None = None
+    file_format: str, frames: FrameChunks, fps: int, recipe: str | None, path: Path, audio: Audio | None = None
 ) -> None:
     """Write `frames` to `path` in a format of FORMATS; `recipe` is ASCII text to carry along, None for none.
 
@@ -43,7 +67,7 @@ def encode(
         _ENCODERS_WITH_SOUND[file_format](frames, fps, recipe, path, audio)
 
 
-def _write_mp4(frames: numpy.ndarray, fps: int, recipe: str | None, path: Path, audio: Audio | None = None) -> None:
+def _write_mp4(frames: FrameChunks, fps: int, recipe: str | None, path: Path, audio: Audio | None = None) -> None:
     """H.264 in 4:2:0, which every player supports, and AAC. Sizes must be even: an odd edge is repeated once, never
     cropped."""
     with _sound_arguments(audio, path.parent) as (sound, sound_track):
@@ -66,13 +90,12 @@ def _sound_arguments(audio: Audio | None, folder: Path) -> Iterator[tuple[list[s
 
 
 def _run_ffmpeg(
-    frames: numpy.ndarray, fps: int, recipe: str | None, path: Path, sound: list[str], sound_track: list[str]
+    frames: FrameChunks, fps: int, recipe: str | None, path: Path, sound: list[str], sound_track: list[str]
 ) -> None:
     """sound, sound_track: of _sound_arguments."""
     import imageio_ffmpeg
 
-    even = numpy.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    height, width = even.shape[1:3]
+    height, width = frames.height + frames.height % 2, frames.width + frames.width % 2
     comment = [] if recipe is None else ["-metadata", f"comment={recipe}"]
     # The conversion and the three tags name the same colour matrix; without them players guess one by the picture's
     # size.
@@ -86,88 +109,112 @@ def _run_ffmpeg(
         "-movflags", "+faststart+use_metadata_tags", *comment, "-f", "mp4", str(path),
     ]  # fmt: skip
     # A session of its own: Ctrl-C reaches this process alone, which then ends ffmpeg and removes the file.
-    result = subprocess.run(
-        command,
-        input=numpy.ascontiguousarray(even).data,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
-    if result.returncode != 0:
-        lines = result.stderr.decode(errors="replace").strip().splitlines()
+    messages: list[bytes] = []
+    assert process.stdin is not None
+    assert process.stderr is not None
+    # Read meanwhile: a program whose messages nobody reads stops in the middle.
+    reader = threading.Thread(target=_read_all, args=(process.stderr, messages), daemon=True)
+    reader.start()
+    with process:
+        try:
+            # What ended ffmpeg early stands in its messages.
+            with contextlib.suppress(BrokenPipeError):
+                for chunk in frames.chunks:
+                    process.stdin.write(_even(chunk).data)
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            process.wait()
+        except BaseException:
+            process.kill()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            raise
+        finally:
+            reader.join()
+    if process.returncode != 0:
+        lines = b"".join(messages).decode(errors="replace").strip().splitlines()
         if any("No space left" in line for line in lines):
             raise OSError(errno.ENOSPC, "no space left on the disk")
         message = lines[-1] if lines else "no message"
-        raise OSError(errno.EIO, f"ffmpeg ended with status {result.returncode}: {message}")
+        raise OSError(errno.EIO, f"ffmpeg ended with status {process.returncode}: {message}")
 
 
-def _write_gif(frames: numpy.ndarray, fps: int, recipe: str | None, path: Path) -> None:
+def _read_all(stream: IO[bytes], into: list[bytes]) -> None:
+    into.append(stream.read())
+
+
+def _even(frames: numpy.ndarray) -> numpy.ndarray:
+    """Frames whose sides are even, contiguous."""
+    beyond = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
+    return numpy.ascontiguousarray(numpy.pad(frames, beyond, mode="edge") if any(map(any, beyond)) else frames)
+
+
+def _write_gif(frames: FrameChunks, fps: int, recipe: str | None, path: Path) -> None:
     """256 colours, chosen per frame. Times are in hundredths of a second."""
-    images = _images(frames)
+    images = frames.images()
     comment = {} if recipe is None else {"comment": recipe.encode("ascii")}
-    images[0].save(
+    next(images).save(
         path,
         format="GIF",
         save_all=True,
-        append_images=images[1:],
-        duration=[10 * hundredths for hundredths in _durations(len(images), fps, per_second=100)],
+        append_images=images,
+        duration=[10 * hundredths for hundredths in _durations(frames.num_frames, fps, per_second=100)],
         loop=0,
         **comment,
     )
 
 
-def _write_webp(frames: numpy.ndarray, fps: int, recipe: str | None, path: Path) -> None:
+def _write_webp(frames: FrameChunks, fps: int, recipe: str | None, path: Path) -> None:
     """An animated WebP, or a still one for a single frame. Times are in thousandths of a second."""
     from PIL import Image
 
-    images = _images(frames)
+    images = frames.images()
     exif = Image.Exif()
     if recipe is not None:
         exif[EXIF_DESCRIPTION] = recipe
-    images[0].save(
+    next(images).save(
         path,
         format="WEBP",
-        save_all=len(images) > 1,
-        append_images=images[1:],
-        duration=_durations(len(images), fps, per_second=1000),
+        save_all=frames.num_frames > 1,
+        append_images=images,
+        duration=_durations(frames.num_frames, fps, per_second=1000),
         loop=0,
         quality=WEBP_QUALITY,
         exif=exif.tobytes(),
     )
 
 
-def _write_png(frames: numpy.ndarray, _fps: int, recipe: str | None, path: Path) -> None:
+def _write_png(frames: FrameChunks, _fps: int, recipe: str | None, path: Path) -> None:
     from PIL.PngImagePlugin import PngInfo
 
     texts = PngInfo()
     if recipe is not None:
         texts.add_text(RECIPE_KEY, recipe)
-    _images(frames)[0].save(path, format="PNG", pnginfo=texts)
+    next(frames.images()).save(path, format="PNG", pnginfo=texts)
 
 
-def _write_npy(frames: numpy.ndarray, _fps: int, _recipe: str | None, path: Path) -> None:
+def _write_npy(frames: FrameChunks, _fps: int, _recipe: str | None, path: Path) -> None:
     """The frames as they are. The format has no room for a recipe; the sidecar has it."""
-    contiguous = numpy.ascontiguousarray(frames)
+    shape = (frames.num_frames, frames.height, frames.width, 3)
     with path.open("wb") as file:
         # Header and bytes are written by hand: numpy.save hides why a write failed.
-        numpy.lib.format.write_array_header_1_0(file, numpy.lib.format.header_data_from_array_1_0(contiguous))
-        file.write(contiguous.data)
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        numpy.lib.format.write_array_header_1_0(file, header)
+        for chunk in frames.chunks:
+            file.write(numpy.ascontiguousarray(chunk).data)
 
 
-_ENCODERS: dict[str, Callable[[numpy.ndarray, int, str | None, Path], None]] = {
+_ENCODERS: dict[str, Callable[[FrameChunks, int, str | None, Path], None]] = {
     "mp4": _write_mp4,
     "gif": _write_gif,
     "webp": _write_webp,
     "png": _write_png,
     "npy": _write_npy,
 }
-_ENCODERS_WITH_SOUND: dict[str, Callable[[numpy.ndarray, int, str | None, Path, Audio], None]] = {"mp4": _write_mp4}
-
-
-def _images(frames: numpy.ndarray) -> list[Image.Image]:
-    from PIL import Image
-
-    return [Image.fromarray(frame) for frame in numpy.ascontiguousarray(frames)]
+_ENCODERS_WITH_SOUND: dict[str, Callable[[FrameChunks, int, str | None, Path, Audio], None]] = {"mp4": _write_mp4}
 
 
 def _durations(num_frames: int, fps: int, per_second: int) -> list[int]:

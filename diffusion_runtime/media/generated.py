@@ -16,14 +16,15 @@ import numpy
 from diffusion_runtime.attention_report import AttentionReport
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.media.audio import Audio, write_wav
-from diffusion_runtime.media.encode import encode
+from diffusion_runtime.media.encode import FrameChunks, encode
+from diffusion_runtime.media.file_writer import ClipHeader, FileWriter, cannot_write
 from diffusion_runtime.media.formats import FORMATS_WITH_SOUND, SOUND_FORMATS, check_format, format_of
 from diffusion_runtime.media.publish import publish_pair, remove_abandoned_files, temporary_file, uninterrupted
 from diffusion_runtime.media.reading import has_sound_beside, read_own_sidecar
 from diffusion_runtime.media.sidecar import (
-    MAX_EMBEDDED_CHARACTERS,
     RECIPE_SCHEMA,
     SIDECAR_SCHEMA,
+    embedded_recipe,
     finite_seconds,
     to_json,
 )
@@ -64,8 +65,19 @@ class GeneratedMedia:
     def num_frames(self) -> int:
         return int(self.frames.shape[0])
 
+    @property
+    def header(self) -> ClipHeader:
+        """What was known of it before its first frame."""
+        num_frames, height, width = self.frames.shape[:3]
+        return ClipHeader(num_frames, height, width, self.fps, self.recipe)
+
     def save(
-        self, path: str | Path, *, overwrite: bool = True, on_published: Callable[[Path], None] | None = None
+        self,
+        path: str | Path,
+        *,
+        overwrite: bool = True,
+        on_published: Callable[[Path], None] | None = None,
+        writer: FileWriter | None = None,
     ) -> Path:
         """Write the file and its sidecar `NAME.json`; the extension selects the format. Returns the file's path.
 
@@ -73,33 +85,33 @@ class GeneratedMedia:
         `NAME.wav` as the path the sound alone is written. With `overwrite=False` a taken name gets a number
         (`out-2.mp4`); else the .wav of the file that is overwritten is replaced with it. The files appear complete or
         not at all; partial files of processes that no longer run are removed from the folder. on_published: called with
-        the path before an interruption can come between.
+        the path before an interruption can come between. writer: has written this clip for this path, with the same
+        bytes, while it was decoded; without a clip in it everything is written now.
 
         Raises ConfigError for an extension that is unknown or cannot hold what was generated, OutputError when writing
         fails.
         """
         target = Path(path)
         file_format = check_format(format_of(target), self.num_frames, has_sound=self.audio is not None)
-        recipe = to_json(self.recipe)
         started = time.perf_counter()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned_files(target.parent)
-            with temporary_file(target.parent) as media_file, temporary_file(target.parent) as sidecar_file:
-                embedded = recipe if len(recipe) <= MAX_EMBEDDED_CHARACTERS else None
-                with self._written(file_format, embedded, media_file) as sound_file:
-                    sidecar = self._sidecar(file_format, time.perf_counter() - started)
-                    sidecar_file.write_text(to_json(sidecar, indent=2) + "\n", encoding="ascii")
-                    left = _sound_of(target) if overwrite and sound_file is None else None
-                    with uninterrupted():
-                        path = publish_pair(media_file, sidecar_file, target, overwrite=overwrite, sound=sound_file)
-                        if on_published is not None:
-                            on_published(path)
-                    if left is not None:
-                        left.unlink(missing_ok=True)
+            with (
+                temporary_file(target.parent) as sidecar_file,
+                self._media_file(file_format, target.parent, writer) as (media_file, sound_file),
+            ):
+                sidecar = self._sidecar(file_format, time.perf_counter() - started)
+                sidecar_file.write_text(to_json(sidecar, indent=2) + "\n", encoding="ascii")
+                left = _sound_of(target) if overwrite and sound_file is None else None
+                with uninterrupted():
+                    path = publish_pair(media_file, sidecar_file, target, overwrite=overwrite, sound=sound_file)
+                    if on_published is not None:
+                        on_published(path)
+                if left is not None:
+                    left.unlink(missing_ok=True)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise OutputError(f"cannot write {target}: {reason}; nothing was left behind") from error
+            raise cannot_write(target, error) from error
         if sound_file is not None:
             logger.warning("%s cannot carry sound; it is in %s", path, path.with_suffix(".wav"))
         return path
@@ -114,8 +126,7 @@ class GeneratedMedia:
         if self.audio is not None and chosen not in (*FORMATS_WITH_SOUND, *SOUND_FORMATS):
             carriers = ", ".join(dict.fromkeys((*FORMATS_WITH_SOUND, *SOUND_FORMATS)))
             raise ConfigError(f"format: {chosen} cannot carry the sound of this video; use one of {carriers}")
-        recipe = to_json(self.recipe)
-        embedded = recipe if len(recipe) <= MAX_EMBEDDED_CHARACTERS else None
+        embedded = embedded_recipe(self.recipe)
         try:
             with (
                 tempfile.TemporaryDirectory(prefix="diffusion-runtime-") as folder,
@@ -127,16 +138,30 @@ class GeneratedMedia:
             raise OutputError(f"cannot write {chosen} to memory: {error.strerror or error}") from error
 
     @contextlib.contextmanager
+    def _media_file(
+        self, file_format: str, folder: Path, writer: FileWriter | None
+    ) -> Iterator[tuple[Path, Path | None]]:
+        """Temporary files with everything in them: the media file, and the sound as in _written."""
+        if writer is not None and self.audio is None and writer.has_written(self.header):
+            yield writer.finish(), None
+            return
+        with (
+            temporary_file(folder) as media_file,
+            self._written(file_format, embedded_recipe(self.recipe), media_file) as sound_file,
+        ):
+            yield media_file, sound_file
+
+    @contextlib.contextmanager
     def _written(self, file_format: str, recipe: str | None, media_file: Path) -> Iterator[Path | None]:
         """Write the media file; yields a temporary file with the sound where the format does not carry it."""
         if self.audio is not None and file_format in SOUND_FORMATS:
             write_wav(self.audio, media_file)
             yield None
         elif self.audio is None or file_format in FORMATS_WITH_SOUND:
-            encode(file_format, self.frames, self.fps, recipe, media_file, self.audio)
+            encode(file_format, FrameChunks.of(self.frames), self.fps, recipe, media_file, self.audio)
             yield None
         else:
-            encode(file_format, self.frames, self.fps, recipe, media_file)
+            encode(file_format, FrameChunks.of(self.frames), self.fps, recipe, media_file)
             with temporary_file(media_file.parent) as sound_file:
                 write_wav(self.audio, sound_file)
                 yield sound_file

@@ -47,6 +47,12 @@ def to_json(value: Mapping[str, Any], *, indent: int | None = None) -> str:
         ) from error
 
 
+def embedded_recipe(recipe: Mapping[str, Any]) -> str | None:
+    """What a media file carries of its recipe; None where that is too long. Raises what to_json raises."""
+    text = to_json(recipe)
+    return text if len(text) <= MAX_EMBEDDED_CHARACTERS else None
+
+
 def parse_json_mapping(text: str | bytes) -> dict[str, Any] | None:
     """The JSON object in `text`; None when it is anything else, however it is broken."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,10 +15,11 @@ _PHRASES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: 
 
 
 @contextlib.contextmanager
-def explain_memory_shortage(doing: str, advice: str) -> Iterator[None]:
+def explain_memory_shortage(doing: str, advice: str | Callable[[], str]) -> Iterator[None]:
     """Turn an out-of-memory error inside the block, of the CPU or of an accelerator, into DeviceMemoryError.
 
-    doing: what was being done, such as `loading the transformer`; advice: what needs less memory.
+    doing: what was being done, such as `loading the transformer`; advice: what needs less memory, or what finds it out
+    when it is needed.
     """
     try:
         yield
@@ -30,9 +31,11 @@ def explain_memory_shortage(doing: str, advice: str) -> Iterator[None]:
         raise _shortage(error, doing, advice) from error
 
 
-def _shortage(error: BaseException, doing: str, advice: str) -> DeviceMemoryError:
+def _shortage(error: BaseException, doing: str, advice: str | Callable[[], str]) -> DeviceMemoryError:
     detail = (str(error).strip().splitlines() or ["no further detail"])[0]
-    return DeviceMemoryError(f"not enough memory while {doing}: {detail}. {advice}")
+    return DeviceMemoryError(
+        f"not enough memory while {doing}: {detail}. {advice if isinstance(advice, str) else advice()}"
+    )
 
 
 def release_device_memory(device: torch.device) -> None:

@@ -2,114 +2,45 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from diffusion_runtime.kernels.importing import import_failure, raised_line
-from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
-from diffusion_runtime.layers.convolution import OneDnnConvolutions
-from diffusion_runtime.layers.spatial_parallel import SpatialParallel
-from diffusion_runtime.models.interface import LatentDecoder
-from diffusion_runtime.models.video_decoder import Restore, VideoDecoder, to_unit_range
-from diffusion_runtime.parallel.collectives import RankGroup, all_gather
-
-logger = logging.getLogger("diffusion_runtime")
-
-# The fast mode lies 52 dB and more from diffusers' frames in bfloat16, as far as bfloat16 itself from float32 (random
-# weights); a wrong kernel lies below 20.
-MIN_DECIBELS = 40.0
-# Latent frames that the first decode of a size is compared on: one without a history, one with.
-NUM_COMPARED = 2
-
-
-@dataclass(frozen=True)
-class FusedDecoder:
-    """A decoder on the module's weights. min_decibels: what its frames must reach beside the module's, infinity for the
-    same bits. description: for the report."""
-
-    decoder: CausalDecoder[Any]
-    min_decibels: float
-    description: str
+from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder, ChannelsLastDecoder, ModuleDecoder
+from diffusion_runtime.layers.sample_decoder import Tiling
+from diffusion_runtime.models.video_decoder import (
+    MIN_DECIBELS,
+    Decoders,
+    FusedDecoder,
+    Restore,
+    VideoDecoder,
+    has_kernels,
+)
 
 
 class CausalVideoDecoder(VideoDecoder):
-    """The first of the fused decoders that agrees with diffusers' module decodes; the module itself where none does.
+    """Decodes one latent frame after the other, in bands of rows where several processes share it.
 
-    The beginning of the first video of every size is decoded by both; a fused decoder that fails there is not used
-    again. `implementation` says which one runs.
-
-    fused: by preference; empty leaves everything to the module.
+    Tiles hold all frames of their part, so that a tile is decoded as the whole would be.
     """
 
-    splits_rows = True
-
     def __init__(self, autoencoder: Any, restore: Restore, fused: Sequence[FusedDecoder] = ()) -> None:
-        super().__init__(autoencoder, restore)
-        self._fused = list(fused)
-        self._compared: set[tuple[int, ...]] = set()
-        self._describe()
-
-    def fast(self) -> LatentDecoder:
-        """See LatentDecoder.fast."""
-        fast = FusedDecoder(ChannelsLastDecoder(self._autoencoder), MIN_DECIBELS, "fused kernels, fast")
-        return CausalVideoDecoder(self._autoencoder, self._restore, [fast])
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode."""
-        return self._decode(latents, None)
-
-    def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
-        """See LatentDecoder.decode_band."""
-        return self._decode(latents, bands)
-
-    def _decode(self, latents: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
-        with torch.inference_mode(), OneDnnConvolutions():
-            raw = self._raw(latents)
-            if self._fused and tuple(raw.shape[-2:]) not in self._compared:
-                self._compare(raw[:1, :, :NUM_COMPARED], bands)
-            if not self._fused:
-                return to_unit_range(self._decode_plainly(raw, bands))
-            decoder = self._fused[0].decoder
-            return torch.cat([_frames_of(decoder, sample, bands) for sample in torch.split(raw, 1)])
-
-    def _decode_plainly(self, raw: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
-        if bands is None:
-            frames: torch.Tensor = self._autoencoder.decode(raw, return_dict=False)[0]
-            return frames
-        with SpatialParallel(bands):
-            return self._decode_plainly(raw, None)
-
-    def _compare(self, raw: torch.Tensor, bands: RankGroup | None) -> None:
-        """Leave out fused decoders up to the first whose frames are what they should be, on all processes alike."""
-        # Frames that are not numbers in diffusers' module as well are no error of a kernel.
-        expected = self._decode_plainly(raw, bands).nan_to_num()
-        while self._fused:
-            refused = self._fused[0]
-            reason = _refusal(refused, raw, expected, bands)
-            if bands is not None:
-                differs = all_gather(bands, torch.tensor([reason is not None], device=raw.device))
-                reason = reason or ("another process's are wrong" if any(bool(each) for each in differs) else None)
-            if reason is None:
-                break
-            del self._fused[0]
-            self._compared.clear()
-            self._describe()
-            logger.warning("decoding: %s is left out on this machine: %s", refused.description, reason)
-        self._compared.add(tuple(raw.shape[-2:]))
-
-    def _describe(self) -> None:
-        name = type(self._autoencoder).__name__
-        self.implementation = f"{name}, {self._fused[0].description}" if self._fused else name
+        super().__init__(
+            autoencoder,
+            restore,
+            Decoders(
+                ModuleDecoder(autoencoder),
+                fused,
+                lambda: FusedDecoder(ChannelsLastDecoder(autoencoder), MIN_DECIBELS, "fused kernels, fast"),
+            ),
+            _tiling(autoencoder),
+            takes_bands=True,
+        )
 
 
 def exact_decoder(autoencoder: Any, restore: Restore) -> CausalVideoDecoder:
     """With fused kernels where the weights are on a CUDA GPU and Triton can be imported."""
-    if not next(autoencoder.parameters()).is_cuda or import_failure("triton") is not None:
+    if not has_kernels(autoencoder):
         return CausalVideoDecoder(autoencoder, restore)
     last = ChannelsLastDecoder(autoencoder, is_exact=True)
     first = ChannelsFirstDecoder(autoencoder)
@@ -118,33 +49,8 @@ def exact_decoder(autoencoder: Any, restore: Restore) -> CausalVideoDecoder:
     return CausalVideoDecoder(autoencoder, restore, fused)
 
 
-def _refusal(fused: FusedDecoder, raw: torch.Tensor, expected: torch.Tensor, bands: RankGroup | None) -> str | None:
-    """Why a decoder is not to be used, by what it makes of a beginning; None where it may be."""
-    try:
-        found = torch.cat(list(fused.decoder.decode(raw, bands)), dim=2).nan_to_num()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # any exception: a compiler of kernels may raise anything on a machine it does not know
-        return raised_line(error)
-    if torch.equal(found, expected) or _decibels(expected, found) >= fused.min_decibels:
-        return None
-    return f"its frames are not those of diffusers' module ({_decibels(expected, found):.1f} dB)"
-
-
-def _frames_of(fused: CausalDecoder[Any], raw: torch.Tensor, bands: RankGroup | None) -> torch.Tensor:
-    """Of one sample, as LatentDecoder.decode gives them; each latent frame's are written where they belong."""
-    num_frames = 1 + fused.frames_factor * (raw.shape[2] - 1)
-    out, position = torch.empty(0), 0
-    for chunk in fused.decode(raw, bands):
-        frames = to_unit_range(chunk)
-        if position == 0:
-            out = frames.new_empty(1, num_frames, *frames.shape[2:])
-        out[:, position : position + frames.shape[1]] = frames
-        position += frames.shape[1]
-    return out
-
-
-def _decibels(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio of different frames in [-1, 1]; at most 300."""
-    error = float(((expected.float() - found.float()) / 2).square().mean())
-    return -10.0 * math.log10(max(error, 1e-30))
+def _tiling(autoencoder: Any) -> Tiling:
+    """Diffusers' sizes, 256 pixels a side that overlap by 64."""
+    pixels = int(autoencoder.spatial_compression_ratio)
+    size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
+    return Tiling(size, stride, pixels, keeps_ends=True)

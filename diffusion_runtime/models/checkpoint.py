@@ -1,4 +1,4 @@
-"""Checkpoints: the folder of a model, and its weights: safetensors alone, one file or sharded, read tensor by tensor.
+"""Checkpoints: the weights of a model: safetensors alone, one file or sharded, read tensor by tensor.
 
 A pickle (.bin, .pt, .ckpt) can run code when it is opened, so none is ever read.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,34 +17,21 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 import torch
 from torch import nn
 
-from diffusion_runtime.errors import ModelLoadError, first_line, nearest
+from diffusion_runtime.errors import ModelLoadError, first_line
+from diffusion_runtime.kernels.fp8_rows.api import quantize_rows
+from diffusion_runtime.layers.fp8_linear import quantized_weights
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, check_model_files
-from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.weight_files import (
     DAMAGED,
     check_whole,
     find_weight_files,
     listed,
     refuse_quantised,
-    refuse_single_file,
 )
-from diffusion_runtime.untrusted.files import check_file, check_path, check_place, expand_home
+from diffusion_runtime.untrusted.files import check_file
 
 if TYPE_CHECKING:
     from safetensors import safe_open
-
-# The name of the model that ships inside the package, and where it is.
-EMBEDDED = "shapes"
-EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "shapes"
-
-# owner/name, which no path that starts with a dot, a slash or a tilde is.
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-# Only files of components: many repositories hold a second, single-file copy of the weights at the top.
-_HUB_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja", "*/*.safetensors")
-# A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
-# components, which nobody reads.
-_HUB_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
 
 
 @dataclass(frozen=True)
@@ -192,15 +177,25 @@ def load_weights(
     """Fill `module` in place, each parameter once, on its device and in its dtype, without gradients.
 
     pieces: at least every parameter and buffer of the state dict -> the checkpoint's tensors that fill it, in order.
+    Weights of 8-bit layers are quantised one after the other, on the device.
     stays_float32: parameters that are not converted to `dtype`; integers never are. ignored: checkpoint tensors that
         nothing reads. arrange: puts the rows of a parameter in the order that our layers have.
 
     Raises ModelLoadError that lists what is missing, unexpected or of another shape.
     """
-    parameters = module.state_dict()
+    scale_of = quantized_weights(module)
+    parameters = {name: value for name, value in module.state_dict().items() if name not in scale_of.values()}
     _check_names(checkpoint, [piece for name in parameters for piece in pieces[name]], ignored)
     state = {}
     for name, parameter in parameters.items():
+        if name in scale_of:
+            # From float32, so that a checkpoint with a LoRA is rounded once.
+            target = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            _fill(target, name, checkpoint, pieces[name])
+            if arrange is not None:
+                arrange(module, name, target)
+            state[name], state[scale_of[name]] = quantize_rows(target)
+            continue
         floating = torch.float32 if stays_float32(name) else dtype
         target = torch.empty(
             parameter.shape, dtype=floating if parameter.is_floating_point() else parameter.dtype, device=device
@@ -223,13 +218,19 @@ def rewrite_weights(
 ) -> None:
     """Fill the parameters of a loaded module that hold any of the checkpoint's tensors `changed`, one after the other
     and in place, with what `load_weights` would put there."""
-    for name, parameter in module.state_dict(keep_vars=True).items():
-        if any(piece.name in changed for piece in pieces[name]):
-            target = torch.empty_like(parameter)
-            _fill(target, name, checkpoint, pieces[name])
-            if arrange is not None:
-                arrange(module, name, target)
-            parameter.copy_(target)
+    scale_of = quantized_weights(module)
+    parameters = module.state_dict(keep_vars=True)
+    for name, parameter in parameters.items():
+        if name in scale_of.values() or not any(piece.name in changed for piece in pieces[name]):
+            continue
+        target = torch.empty_like(parameter, dtype=torch.float32 if name in scale_of else parameter.dtype)
+        _fill(target, name, checkpoint, pieces[name])
+        if arrange is not None:
+            arrange(module, name, target)
+        if name in scale_of:
+            target, scales = quantize_rows(target)
+            parameters[scale_of[name]].copy_(scales)
+        parameter.copy_(target)
 
 
 def _fill(target: torch.Tensor, name: str, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
@@ -287,96 +288,3 @@ def _check_names(checkpoint: Checkpoint, expected: list[Piece], ignored: Callabl
         raise ModelLoadError(
             f"{checkpoint.folder}: the weights do not fit config.json beside them. " + ". ".join(problems)
         )
-
-
-def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
-    """The folder behind `shapes`, the path of a folder, the name of a published model such as `wan2.1-1.3b`, or a hub
-    id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
-
-    What is on the hub is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors
-    files, never a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone.
-
-    Raises ModelLoadError that says what to type instead.
-    """
-    if model_path == EMBEDDED:
-        if (EMBEDDED_FOLDER / INDEX_FILE).is_file():
-            return EMBEDDED_FOLDER
-        raise ModelLoadError(f"the embedded model is not in {EMBEDDED_FOLDER}; install diffusion-runtime again")
-    path = check_path(expand_home(model_path), "model_path")
-    if path.is_dir():
-        if not (path / INDEX_FILE).exists():
-            for file in sorted(path.iterdir()):
-                refuse_single_file(file)
-        check_model_files(path)
-        return path
-    if path.is_file():
-        refuse_single_file(path)
-        raise ModelLoadError(f"{model_path} is a file; give the folder that holds {INDEX_FILE}, such as {path.parent}")
-    check_place(path, "model_path")
-    named = model_of_name(model_path)
-    if named is not None:
-        return _download(named.model_path, weights)
-    if not _HUB_ID.fullmatch(model_path):
-        raise ModelLoadError(
-            f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` (the embedded model), a "
-            "diffusers folder, a name that `diffusion-runtime models` lists, or a hub id such as "
-            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-        )
-    return _download(model_path, weights)
-
-
-def fetch_weights(model_path: str, folder: AnyFolder) -> None:
-    """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
-    folder has them. Raises what resolve_model_folder raises."""
-    is_local = model_path == EMBEDDED or check_path(expand_home(model_path), "model_path").is_dir()
-    found = folder if is_local else resolve_model_folder(model_path)
-    if str(found) != str(folder):
-        raise ModelLoadError(f"{model_path} has changed on the hub since it was opened ({folder}, {found}): try again")
-
-
-def _siblings(path: Path) -> str:
-    """What is beside a missing path: the names most like it, else all of them."""
-    parent = path.absolute().parent
-    if not parent.is_dir():
-        return f" Its parent {parent} does not exist either."
-    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
-    close = nearest(path.name, names)
-    return close if "Did you mean" in close else f" In {parent} there is: {listed(names) or 'no folder'}."
-
-
-def _download(hub_id: str, weights: bool) -> Path:
-    """The folder in the hub's cache that holds `hub_id`, brought up to date when there is a network."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    patterns = [pattern for pattern in _HUB_FILES if weights or "safetensors" not in pattern]
-    instead = f"or give the path of a copy, or {EMBEDDED!r} for the embedded model, which needs no network"
-    try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=list(_HUB_COPIES)))
-    except GatedRepoError as error:
-        raise ModelLoadError(
-            f"{hub_id}: its terms must be accepted first, at https://huggingface.co/{hub_id}; then `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelLoadError(
-            f"there is no folder {hub_id} here and no such model on the hub, or it is private: check the spelling, or "
-            f"`hf auth login`; {instead}.{_beside(hub_id)}"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        why = "HF_HUB_OFFLINE is set: unset it" if offline else "the hub cannot be reached: check the network"
-        raise ModelLoadError(
-            f"{hub_id} is neither a folder here nor whole in the hub's cache, and {why}; {instead}.{_beside(hub_id)}"
-        ) from error
-    except Exception as error:  # whatever the hub's transport raises: broken connections, a full disk, bad answers
-        raise ModelLoadError(
-            f"{hub_id} cannot be downloaded ({first_line(error)}); try again: it goes on where it stopped"
-        ) from error
-    check_model_files(folder)
-    return folder
-
-
-def _beside(hub_id: str) -> str:
-    """What is in the local folder that a hub id would name, if there is one: it may have been meant."""
-    path = Path(hub_id)
-    return _siblings(path) if path.parent.is_dir() else ""

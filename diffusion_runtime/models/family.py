@@ -166,8 +166,9 @@ class ModelFamily(Generic[C, G]):
 
     transformer: made of config, geometry and attention choices. pieces: our parameter name -> the checkpoint tensors
     that fill it; stays_float32: parameters that are not converted to the model's dtype. lora_names: what LoRA files
-    call its modules. shared_heads: see Model.num_shared_heads. decoder_splits_rows: whether its decoder has
-    LatentDecoder.splits_rows, so that every process needs one. decodes_fast: whether that has a `fast` mode.
+    call its modules. shared_heads: see Model.num_shared_heads. shares_decoding: whether several
+    processes decode together, so that every one needs a decoder. decodes_fast: whether that has a `fast` mode;
+    has_tiles: whether it can decode in tiles.
     tiny_decoders: number of latent channels -> the name of the decoder for previews that TAEHV publishes for them.
     request_fields: those that not every model uses (RequestField.refusal) and this family does, beside the ones that
     loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: what is added to
@@ -194,7 +195,8 @@ class ModelFamily(Generic[C, G]):
     stays_float32: Callable[[str], bool] = lambda _: False
     load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
     index_keys: tuple[str, ...] = ()
-    decoder_splits_rows: bool = False
+    shares_decoding: bool = False
+    has_tiles: bool = False
     decodes_fast: bool = False
     tiny_decoders: Mapping[int, str] = field(default_factory=dict)
     guidance_offset: float = 0.0
@@ -222,7 +224,15 @@ class ModelFamily(Generic[C, G]):
         if mode == "fast" and not self.decodes_fast:
             raise ConfigError(
                 f"vae_decode: fast: the decoder of {self.name} models has one mode, exact; leave out --vae-decode "
-                "(fast is for the decoders of Wan and Qwen-Image)"
+                "(fast is for the decoders of videos and of Qwen-Image)"
+            )
+
+    def check_tiling(self, choice: str) -> None:
+        """Raises ConfigError for RuntimeConfig.vae_tiling where the decoder has no tiles."""
+        if choice == "on" and not self.has_tiles:
+            raise ConfigError(
+                f"vae_tiling: on: the decoder of {self.name} models has no tiles; leave out --vae-tiling (on is for "
+                "the decoders of videos and of Qwen-Image)"
             )
 
     def describe(self, folder: AnyFolder) -> Model[C, G]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.guidance import extrapolate
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
@@ -73,8 +73,13 @@ class DiffusionTransformer(nn.Module, ABC):
         shape. timestep: [batch], in [0, 1000].
         inputs: what the prediction is conditioned on. The same value comes at every step of a request.
         context: step, state and recorder of this forward pass; layouts are made here, from the latents. Blocks run
-        through `context.run_blocks`, so that a step cache can leave some out.
+        through `context.run_blocks`, so that a step cache can leave some out, with the ModulatedInput of the first.
         """
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """How many blocks a forward pass gives to `context.run_blocks`."""
 
     def attention_layers(self) -> Iterator[AttentionLayer]:
         """Every attention layer in the order in which they run, for reports and dry runs."""
@@ -93,14 +98,25 @@ class DiffusionTransformer(nn.Module, ABC):
         return latents
 
 
+@dataclass(frozen=True)
+class FrameStream:
+    """Frames of one sample as they are decoded. num_frames: of all chunks together. chunks: float32 in [0, 1],
+    [1, frames, height, width, 3] each, decoded when they are asked for."""
+
+    num_frames: int
+    chunks: Iterator[torch.Tensor]
+
+
 class LatentDecoder(ABC):
     """Latents to frames, by a library's autoencoder.
 
     library, implementation: who decodes, for the report of attention that a library runs itself. splits_rows: whether
     it can decode a band of rows, given what lies beyond (layers/spatial_parallel.py), as within the whole.
+    splits_tiles: whether several processes can share the tiles in which it decodes.
     """
 
-    splits_rows: ClassVar[bool] = False
+    splits_rows: bool = False
+    splits_tiles: bool = False
 
     library: str
     implementation: str
@@ -112,6 +128,15 @@ class LatentDecoder(ABC):
         latents: normalised, as the transformer works on them, [batch, channels, frames, height, width].
         """
 
+    def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
+        """`decode` of one sample, chunk after chunk; one chunk of everything where the decoder cannot stop in between.
+
+        latents: [1, channels, frames, height, width]. bands: as in decode_band, of which the latents are one then; of a
+        decoder that `splits_tiles`, the processes that share them, each of which is given everything and gets all.
+        """
+        frames = self.decode(latents) if bands is None else self.decode_band(latents, bands)
+        return FrameStream(frames.shape[1], iter([frames]))
+
     def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
         """`decode` of one band of rows in a decoder that `splits_rows`. bands: the processes, by band, from the top."""
         with SpatialParallel(bands):
@@ -119,6 +144,13 @@ class LatentDecoder(ABC):
 
     def fast(self) -> LatentDecoder:
         """The same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""
+        return self
+
+    def in_tiles(self, is_wanted: bool) -> LatentDecoder:
+        """The same decoder, decoding in tiles that are blended, or all at once. Raises ConfigError for one that has no
+        tiles."""
+        if is_wanted:
+            raise ConfigError("vae_tiling: on: this decoder has no tiles; leave out --vae-tiling")
         return self
 
     def decode_audio(self, latents: torch.Tensor) -> Audio | None:
@@ -131,6 +163,10 @@ class LatentDecoder(ABC):
 
 class ImageConditioner(ABC):
     """Makes the condition of image-to-video out of an image; loaded when the first request brings one."""
+
+    def fast(self) -> ImageConditioner:
+        """The same in its quickest mode, whose latents differ by rounding; itself where it has none."""
+        return self
 
     @abstractmethod
     def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.errors import RequestError, nearest, shown
+from diffusion_runtime.errors import ModelLoadError, RequestError, nearest, shown
 from diffusion_runtime.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.request import EXPLICIT_LEVELS, GenerationRequest
 from diffusion_runtime.untrusted.yaml_text import read_yaml_file
@@ -95,10 +95,22 @@ def names_of(presets: Iterable[SamplingPreset]) -> tuple[str, ...]:
 
 
 def presets_of(family: str, model_path: str = "") -> tuple[SamplingPreset, ...]:
-    """The sampling presets of a model: its family's, and its own."""
-    return tuple(
-        preset for preset in sampling_presets() if preset.family == family and preset.model in (None, model_path)
-    )
+    """The sampling presets of a model: its own where it has any, else its family's, which are for published models."""
+    of_family = [preset for preset in sampling_presets() if preset.family == family]
+    own = tuple(preset for preset in of_family if preset.model == model_path)
+    return own or tuple(preset for preset in of_family if preset.model is None)
+
+
+def check_preset_names(names: Iterable[str], presets: Iterable[SamplingPreset], path: AnyFolder | Path) -> None:
+    """names: of a model folder's own presets, of the file `path`. Raises ModelLoadError where one is that of a sampling
+    preset of the model: `--preset NAME` would have other values with this folder than with every other one."""
+    known = {preset.name: preset for preset in presets}
+    for name in names:
+        if name in known:
+            raise ModelLoadError(
+                f"{path}: key 'presets.{name}': {name} is the sampling preset of {known[name].models} "
+                f"({known[name].settings}); give these values another name"
+            )
 
 
 def shipped_lora_of(preset: str | None, model_path: str) -> str | None:

@@ -1,4 +1,5 @@
-"""Decoding for several processes: each a band of rows where that is exact, else the first one everything."""
+"""Decoding for several processes: each a band of rows, or some of the tiles, where that is exact, else the first one
+everything."""
 
 from __future__ import annotations
 
@@ -8,33 +9,54 @@ import numpy
 import torch
 
 from diffusion_runtime.media.audio import Audio
-from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.interface import FrameStream, LatentDecoder
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import band_of, gather_bands
 from diffusion_runtime.parallel.world import World
 
 
 class SharedDecoder(LatentDecoder):
-    """decoder: loaded on the first process, and on all of them when it `splits_rows`; None on the others."""
+    """decoder: loaded on the first process, and on all of them when it `splits_rows` or `splits_tiles`; None on the
+    others."""
 
     def __init__(self, decoder: LatentDecoder | None, world: World) -> None:
         self._decoder = decoder
         self._world = world
         self._in_bands = decoder is not None and decoder.splits_rows
+        self._in_tiles = decoder is not None and decoder.splits_tiles
         description = json.loads(world.from_first(lambda: json.dumps(self._describe_decoder())))
         self.library, self.implementation = description
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode; the same frames on every process."""
-        if self._in_bands and latents.shape[-2] >= self._world.size:
-            return self._decode_band(latents)
-        return self._decode_on_first(latents)
-
-    def _decode_band(self, latents: torch.Tensor) -> torch.Tensor:
+        if self._in_tiles:
+            return torch.cat([torch.cat(list(self.stream(each).chunks), dim=1) for each in torch.split(latents, 1)])
+        if not self._splits(latents):
+            return self._decode_on_first(latents)
         assert self._decoder is not None
         group = self._world.group
         frames = self._decoder.decode_band(latents[..., band_of(latents.shape[-2], group), :], group)
         self.library, self.implementation = self._describe_decoder()
         return gather_bands(frames, 2, group)
+
+    def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
+        """See LatentDecoder.stream; the same chunks on every process, all of which must read them."""
+        assert bands is None, "it cuts the bands itself"
+        if self._in_tiles:
+            assert self._decoder is not None
+            shared = self._decoder.stream(latents, self._world.group)
+            self.library, self.implementation = self._describe_decoder()
+            return shared
+        if not self._splits(latents):
+            return super().stream(latents)
+        assert self._decoder is not None
+        group = self._world.group
+        of_band = self._decoder.stream(latents[..., band_of(latents.shape[-2], group), :], group)
+        self.library, self.implementation = self._describe_decoder()
+        return FrameStream(of_band.num_frames, (gather_bands(frames, 2, group) for frames in of_band.chunks))
+
+    def _splits(self, latents: torch.Tensor) -> bool:
+        return self._in_bands and latents.shape[-2] >= self._world.size
 
     def _decode_on_first(self, latents: torch.Tensor) -> torch.Tensor:
         made: list[torch.Tensor] = []
@@ -73,5 +95,9 @@ class SharedDecoder(LatentDecoder):
     def _describe_decoder(self) -> tuple[str, str]:
         assert self._decoder is not None
         size = self._world.size
-        how = f"in bands of rows on {size} processes" if self._in_bands else f"on one process of {size}"
+        how = f"on one process of {size}"
+        if self._in_bands:
+            how = f"in bands of rows on {size} processes"
+        elif self._in_tiles:
+            how = f"the tiles shared by {size} processes"
         return self._decoder.library, f"{self._decoder.implementation}, {how}"

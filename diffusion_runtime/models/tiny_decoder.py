@@ -159,6 +159,11 @@ class TinyFile:
         return TinyDecoder(self.network.to(device, dtype), self.path.name)
 
 
+def is_published_choice(choice: str) -> bool:
+    """Whether a choice is `tiny`, or a file with the name of one that TAEHV publishes."""
+    return choice == TINY or Path(choice).stem in PUBLISHED
+
+
 def read_tiny_decoder(
     choice: str, folder: AnyFolder, family: str, geometry: LatentGeometry, published: Mapping[int, str]
 ) -> TinyFile:

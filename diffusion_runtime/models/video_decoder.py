@@ -1,42 +1,257 @@
-"""The decoder of a video autoencoder of diffusers; how latents are normalised is what sets models apart."""
+"""The decoder of a video autoencoder of diffusers, or kernels of ours on its weights; at once or in tiles.
+
+How latents are normalised, which kernels there are and how large tiles are is what sets models apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from diffusion_runtime.kernels.importing import import_failure, raised_line
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.layers.fused_norms import fuse_norms, with_shared_weights
+from diffusion_runtime.layers.sample_decoder import SampleDecoder, TiledDecoder, Tiling, WholeDecoder
+from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT
-from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.decoder_memory import memory_advice
+from diffusion_runtime.models.interface import FrameStream, LatentDecoder
+from diffusion_runtime.parallel.collectives import RankGroup, all_gather
+
+logger = logging.getLogger("diffusion_runtime")
 
 # Normalised latents, float32, [batch, channels, frames, height, width] -> those that the autoencoder decodes.
 Restore = Callable[[torch.Tensor], torch.Tensor]
+# The fast mode lies 52 dB and more from diffusers' frames in bfloat16, as far as bfloat16 itself from float32 (random
+# weights); a wrong kernel lies below 20.
+MIN_DECIBELS = 40.0
+# Latent frames that the first decode of a size is compared on: one without a history, one with.
+NUM_COMPARED = 2
+
+
+@dataclass(frozen=True)
+class FusedDecoder:
+    """A decoder on the module's weights. min_decibels: what its frames must reach beside the module's, infinity for the
+    same bits. description: for the report."""
+
+    decoder: SampleDecoder
+    min_decibels: float
+    description: str
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """What can decode for one autoencoder. module: its decoder as diffusers runs it. fused: by preference; empty leaves
+    everything to the module. make_fast: what the `fast` mode uses instead, made when it is asked for."""
+
+    module: SampleDecoder
+    fused: Sequence[FusedDecoder]
+    make_fast: Callable[[], FusedDecoder]
 
 
 class VideoDecoder(LatentDecoder):
-    """An autoencoder's decoder. Computes in its weights' dtype."""
+    """The first of the fused decoders that agrees with diffusers' module decodes; the module itself where none does.
+
+    The beginning of the first video of every size is decoded by both; a fused decoder that fails there is not used
+    again. `implementation` says which one runs. Computes in its weights' dtype.
+
+    is_tiled: whether it decodes in tiles unless told otherwise. takes_bands: whether its decoders go from latent frame
+    to latent frame, and can be given a band of rows.
+    """
 
     library = "diffusers"
 
-    def __init__(self, autoencoder: Any, restore: Restore) -> None:
+    def __init__(
+        self,
+        autoencoder: Any,
+        restore: Restore,
+        decoders: Decoders,
+        tiling: Tiling,
+        *,
+        is_tiled: bool = False,
+        takes_bands: bool = False,
+    ) -> None:
         weight = next(autoencoder.parameters())
         self._autoencoder = autoencoder
         self._restore = restore
         self._device = weight.device
         self._dtype = weight.dtype
-        self.implementation = type(autoencoder).__name__
+        self._module = decoders.module
+        self._fused = list(decoders.fused)
+        self._make_fast = decoders.make_fast
+        self._tiling = tiling
+        self._takes_bands = takes_bands
+        self._compared: set[tuple[int, ...]] = set()
+        self._set_tiled(is_tiled)
+
+    def fast(self) -> LatentDecoder:
+        """See LatentDecoder.fast."""
+        other = self._copy()
+        other._fused = [self._make_fast()]
+        other._describe()
+        return other
+
+    def in_tiles(self, is_wanted: bool) -> LatentDecoder:
+        """See LatentDecoder.in_tiles."""
+        other = self._copy()
+        other._set_tiled(is_wanted)
+        return other
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
-        with torch.inference_mode(), OneDnnConvolutions():
-            return to_unit_range(self._autoencoder.decode(self._raw(latents), return_dict=False)[0])
+        """See LatentDecoder.decode."""
+        return torch.cat([_whole(self.stream(sample)) for sample in torch.split(latents, 1)])
+
+    def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
+        """See LatentDecoder.decode_band."""
+        return torch.cat([_whole(self.stream(sample, bands)) for sample in torch.split(latents, 1)])
+
+    def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
+        """See LatentDecoder.stream. The normalisation is undone in float32, whatever the decoder computes in."""
+        with self._decoding(latents):
+            raw = self._raw(latents)
+            if self._fused and tuple(raw.shape[-2:]) not in self._compared:
+                self._compare(raw[:, :, :NUM_COMPARED], bands)
+        decoder = self._as_tiled(self._fused[0].decoder if self._fused else self._module)
+        num_frames = 1 + decoder.frames_factor * (raw.shape[2] - 1)
+        return FrameStream(num_frames, self._chunks(decoder.decode(raw, bands), latents))
+
+    def _chunks(self, chunks: Iterator[torch.Tensor], latents: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Frames as LatentDecoder.decode gives them. The modes hold while a chunk is decoded, and not for its
+        reader."""
+        while True:
+            with self._decoding(latents):
+                chunk = next(chunks, None)
+                frames = None if chunk is None else to_unit_range(chunk)
+            if frames is None:
+                return
+            yield frames
+
+    @contextlib.contextmanager
+    def _decoding(self, latents: torch.Tensor) -> Iterator[None]:
+        with (
+            explain_memory_shortage("decoding", lambda: self._advice(latents)),
+            torch.inference_mode(),
+            OneDnnConvolutions(),
+        ):
+            yield
 
     def _raw(self, latents: torch.Tensor) -> torch.Tensor:
         """The latents as the autoencoder takes them."""
         return self._restore(latents.to(self._device, torch.float32)).to(self._dtype)
+
+    def _advice(self, latents: torch.Tensor) -> str:
+        """What needs less memory."""
+        frames, height, width = latents.shape[2:]
+        # One latent frame after the other.
+        frames = 1 if self._takes_bands else frames
+        return memory_advice(self._autoencoder, (frames, height, width), self._dtype, self._tiling)
+
+    def _as_tiled(self, decoder: SampleDecoder) -> SampleDecoder:
+        return TiledDecoder(decoder, self._tiling) if self._is_tiled else decoder
+
+    def _compare(self, raw: torch.Tensor, bands: RankGroup | None) -> None:
+        """Leave out fused decoders up to the first whose frames are what they should be, on all processes alike."""
+        # Frames that are not numbers in diffusers' module as well are no error of a kernel.
+        expected = torch.cat(list(self._as_tiled(self._module).decode(raw, bands)), dim=2).nan_to_num()
+        while self._fused:
+            refused = self._fused[0]
+            reason = self._refusal(refused, raw, expected, bands)
+            if bands is not None:
+                differs = all_gather(bands, torch.tensor([reason is not None], device=raw.device))
+                reason = reason or ("another process's are wrong" if any(bool(each) for each in differs) else None)
+            if reason is None:
+                break
+            del self._fused[0]
+            self._compared.clear()
+            self._describe()
+            logger.warning("decoding: %s is left out on this machine: %s", refused.description, reason)
+        self._compared.add(tuple(raw.shape[-2:]))
+
+    def _refusal(
+        self, fused: FusedDecoder, raw: torch.Tensor, expected: torch.Tensor, bands: RankGroup | None
+    ) -> str | None:
+        """Why a decoder is not to be used, by what it makes of a beginning; None where it may be."""
+        try:
+            found = torch.cat(list(self._as_tiled(fused.decoder).decode(raw, bands)), dim=2).nan_to_num()
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            Exception
+        ) as error:  # any exception: a compiler of kernels may raise anything on a machine it does not know
+            return raised_line(error)
+        return differs_by(expected, found, fused.min_decibels)
+
+    def _copy(self) -> VideoDecoder:
+        other = copy.copy(self)
+        other._fused, other._compared = list(self._fused), set()
+        return other
+
+    def _set_tiled(self, is_tiled: bool) -> None:
+        self._is_tiled = is_tiled
+        self.splits_rows = self._takes_bands and not is_tiled
+        self.splits_tiles = is_tiled
+        self._describe()
+
+    def _describe(self) -> None:
+        parts = [type(self._autoencoder).__name__]
+        parts += [self._fused[0].description] if self._fused else []
+        if self._is_tiled:
+            parts.append(f"in tiles of {self._tiling.size * self._tiling.pixels} pixels")
+        self.implementation = ", ".join(parts)
+
+
+def norm_fused(autoencoder: Any, network: Callable[[Any, torch.Tensor], torch.Tensor], frames_factor: int) -> Decoders:
+    """Diffusers' module, with norm and SiLU in one pass where the weights are on a CUDA GPU and Triton can be imported,
+    as far as that gives the same bits.
+
+    network: an autoencoder's decoder without tiles: (autoencoder, raw latents) -> frames. frames_factor: see
+    SampleDecoder.
+    """
+
+    def on(module: Any) -> WholeDecoder:
+        return WholeDecoder(lambda raw: network(module, raw), frames_factor)
+
+    def fused(*, is_exact: bool) -> Iterator[FusedDecoder]:
+        module = with_shared_weights(autoencoder)
+        if fuse_norms(module.decoder, is_exact=is_exact):
+            description = f"norm and SiLU fused, {'bit-identical' if is_exact else 'fast'}"
+            yield FusedDecoder(on(module), math.inf if is_exact else MIN_DECIBELS, description)
+
+    exact = fused(is_exact=True) if has_kernels(autoencoder) else ()
+    return Decoders(on(autoencoder), list(exact), lambda: next(fused(is_exact=False)))
+
+
+def has_kernels(autoencoder: Any) -> bool:
+    """Whether its weights are on a CUDA GPU and Triton can be imported."""
+    return next(autoencoder.parameters()).is_cuda and import_failure("triton") is None
+
+
+def differs_by(expected: torch.Tensor, found: torch.Tensor, min_decibels: float, what: str = "frames") -> str | None:
+    """Why numbers, about in [-1, 1], are too far from what they should be; None where they are not."""
+    if torch.equal(found, expected):
+        return None
+    error = float(((expected.float() - found.float()) / 2).square().mean())
+    decibels = -10.0 * math.log10(max(error, 1e-30))
+    return None if decibels >= min_decibels else f"its {what} are not those of diffusers' module ({decibels:.1f} dB)"
+
+
+def _whole(stream: FrameStream) -> torch.Tensor:
+    """All chunks in one tensor; each is written where it belongs."""
+    out, position = torch.empty(0), 0
+    for frames in stream.chunks:
+        if position == 0:
+            out = frames.new_empty(1, stream.num_frames, *frames.shape[2:])
+        out[:, position : position + frames.shape[1]] = frames
+        position += frames.shape[1]
+    return out
 
 
 def to_unit_range(frames: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ _NUM_LISTED = 10
 _VARIANTS = ("fp32", "bf16", "fp16")
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_GGUF = ".gguf"
+GGUF = ".gguf"
 # safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
 # without the scales that belong to it.
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
@@ -35,8 +35,8 @@ _FLOAT8_DTYPES = ("F8_E4M3", "F8_E5M2")
 DAMAGED = "The file is damaged, or was saved from a run that had failed: copy or download it again"
 
 # What to do instead, wherever weights are found to be quantised.
-_UNQUANTISED = "use the model's own folder, with weights in bfloat16, float16 or float32"
-UNQUANTISED = f"{_UNQUANTISED}; `--backend diffusers` runs what diffusers itself can load"
+UNQUANTISED_FOLDER = "use the model's own folder, with weights in bfloat16, float16 or float32"
+UNQUANTISED = f"{UNQUANTISED_FOLDER}; `--backend diffusers` runs what diffusers itself can load"
 
 
 def find_weight_files(folder: Path, stem: str) -> list[Path]:
@@ -52,11 +52,11 @@ def find_weight_files(folder: Path, stem: str) -> list[Path]:
             return [single]
     names = sorted(path.name for path in folder.iterdir())
     expected = f"{folder}: expected {stem}.safetensors, or {stem}.safetensors.index.json with its shards"
-    ggufs = [name for name in names if name.endswith(_GGUF)]
+    ggufs = [name for name in names if name.endswith(GGUF)]
     if ggufs:
         raise ModelLoadError(
             f"{expected}, found {listed(ggufs)}: GGUF weights are quantised, and this runtime does not read them; "
-            f"{_UNQUANTISED}"
+            f"{UNQUANTISED_FOLDER}"
         )
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
@@ -109,7 +109,7 @@ def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for a file with tensors stored as 8-bit numbers or fewer. dtypes: by tensor name."""
     strange = {name: dtype for name, dtype in dtypes.items() if dtype not in _PLAIN_DTYPES}
     if strange:
-        advice = _UNQUANTISED if _need_scales(dtypes) else UNQUANTISED
+        advice = UNQUANTISED_FOLDER if _need_scales(dtypes) else UNQUANTISED
         raise ModelLoadError(f"{_stored_as(path, dtypes, strange)} This runtime does not read them; {advice}")
 
 
@@ -121,7 +121,7 @@ def refuse_without_scales(path: Path, dtypes: Mapping[str, str]) -> None:
     if strange:
         raise ModelLoadError(
             f"{_stored_as(path, dtypes, strange)} No quantization_config in config.json says how they were made, and "
-            f"without it they are noise; {_UNQUANTISED}"
+            f"without it they are noise; {UNQUANTISED_FOLDER}"
         )
 
 
@@ -141,33 +141,6 @@ def _stored_as(path: Path, dtypes: Mapping[str, str], strange: Mapping[str, str]
         f"{path}: {len(strange)} of {len(dtypes)} tensors are stored as {kinds}, expected BF16, F16 or F32: "
         f"{listed(strange)}. These weights are quantised."
     )
-
-
-def refuse_single_file(path: Path) -> None:
-    """Raises ModelLoadError for a checkpoint in one file where the folder of a model should be."""
-    if path.suffix == _GGUF:
-        raise ModelLoadError(
-            f"{path} is a GGUF file: its weights are quantised, and this runtime does not read them; {_UNQUANTISED}"
-        )
-    if path.suffix == ".safetensors":
-        raise ModelLoadError(
-            f"{path} is a checkpoint in one file; expected the folder of a diffusers model, which its authors "
-            f"publish as well.{_conversion()}"
-        )
-
-
-def _conversion() -> str:
-    """Which models diffusers makes a folder of, out of one file, as a sentence; nothing where diffusers is broken."""
-    # Imported here: the registry knows families, whose modules import this one.
-    from diffusion_runtime.models.registry import single_file_pipelines
-
-    try:
-        names = single_file_pipelines()
-    except (ImportError, RuntimeError):
-        return ""
-    if not names:
-        return ""
-    return f" diffusers makes one of a file for {' or '.join(names)}: .from_single_file(file).save_pretrained(folder)"
 
 
 def _variants(folder: Path, stem: str) -> list[str]:

@@ -18,6 +18,7 @@ from diffusion_runtime.session.reporter import Reporter, seconds_text
 
 if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
+    from diffusion_runtime.media.file_writer import OpenSink
     from diffusion_runtime.progress import OnProgress
 
 MAX_TITLE_CHARACTERS = 40
@@ -110,8 +111,8 @@ class BatchResult:
         return BatchFailedError.exit_code if self.finished else self.failures[0].exit_code
 
 
-# Makes one item; the second argument receives its progress.
-Generate = Callable[[GenerationRequest, "OnProgress"], "GeneratedMedia"]
+# Makes one item; the second argument receives its progress, the third one its frames as they are decoded.
+Generate = Callable[[GenerationRequest, "OnProgress", "OpenSink | None"], "GeneratedMedia"]
 
 
 def run_batch(
@@ -164,15 +165,20 @@ def _run_item(
         reporter.error(f"{title_of(request, number, num_items)}: {item.failure.message}", item.failure.trace)
         outcomes.append(Outcome(request, item.failure))
         return
+    from diffusion_runtime.media import FileWriter
+
     started = time.perf_counter()
     target = outputs.target(request)
     path = None
-    with reporter.progress(title_of(request, number, num_items)) as view:
-        media, failure = coordinator.attempt(lambda: generate(request, view.update))
+    # One process alone stops decoding when its file cannot be written; several must stay in step.
+    writer = FileWriter(target, stops_decoding=coordinator.world is None)
+    with reporter.progress(title_of(request, number, num_items)) as view, writer:
+        open_sink = writer.open if coordinator.is_first else None
+        media, failure = coordinator.attempt(lambda: generate(request, view.update, open_sink))
         write_started = time.perf_counter()
         if media is not None:
             finish = functools.partial(_finish, outcomes, request, media, started, write_started)
-            save = functools.partial(media.save, target, overwrite=False, on_published=finish)
+            save = functools.partial(media.save, target, overwrite=False, on_published=finish, writer=writer)
             path, failure = coordinator.attempt(lambda: coordinator.path_from_first(save))
     if failure is not None:
         reporter.error(f"{title_of(request, number, num_items)}: {failure.message}", failure.trace)

@@ -3,7 +3,7 @@ Mistral 3, Qwen2.5-VL and Qwen3."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def load_llama(
+# The language models that are loaded as they are, by `model_type` of config.json.
+LanguageModel: TypeAlias = Literal["llama", "qwen3"]
+
+
+def load_language_model(
+    kind: LanguageModel,
     folder: AnyFolder,
     device: torch.device,
     dtype: torch.dtype,
@@ -29,13 +34,7 @@ def load_llama(
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
-    check_model_type(folder / "text_encoder", ("llama",))
-    # Imported late: transformers takes seconds.
-    from transformers.models.llama.modeling_llama import LlamaModel
-
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    model = load_encoder(folder / "text_encoder", LlamaModel, device, dtype)
-    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
+    model, tokenizer = _load(kind, folder, device, dtype)
     return LanguageModelEncoder(
         model, tokenizer, template, max_tokens=max_tokens, num_layers_left_out=num_layers_left_out
     )
@@ -118,25 +117,6 @@ def load_qwen2_5_vl(
     )
 
 
-def load_qwen3(
-    folder: AnyFolder,
-    device: torch.device,
-    dtype: torch.dtype,
-    template: PromptTemplate,
-    *,
-    max_tokens: int,
-    num_layers_left_out: int,
-) -> LanguageModelEncoder:
-    """`text_encoder/` and `tokenizer/` of a model folder, from safetensors and without a network.
-
-    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
-    """
-    model, tokenizer = _load(folder, device, dtype)
-    return LanguageModelEncoder(
-        model, tokenizer, template, max_tokens=max_tokens, num_layers_left_out=num_layers_left_out
-    )
-
-
 def load_stacked_qwen3(
     folder: AnyFolder,
     device: torch.device,
@@ -146,23 +126,33 @@ def load_stacked_qwen3(
     max_tokens: int,
     layers: tuple[int, ...],
 ) -> StackedStatesEncoder:
-    """As load_qwen3, for transformers that read several layers; those after the last of them are not read.
+    """As load_language_model, for transformers that read several layers; those after the last of them are not read.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
-    model, tokenizer = _load(folder, device, dtype, num_layers=max(layers))
+    model, tokenizer = _load("qwen3", folder, device, dtype, num_layers=max(layers))
     return StackedStatesEncoder(model, tokenizer, template, layers=layers, max_tokens=max_tokens)
 
 
 def _load(
-    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, num_layers: int | None = None
+    kind: LanguageModel, folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, num_layers: int | None = None
 ) -> tuple[Any, PreTrainedTokenizerFast]:
-    check_model_type(folder / "text_encoder", ("qwen3",))
+    check_model_type(folder / "text_encoder", (kind,))
+    model_class, built_by = _classes(kind)
+    tokenizer = load_tokenizer(folder / "tokenizer", built_by)
+    model = load_encoder(folder / "text_encoder", model_class, device, dtype, num_layers=num_layers)
+    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
+    return model, tokenizer
+
+
+def _classes(kind: LanguageModel) -> tuple[type[Any], type[PreTrainedTokenizerFast] | None]:
+    """Of transformers: the model, and what builds its tokenizer where there is no tokenizer.json; None for nothing."""
     # Imported late: transformers takes seconds.
+    if kind == "llama":
+        from transformers.models.llama.modeling_llama import LlamaModel
+
+        return LlamaModel, None
     from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-    tokenizer = load_tokenizer(folder / "tokenizer", Qwen2Tokenizer)
-    model = load_encoder(folder / "text_encoder", Qwen3Model, device, dtype, num_layers=num_layers)
-    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
-    return model, tokenizer
+    return Qwen3Model, Qwen2Tokenizer

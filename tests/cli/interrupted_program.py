@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.cli import app, generation
-from diffusion_runtime.media import generated
+from diffusion_runtime.media import file_writer, generated
 
 LONG = 1000
 
@@ -25,15 +25,13 @@ def interrupt() -> None:
 
 def twice_while_writing() -> None:
     def encode(*_: Any) -> None:
-        try:
-            interrupt()
-            time.sleep(LONG)
-        finally:
-            # Whatever is unwound takes long.
-            interrupt()
-            time.sleep(LONG)
+        """In the file writer's thread, which what is unwound then waits for."""
+        interrupt()
+        time.sleep(2)
+        interrupt()
+        time.sleep(LONG)
 
-    generated.encode = encode
+    file_writer.encode = encode
 
 
 def after_publishing() -> None:

@@ -1,4 +1,4 @@
-"""`calibrate`: a file that `--step-cache magcache` takes."""
+"""`calibrate`: a file that `--step-cache magcache` and `teacache` take."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def test_a_file_is_written_and_taken(command: Command, tmp_path: Path, tiny_wan_
     [item] = json.loads(generated.out)["items"]
     assert any(row["reused_by"] == ["magcache"] for row in item["attention_report"]["steps"])
     assert answer["calibration"]["spectrum"] is None
+    assert answer["calibration"]["prompts"] == ["a red circle"]
+    cache = ("--step-cache", f"teacache:file={path},threshold=10,use_ret_steps=true", "-o", str(tmp_path / "tea.png"))
+    generated = command("generate", "a blue star", *model, *ARGUMENTS, *cache, "--json")
+    assert generated.code == 0, generated.err
+    [item] = json.loads(generated.out)["items"]
+    assert {row["reused"] for row in item["attention_report"]["steps"]} == {"5-7"}
     again = command("calibrate", "a red circle", *model, *ARGUMENTS, "-o", str(path))
     assert again.code != 0
     assert "exists already" in again.err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cli_support import REPOSITORY, Command, process_environment
 
-from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
 from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.sampling_presets import sampling_presets
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from cli_support import process_environment
 
-from diffusion_runtime.cli.progress import PLAIN_LINES_PER_STAGE, show_progress, step_text
+from diffusion_runtime.cli.progress import PLAIN_LINES_PER_STAGE, step_text
 from diffusion_runtime.cli.terminal import Terminal
 from diffusion_runtime.progress import Progress
 
@@ -32,7 +32,7 @@ def test_a_step_says_how_long_it_takes(progress: Progress, expected: str) -> Non
 
 @pytest.mark.parametrize("num_steps", [1, 4, 8, 9, 50, 1000])
 def test_plain_progress_is_a_few_lines(num_steps: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress(Terminal(), "a star, seed 0") as view:
+    with Terminal().progress("a star, seed 0") as view:
         for step in range(num_steps + 1):
             view.update(Progress("denoise", step, num_steps, 0.1 * step))
         view.update(Progress("decode", 0, 1, 0.0))
@@ -46,18 +46,17 @@ def test_plain_progress_is_a_few_lines(num_steps: int, capsys: pytest.CaptureFix
 
 
 def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress(Terminal(quiet=True), "a star") as view:
+    with Terminal(quiet=True).progress("a star") as view:
         view.update(Progress("decode", 1, 1, 1.0))
     assert capsys.readouterr().err == ""
 
 
 LIVE = """
 import time
-from diffusion_runtime.cli.progress import show_progress
 from diffusion_runtime.cli.terminal import Terminal
 from types import SimpleNamespace
 terminal = Terminal()
-with show_progress(terminal, "[1/2] a [red]star[/red]") as view:
+with terminal.progress("[1/2] a [red]star[/red]") as view:
     for step in range(4):
         view.update(SimpleNamespace(stage="denoise", step=step, num_steps=3, seconds=0.5 * step))
         time.sleep(0.15)

@@ -18,7 +18,8 @@ ROWS = [
     {"description"},
     {"diffusers_bridge"},
     {"pipeline", "generation_pipeline"},
-    {"request_rules", "one_generation"},
+    {"request_rules", "one_generation", "latent_denoiser", "prompt_encoding", "frame_decoding"},
+    {"batch_settings"},
     {"models"},
     {"text_encoders", "denoising", "memory"},
     {"layers"},
@@ -63,7 +64,7 @@ HOMES = {
     "flash_attn": ("attention/backends", "kernels"),
     "torch.distributed": ("parallel",),
     "safetensors": ("models/checkpoint.py",),
-    "huggingface_hub": ("models/checkpoint.py",),
+    "huggingface_hub": ("models/model_sources.py",),
     "imageio_ffmpeg": ("media/",),
     "typer": ("cli",),
     "yaml": ("untrusted/yaml_text.py",),
@@ -215,6 +216,68 @@ def process_wide_device_caches() -> Iterator[str]:
             takes_device = any(each.annotation and "device" in ast.unparse(each.annotation) for each in node.args.args)
             if takes_device and node.returns is not None and ast.unparse(node.returns) not in PLAIN_VALUES:
                 yield f"{here(path)}:{node.lineno}: {node.name}"
+
+
+# Files that load modules by name, which no import statement shows: registries, which import what is asked for, and
+# values of the package root. One of them points up: attention/roles.py asks the registries of models for the roles that
+# they declare, when a choice names one that no loaded model has registered; those registries import it.
+LOADERS_BY_NAME = {
+    "attention/backends/registry.py": "a backend's file, when its name is first used",
+    "attention/machine_cache.py": "the version, of the package root",
+    "attention/roles.py": "the registries of models, for the roles that they declare",
+    "cli/app.py": "the version, of the package root",
+    "denoising/registry.py": "a sampler's file, when its name is first used",
+    "description.py": "the version, of the package root",
+    "kernels/importing.py": "packages of others",
+    "models/autoencoder.py": "packages of others",
+    "models/registry.py": "a family's files, when a folder asks for it",
+}
+
+
+def imports_between_modules() -> dict[str, set[str]]:
+    """The modules that each module imports, by dotted name, TYPE_CHECKING blocks and function bodies included."""
+    files = {here(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in MODULES}
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names = [name.removeprefix(f"{PACKAGE.name}.") for name in imported_names(path)]
+        found[module] = {target for name in names for target in (name, name.rpartition(".")[0]) if target in files}
+    return found
+
+
+def import_circles(imports: dict[str, set[str]]) -> list[str]:
+    """A circle for each group of modules that import one another, as `a -> b -> a`; depth first."""
+    circles: list[str] = []
+    finished: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            circles.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in finished:
+            for target in sorted(imports[module]):
+                visit(target, [*path, module])
+            finished.add(module)
+
+    for module in sorted(imports):
+        visit(module, [])
+    return circles
+
+
+def loaders_by_name() -> Iterator[str]:
+    """Files that call import_module."""
+    for path in MODULES:
+        calls = (ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+        if any(called.endswith("import_module") or called == "__import__" for called in calls):
+            yield here(path)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    circle = {"a": {"b", "d"}, "b": {"c"}, "c": {"a"}, "d": set[str]()}
+    assert import_circles(circle) == ["a -> b -> c -> a"]
+    assert import_circles(imports_between_modules()) == []
+
+
+def test_modules_are_loaded_by_name_in_registries_alone() -> None:
+    assert sorted(loaders_by_name()) == sorted(LOADERS_BY_NAME)
 
 
 def test_no_device_tensor_lives_in_a_cache_of_the_process() -> None:

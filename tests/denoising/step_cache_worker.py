@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from denoiser_inputs import text_inputs
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy, AttentionRecorder, RequestCache, StepInfo
+from diffusion_runtime.block_stack import BlockRunner, MakeModulatedInput, ModulatedInput, RunBlock, Streams
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.step_cache.requested import StepCache
@@ -28,6 +30,7 @@ from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.step_cache import TeaCachePolynomial, TeaCachePolynomials
 
 # (ulysses, ring, branch) of each world.
 WORLDS = {2: ((2, 1, 1), (1, 1, 2)), 4: ((2, 2, 1), (2, 1, 2), (1, 2, 2))}
@@ -35,13 +38,33 @@ REQUESTS = {
     "easycache": GenerationRequest("-", step_cache="easycache:threshold=1.2,warmup=0.2"),
     "both": GenerationRequest("-", step_cache="easycache:threshold=1.2,warmup=0.2", cfg_gate=0.5),
     "dbcache": GenerationRequest("-", step_cache="dbcache:F=1,W=2,R=1,MC=2"),
+    "teacache": GenerationRequest("-", step_cache="teacache:threshold=1.2"),
+    "teacache of tokens": GenerationRequest("-", step_cache="teacache:threshold=0.2"),
 }
+POLYNOMIALS = TeaCachePolynomials("a model", "a source", TeaCachePolynomial((0.0, 0.0, 0.0, 1.0, 0.0), None))
 NUM_STEPS = 10
 PATCH = (1, 2, 2)
 CONFIG = WanTransformerConfig(2, 4, 12, 64, 4, 8, 16, PATCH, norm_cross=True, eps=1e-6, has_gate=False)
 
 
-def denoise(request: GenerationRequest, mesh: ProcessMesh) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+class OfTokens(BlockRunner):
+    """Compares this process's tokens instead of Wan's timestep, as other families do; padding is not zero."""
+
+    def __init__(self, inner: BlockRunner) -> None:
+        self._inner = inner
+
+    def run(
+        self,
+        blocks: Sequence[RunBlock],
+        streams: Streams,
+        step: StepInfo,
+        num_grid_tokens: int,
+        _modulated_input: MakeModulatedInput | None = None,
+    ) -> Streams:
+        return self._inner.run(blocks, streams, step, num_grid_tokens, lambda: ModulatedInput(streams[0] + 1))
+
+
+def denoise(request: GenerationRequest, mesh: ProcessMesh, name: str) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Latents after the last step, and the report's rows of steps."""
     torch.manual_seed(0)
     policy = AttentionPolicy(environment=None, mesh=mesh)
@@ -57,12 +80,13 @@ def denoise(request: GenerationRequest, mesh: ProcessMesh) -> tuple[torch.Tensor
         assert step.timestep is not None
         timestep = torch.full((1,), step.timestep)
         context = AttentionContext(
-            step=step, state=state, recorder=recorder, sharding=mesh.sharding, block_runner=cache.block_runner
+            step=step, state=state, recorder=recorder, sharding=mesh.sharding, block_runner=runner
         )
         velocity: torch.Tensor = model(latents, timestep, inputs[step.branch], context)
         return velocity
 
-    cache = StepCache.of(request, mesh, recorder)
+    cache = StepCache.of(request, mesh, recorder, published=POLYNOMIALS)
+    runner = OfTokens(cache.block_runner) if name == "teacache of tokens" else cache.block_runner
     guided = with_guidance(predict, 3.0, "two_pass", branches=BranchExchange.of(mesh), wrappers=cache.wrappers)
     latents = FlowMatchEulerSampler(NUM_STEPS, 3.0).sample(noise, guided)
     cache.finish(latents.device)
@@ -75,11 +99,11 @@ def work(world: int, rank: int, folder: Path) -> None:
     patience = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
     measured = []
-    singles = {name: denoise(request, ProcessMesh()) for name, request in REQUESTS.items()}
+    singles = {name: denoise(request, ProcessMesh(), name) for name, request in REQUESTS.items()}
     for degrees in WORLDS[world]:
         mesh = ProcessMesh.create(ulysses_degree=degrees[0], ring_degree=degrees[1], branch_degree=degrees[2])
         for name, request in REQUESTS.items():
-            (together, steps), (alone, steps_alone) = denoise(request, mesh), singles[name]
+            (together, steps), (alone, steps_alone) = denoise(request, mesh, name), singles[name]
             error = float((together - alone).abs().max() / alone.abs().max())
             row = {"mesh": degrees, "cache": name, "error": error, "steps": steps, "steps_alone": steps_alone}
             measured.append(row)

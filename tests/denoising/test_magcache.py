@@ -16,24 +16,34 @@ from tiny_models import TINY_SIZES
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.block_stack import Streams, overwriting
-from diffusion_runtime.denoising.step_cache.calibration import Calibration, ResidualRatios
+from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.magcache import MagCache
+from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.step_cache import MagCacheOptions
 from diffusion_runtime.step_info import StepInfo
 
 NUM_STEPS = 12
-RATIOS = (1.0, 0.9, 0.95, 0.99, 0.98, 1.02, 0.99, 0.97, 0.99, 0.99, 0.99, 0.9)
+RATIOS = (1.0, 0.9, 0.95, 1.0, 0.98, 1.02, 0.99, 0.97, 0.99, 0.99, 0.99, 0.9)
 
 
 def calibration(**changes: Any) -> Calibration:
-    known = Calibration({"family": "wan", "config_sha256": "0"}, NUM_STEPS, {"cond": RATIOS}, 1, {}, {})
+    known = Calibration({"family": "wan", "config_sha256": "0"}, NUM_STEPS, {"cond": RATIOS}, ("a",), {}, {})
     return dataclasses.replace(known, **changes)
 
 
 def add(amount: float) -> Any:
     def overwrite(x: torch.Tensor) -> None:
         x += amount
+
+    return overwriting(overwrite)
+
+
+def add_to_text(amount: float) -> Any:
+    """Adds to the tokens behind a grid of 4, which the ratios leave out."""
+
+    def overwrite(x: torch.Tensor) -> None:
+        x[:, 4:] += amount
 
     return overwriting(overwrite)
 
@@ -56,7 +66,7 @@ def expected_steps(threshold: float, most: int, retention: int) -> list[int]:
 def test_magcache_is_its_formula(threshold: float, most: int) -> None:
     recorder = AttentionRecorder()
     options = MagCacheOptions(file="x", threshold=threshold, K=most, retention=0.25)
-    cache = MagCache(options, calibration(), recorder)
+    cache = MagCache(options, calibration(), NUM_STEPS, recorder)
     computed = expected_steps(threshold, most, 3)
     last = 0
     for index in range(NUM_STEPS):
@@ -72,7 +82,7 @@ def test_magcache_is_its_formula(threshold: float, most: int) -> None:
 
 def test_another_expert_and_an_unknown_branch_are_computed() -> None:
     recorder = AttentionRecorder()
-    cache = MagCache(MagCacheOptions(file="x", threshold=10, K=99, retention=0), calibration(), recorder)
+    cache = MagCache(MagCacheOptions(file="x", threshold=10, K=99, retention=0), calibration(), NUM_STEPS, recorder)
     for index in range(NUM_STEPS):
         for branch in ("cond", "uncond"):
             step = StepInfo(index, NUM_STEPS, branch=branch, expert=int(index > 6))
@@ -81,11 +91,34 @@ def test_another_expert_and_an_unknown_branch_are_computed() -> None:
     assert rows == {("cond", 0): "0", ("cond", 1): "7", ("uncond", 0): "0-6", ("uncond", 1): "7-11"}
 
 
+@table("num_steps", [1, 2, 5, 12, 20, 50])
+def test_other_numbers_of_steps_take_the_nearest_ratios(num_steps: int) -> None:
+    """As nearest_interp of MagCache's repository does."""
+    places = numpy.round(numpy.arange(num_steps) * (NUM_STEPS - 1) / max(1, num_steps - 1)).astype(int)
+    of_both = calibration(ratios={"cond": RATIOS, "uncond": RATIOS[::-1]}).ratios_for(num_steps)
+    assert of_both["cond"] == tuple(RATIOS[place] for place in places)
+    assert of_both["uncond"] == tuple(RATIOS[::-1][place] for place in places)
+
+
+def test_what_the_calibration_was_not_made_for_is_said() -> None:
+    measured = calibration(request={"sampler": "unipc", "height": 480, "seed": 3, "sigmas": None})
+    asked = {"num_inference_steps": NUM_STEPS, "sampler": "unipc", "height": 480, "seed": 4, "sigmas": None}
+    assert measured.remarks(asked, ("cond",), "magcache") == []
+    remarks = measured.remarks(asked | {"num_inference_steps": 20, "height": 720}, ("cond", "uncond"), "magcache")
+    assert remarks == [
+        "step_cache: magcache: calibrated with 12 steps, run with 20: each step takes what the nearest one measured",
+        "step_cache: magcache: calibrated with height 480 (here 720)",
+        "step_cache: magcache: the calibration has no steps of uncond, which are all computed; calibrate with guidance",
+    ]
+
+
 def test_ratios_are_those_of_the_residuals() -> None:
-    measured = ResidualRatios()
-    for index, size in enumerate((4.0, 2.0, 3.0)):
-        measured.run([add(size / 2), add(size / 2)], (torch.ones(1, 4, 2),), StepInfo(index, 3), 4)
-    assert measured.ratios == {"cond": pytest.approx({0: 1.0, 1: 0.5, 2: 1.5})}
+    measured = StackMeasurement()
+    # The last step is another expert's: a ratio of two models would say nothing.
+    for index, (size, expert) in enumerate(((4.0, 0), (2.0, 0), (3.0, 0), (6.0, 1))):
+        blocks = [add(size / 2), add_to_text(10.0 * index), add(size / 2)]
+        measured.run(blocks, (torch.ones(1, 6, 2),), StepInfo(index, 4, expert=expert), 4)
+    assert measured.ratios == {"cond": pytest.approx({0: 1.0, 1: 0.5, 2: 1.5, 3: 1.0})}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -106,15 +139,15 @@ def test_files_that_are_no_calibration_are_refused(tmp_path: Path, changes: dict
     path = tmp_path / "file.json"
     path.write_text(json.dumps(calibration().to_dict() | changes))
     with pytest.raises(RequestError, match=message):
-        Calibration.read(path)
+        Calibration.read(path, "magcache")
 
 
 def test_a_file_that_is_missing_or_no_json(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"magcache.file"):
-        Calibration.read(tmp_path / "no.json")
+        Calibration.read(tmp_path / "no.json", "magcache")
     (tmp_path / "no.json").write_text("{")
     with pytest.raises(RequestError, match="is not valid JSON"):
-        Calibration.read(tmp_path / "no.json")
+        Calibration.read(tmp_path / "no.json", "magcache")
     with pytest.raises(RequestError, match="magcache:file=FILE; `diffusion-runtime calibrate`"):
         GenerationRequest("a", step_cache="magcache")
 
@@ -133,10 +166,10 @@ def test_calibrate_generate_and_refuse(pipeline: Pipeline, tmp_path: Path) -> No
     request = GenerationRequest("a red circle", **TINY_SIZES, num_inference_steps=NUM_STEPS, guidance_scale=4.0)
     found = pipeline.calibrate([request, dataclasses.replace(request, prompt="a blue star", seed=1)])
     assert {branch: len(ratios) for branch, ratios in found.ratios.items()} == {"cond": NUM_STEPS, "uncond": NUM_STEPS}
-    assert found.num_prompts == 2
+    assert found.prompts == ("a red circle", "a blue star")
     path = tmp_path / "it's, a file.json"
     path.write_text(json.dumps(found.to_dict()))
-    assert Calibration.read(path) == dataclasses.replace(found, request=Calibration.read(path).request)
+    assert Calibration.read(path, "magcache") == dataclasses.replace(found, spectrum=None)
     quoted = json.dumps(str(path))
 
     def cached(options: str, **changes: Any) -> Any:
@@ -148,8 +181,11 @@ def test_calibrate_generate_and_refuse(pipeline: Pipeline, tmp_path: Path) -> No
     media = cached("threshold=10,K=2")
     assert {row.reused_by for row in media.attention_report.steps} == {("magcache",)}
     assert {row.computed for row in media.attention_report.steps} == {"0-2,5,8,11"}
-    with pytest.raises(RequestError, match=f"is for {NUM_STEPS} steps, got 20; use {NUM_STEPS}, or measure this one"):
-        cached("K=2", num_inference_steps=20)
+    longer = cached("threshold=10,K=2", num_inference_steps=20).attention_report
+    assert any(
+        f"calibrated with {NUM_STEPS} steps, run with 20: each step takes what the" in note for note in longer.notes
+    )
+    assert {row.computed for row in longer.steps} == {"0-3,6,9,12,15,18"}
     other = dataclasses.replace(found, model={**found.model, "config_sha256": "0" * 64})
     path.write_text(json.dumps(other.to_dict()))
     with pytest.raises(RequestError, match="for another model: config_sha256: expected"):

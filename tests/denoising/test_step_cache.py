@@ -216,14 +216,14 @@ def test_without_a_cache_nothing_is_wrapped_or_counted() -> None:
     [
         ("easycash", r"step_cache: unknown value 'easycash'.*'easycache'"),
         ("", "step_cache: unknown value"),
-        ("none:threshold=1", "step_cache: unknown value 'none'"),
+        ("none:threshold=1", "step_cache: none takes no options, got 'threshold=1'; leave them out"),
         ("easycache:treshold=0.1", r"step_cache: easycache: unknown option 'treshold'.*'threshold'"),
-        ("easycache:threshold", r"step_cache: expected key=value,... got 'threshold'"),
+        ("easycache:threshold", r"step_cache: easycache: expected key=value,... got 'threshold'"),
         ("easycache:threshold=a", r"step_cache: easycache.threshold: expected float, got 'a'"),
         ("easycache:threshold=-1", r"step_cache: easycache: threshold: expected a number from 0 to 10, got -1"),
         ("easycache:threshold=nan", r"step_cache: easycache.threshold: expected float, got 'nan'"),
         ("easycache:warmup=1.5", r"step_cache: easycache: warmup: expected a share of the steps from 0 to 1, got 1.5"),
-        ("easycache:threshold=1,threshold=2", "threshold is given twice"),
+        ("easycache:threshold=1,threshold=2", "step_cache: easycache: threshold is given twice"),
         (3, "step_cache: expected one of easycache"),
     ],
 )

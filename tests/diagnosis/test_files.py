@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_runtime.diagnosis.embedded_model import check_model, model_problems
 from diffusion_runtime.diagnosis.machine import DiskCheck, check_disk, disk_problems
-from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
 
 TRANSFORMER = Path("transformer") / "diffusion_pytorch_model.safetensors"
 

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
 from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, FusedDecoder, exact_decoder
-from diffusion_runtime.models.video_decoder import by_factor
+from diffusion_runtime.models.video_decoder import by_factor, to_unit_range
 
 SIZES: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "z_dim": 16}
 PATCHED: dict[str, Any] = {"patch_size": 2, "in_channels": 12, "out_channels": 12}
@@ -98,6 +98,38 @@ def test_the_decoder_gives_the_same_frames_in_every_mode_and_says_which_it_ran()
     assert plain.implementation == "AutoencoderKLWan"
     assert exact.implementation == "AutoencoderKLWan, channels first"
     assert fast.implementation == "AutoencoderKLWan, fused kernels, fast"
+
+
+@torch.inference_mode()
+def test_frames_come_while_the_next_are_not_yet_decoded() -> None:
+    """Of every latent frame, to the bits of diffusers' module decoding at once; by the module itself and by kernels."""
+    decoded = []
+
+    class Counting(ChannelsFirstDecoder):
+        def decode(self, raw: torch.Tensor, bands: Any = None) -> Iterator[torch.Tensor]:
+            for index, frames in enumerate(super().decode(raw, bands)):
+                decoded.append(index)
+                yield frames
+
+    for kind in KINDS:
+        module = autoencoder(kind)
+        factor = 2 ** sum(KINDS[kind][1]["temperal_downsample"])
+        latents = random_latents(3)
+        expected = to_unit_range(module.decode(latents, return_dict=False)[0])
+        for decoder in (
+            CausalVideoDecoder(module, by_factor(1.0)),
+            CausalVideoDecoder(module, by_factor(1.0), [to_the_bit(Counting(module), "counting")]),
+        ):
+            stream = decoder.stream(latents)
+            decoded.clear()
+            sizes, parts = [], []
+            for frames in stream.chunks:
+                sizes.append(frames.shape[1])
+                parts.append(frames)
+                assert decoded in ([], list(range(len(parts)))), "decoded no farther than was asked for"
+            assert sizes == [1, factor, factor]
+            assert stream.num_frames == sum(sizes)
+            torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=2e-6, rtol=0)
 
 
 class SlightlyWrong(ChannelsFirstDecoder):

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.checkpoint import EMBEDDED_FOLDER, resolve_model_folder
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER, resolve_model_folder
 
 SCRIPT = """
 import sys
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.models.checkpoint import resolve_model_folder
+from diffusion_runtime.models.model_sources import resolve_model_folder
 try:
     print(resolve_model_folder(sys.argv[1], weights=sys.argv[2] == "weights"))
 except ModelLoadError as error:

@@ -77,7 +77,7 @@ def test_a_name_stands_for_the_hub_id_with_its_settings(
         asked.append(repository)
         return tiny_wan_folder
 
-    monkeypatch.setattr("diffusion_runtime.models.checkpoint._download", download)
+    monkeypatch.setattr("diffusion_runtime.models.model_sources._download", download)
     monkeypatch.chdir(tmp_path)
     by_name = inspect_pipeline(RuntimeConfig("wan2.1-1.3b")).rules
     by_id = inspect_pipeline(RuntimeConfig("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")).rules

@@ -14,14 +14,16 @@ import torch
 from tables import table
 
 from diffusion_runtime import GenerationRequest
+from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.errors import RequestError
-from diffusion_runtime.loading import load_pipeline
+from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.loading import inspect_pipeline, load_pipeline
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.sampling_presets import presets_of, recognise, recognise_lora, sampling_presets
-from diffusion_runtime.request_rules import BatchSettings, RequestRules
+from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.step_info import StepInfo
 
 EULER, UNIPC = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"
@@ -221,6 +223,26 @@ def test_a_name_is_recognised_however_the_path_is_written(
     found = recognise("wan", folder, model_path)
     assert found is not None
     assert found.presets[0].name == "fastwan-3"
+
+
+def test_a_folder_cannot_redefine_a_sampling_preset(tiny_wan_copy: Callable[[], Path]) -> None:
+    folder = tiny_wan_copy()
+
+    def give(name: str) -> None:
+        presets = {name: {"num_inference_steps": 9}}
+        (folder / "generation.json").write_text(json.dumps({"max_text_tokens": 16, "presets": presets}))
+
+    give("distill-4")
+    with pytest.raises(
+        ModelLoadError,
+        match=r"generation.json: key 'presets.distill-4': .* preset of LightX2V .*; give .* another name",
+    ):
+        inspect_pipeline(RuntimeConfig(str(folder), device="cpu"))
+    # A name of the embedded model's own presets is free in other folders.
+    give("fast")
+    assert inspect_pipeline(RuntimeConfig(str(folder), device="cpu")).rules.presets["fast"] == {
+        "num_inference_steps": 9
+    }
 
 
 def test_seeds_of_a_batch_equal_single_runs(tiny_wan_copy: Callable[[], Path]) -> None:

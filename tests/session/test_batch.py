@@ -11,6 +11,7 @@ from sample_media import make_media
 from diffusion_runtime.cli.terminal import Terminal
 from diffusion_runtime.errors import BackendUnavailableError, DeviceMemoryError, ModelLoadError, OutputError
 from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.progress import Progress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.session.batch import BatchResult, Item, run_batch, title_of
@@ -18,7 +19,9 @@ from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.outputs import Outputs
 
 
-def make(request: GenerationRequest, on_progress: Callable[[Progress], None]) -> GeneratedMedia:
+def make(
+    request: GenerationRequest, on_progress: Callable[[Progress], None], open_sink: OpenSink | None = None
+) -> GeneratedMedia:
     """Media whose prompt may name what goes wrong instead."""
     wrong: dict[str, BaseException] = {
         "memory": DeviceMemoryError("too large"),

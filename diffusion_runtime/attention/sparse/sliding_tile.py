@@ -21,6 +21,7 @@ from diffusion_runtime.attention.sparse.sliding_tile_search import (
     SearchRecorder,
     SearchSetup,
     check_same_setup,
+    ends_request,
     find_search_logs,
     read_search_logs,
     tune,
@@ -145,10 +146,13 @@ class SlidingTileBackend(SparseBackend):
     def _search(self, call: AttentionCall, layout: TokenLayout) -> AttentionResult:
         """Full attention; every candidate window is run beside it and its distance recorded."""
         result = self.run_dense(call, _SEARCH)
-        # One log per branch, whichever experts take its steps.
-        recorder = call.state.request.get_or_create(
-            (self.name, "search", call.options, call.layer.role, call.step.branch), lambda: _new_recorder(call, layout)
+        # One log per branch and grid, whichever experts take its steps; progressive resolution changes the grid.
+        recorders: dict[Extent, SearchRecorder] = call.state.request.get_or_create(
+            (self.name, "search", call.options, call.layer.role, call.step.branch), dict
         )
+        if layout.grid not in recorders:
+            recorders[layout.grid] = _new_recorder(call, layout)
+        recorder = recorders[layout.grid]
         num_tiles = tile_counts(layout.grid, call.options.tile_size)
         grid = slice(layout.num_prefix_tokens, layout.num_prefix_tokens + layout.num_grid_tokens)
         losses = []
@@ -161,6 +165,9 @@ class SlidingTileBackend(SparseBackend):
             difference = candidate[:, grid].float() - result.out[:, grid].float()
             losses.append(torch.stack([difference.square().mean((0, 1, 3)), difference.abs().mean((0, 1, 3))]))
         recorder.add(call.layer, call.step, torch.stack(losses, dim=1))
+        if ends_request(call.layer, call.step):
+            for of_grid in recorders.values():
+                of_grid.write()
         return result
 
 
@@ -192,12 +199,12 @@ def _windowed_plan(
 def _strategy_of(
     options: SlidingTileOptions, layout: TokenLayout, role: str, run: RunSize, state: RequestCache
 ) -> MaskStrategy | None:
-    """The strategy of this request, the same from its first call to its last; None where there is no file."""
+    """The strategy of this request and grid, the same from its first call to its last; None where there is no file."""
     path = options.mask_strategy_file_path
     if not options.is_tuning and path is None:
         return None
     return state.request.get_or_create(
-        (SlidingTileBackend.name, "strategy", options, role),
+        (SlidingTileBackend.name, "strategy", options, role, layout.grid),
         lambda: _tuned_strategy(options, layout, role, run) if path is None else load_strategy(path),
     )
 
@@ -208,6 +215,8 @@ def _tuned_strategy(options: SlidingTileOptions, layout: TokenLayout, role: str,
     logs = [log for log in read_search_logs(options.search_log_folder) if log.setup.role == role]
     if not logs:
         raise ConfigError(f"search_log_folder: {options.search_log_folder} holds no log of role {shown(role)}")
+    # A search with progressive resolution leaves logs of every grid.
+    logs = [log for log in logs if log.setup.grid == layout.grid] or logs
     setup = check_same_setup(logs)
     if (setup.grid, setup.tile_size) != (layout.grid, options.tile_size):
         raise ConfigError(

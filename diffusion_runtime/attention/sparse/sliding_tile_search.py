@@ -60,7 +60,7 @@ class SearchLog:
 
 
 class SearchRecorder:
-    """Collects the log of one request and branch, on the device until it is written.
+    """Collects the log of one request, branch and grid, on the device until it is written.
 
     Raises OutputError at once when the folder cannot be written: a search is long.
     """
@@ -81,15 +81,13 @@ class SearchRecorder:
             raise OutputError(f"search_log_folder: cannot write to {folder}: {error}") from error
 
     def add(self, layer: LayerInfo, step: StepInfo, losses: torch.Tensor) -> None:
-        """losses: [2, candidates, heads], L2 and L1 of one call. At the end of the request the log is written."""
+        """losses: [2, candidates, heads], L2 and L1 of one call."""
         key = (step.index, layer.index)
         self._sums[key] = self._sums[key] + losses if key in self._sums else losses
         self._num_calls[key] = self._num_calls.get(key, 0) + 1
-        # A sampler may ask twice for its last step: the same file is then written again, with both.
-        if step.index == step.num_steps - 1 and layer.index == layer.num_layers - 1:
-            self._write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the log, over the file of an earlier call: a sampler may ask twice for its last step."""
         losses = {}
         for (step, layer), total in self._sums.items():
             l2, l1 = (total.double().cpu() / self._num_calls[step, layer]).tolist()
@@ -102,6 +100,11 @@ class SearchRecorder:
         head = {"format": FORMAT, "branch": self._branch, "num_samples": self._num_samples}
         write_json(self._path, {**head, **dataclasses.asdict(self.setup), "losses": losses})
         _logger.info("STA_searching: wrote %s", self._path)
+
+
+def ends_request(layer: LayerInfo, step: StepInfo) -> bool:
+    """Whether a call is the last of its request and branch, so that the logs are to be written."""
+    return step.index == step.num_steps - 1 and layer.index == layer.num_layers - 1
 
 
 def find_search_logs(folder: str | Path) -> list[Path]:

@@ -1,151 +1,165 @@
-"""Calibration of MagCache: how a model's residuals change from step to step, in a file that says where it is from."""
+"""Calibration of MagCache and TeaCache: how a model changes from step to step, in a file that says where it is from."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
-from diffusion_runtime.block_stack import BlockRunner, RunBlock, Streams
-from diffusion_runtime.denoising.step_cache.stack_residual import entered, minus
+from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.progressive_resolution import LatentSpectrum
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.step_cache import (
+    CALIBRATED_THRESHOLD,
+    NUM_COEFFICIENTS,
+    TeaCachePolynomial,
+    TeaCachePolynomials,
+)
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 SCHEMA = "diffusion_runtime.step_cache_calibration/1"
-_AGAIN = "measure this one: diffusion-runtime calibrate"
+_AGAIN = "measure this one: diffusion-runtime calibrate PROMPT ... --model-path MODEL -o FILE"
+# Request values that move a model's steps nearer to each other or further apart.
+_COMPARED = ("sampler", "flow_shift", "guidance_scale", "height", "width", "num_frames", "sigmas")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """ratios: by guidance branch, for every step mean(|r_t| / |r_t-1|) over tokens, samples and prompts, with r the
-    residual of all blocks; 1 for the first step. model: of `model_identity`. request: the values that were used;
-    versions: of the packages that computed. spectrum: A and beta of the clean latents' LatentSpectrum, for progressive
-    resolution; None of latents that are too small to say."""
+    """ratios, of MagCache: by guidance branch, for every step mean(|r_t| / |r_t-1|) over tokens, samples and prompts,
+    with r the residual of all blocks; 1 for the first step. coefficients, of TeaCache: of the polynomial, the highest
+    power first, `plain` and, of models that have it, `of_ret_steps`; empty where there were too few steps to fit one.
+    model: of `model_identity`. prompts, request: what was generated; versions: of the packages that computed. spectrum:
+    A and beta of the clean latents' LatentSpectrum, for progressive resolution; None of latents that are too small to
+    say."""
 
     model: Mapping[str, str]
     num_steps: int
     ratios: Mapping[str, tuple[float, ...]]
-    num_prompts: int
+    prompts: tuple[str, ...]
     request: Mapping[str, Any]
     versions: Mapping[str, str]
+    coefficients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     spectrum: Mapping[str, float] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        recipe: Mapping[str, Any],
-        request: Mapping[str, Any],
-        num_steps: int,
-        measured: Sequence[ResidualRatios],
-        spectrum: LatentSpectrum | None = None,
-    ) -> Self:
-        """recipe: of the pipeline. request: the values that all requests shared. measured: one per request."""
-        shared = {key: value for key, value in request.items() if key not in ("prompt", "negative_prompt", "seed")}
-        return cls(
-            model=model_identity(recipe),
-            num_steps=num_steps,
-            ratios=_mean_ratios(measured, num_steps),
-            num_prompts=len(measured),
-            request=shared,
-            versions={"diffusion_runtime": str(recipe["version"]), "torch": torch.__version__},
-            spectrum=None if spectrum is None else asdict(spectrum),
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they stand in the file."""
-        return {"schema": SCHEMA, "method": "magcache", **asdict(self)}
+        return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Raises RequestError for a file that is missing or is no calibration."""
-        values = read_json_file(path, "step_cache: magcache.file", error=RequestError)
-        where = f"step_cache: magcache.file: {path}"
+    def read(cls, path: str | Path, method: str) -> Self:
+        """method: the step cache that names the file, for messages. Raises RequestError for a file that is missing or
+        is no calibration."""
+        where = f"step_cache: {method}.file"
+        values = read_json_file(path, where, error=RequestError)
+        where = f"{where}: {path}"
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
             raise RequestError(f"{where}: expected a file that `diffusion-runtime calibrate` wrote")
         model, num_steps, ratios = (values.get(key) for key in ("model", "num_steps", "ratios"))
-        if not isinstance(model, dict) or type(num_steps) is not int or not isinstance(ratios, dict) or not ratios:
+        if not isinstance(model, dict) or not isinstance(num_steps, int) or not isinstance(ratios, dict) or not ratios:
             raise RequestError(f"{where}: its model, num_steps or ratios are missing; {_AGAIN}")
-        for branch, numbers in ratios.items():
-            if not isinstance(numbers, list) or len(numbers) != num_steps or not all(map(_is_ratio, numbers)):
-                raise RequestError(
-                    f"{where}: key 'ratios.{str(branch)[:20]}': expected {num_steps} numbers above 0; {_AGAIN}"
-                )
+        if isinstance(num_steps, bool) or num_steps < 1:
+            raise RequestError(f"{where}: key 'num_steps': expected 1 or more, got {shown(num_steps)}; {_AGAIN}")
+        coefficients = values.get("coefficients", {})
+        if not isinstance(coefficients, dict):
+            raise RequestError(f"{where}: key 'coefficients': expected a mapping, got {shown(coefficients)}; {_AGAIN}")
+        prompts = values.get("prompts")
         return cls(
             model={key: str(value) for key, value in model.items()},
             num_steps=num_steps,
-            ratios={str(branch): tuple(map(float, numbers)) for branch, numbers in ratios.items()},
-            num_prompts=count if isinstance(count := values.get("num_prompts"), int) else 0,
+            ratios=_lists(ratios, num_steps, f"{where}: key 'ratios", "numbers above 0", lambda number: number > 0),
+            prompts=tuple(map(str, prompts)) if isinstance(prompts, list) else (),
             request=request if isinstance(request := values.get("request"), dict) else {},
             versions=versions if isinstance(versions := values.get("versions"), dict) else {},
+            coefficients=_lists(coefficients, NUM_COEFFICIENTS, f"{where}: key 'coefficients", "numbers"),
         )
 
-    def check_steps(self, num_steps: int) -> None:
-        """Raises RequestError for another number of steps than was measured."""
-        if num_steps != self.num_steps:
-            raise RequestError(
-                f"step_cache: magcache: this calibration is for {self.num_steps} steps, got {num_steps}; use "
-                f"{self.num_steps}, or {_AGAIN}"
-            )
-
-    def check_model(self, model: Mapping[str, str]) -> None:
+    def check_model(self, model: Mapping[str, str], method: str) -> None:
         """model: of `model_identity`. Raises RequestError for another one than was measured."""
         for key in model:
             if model[key] != self.model.get(key):
                 raise RequestError(
-                    f"step_cache: magcache: this calibration is for another model: {key}: expected "
+                    f"step_cache: {method}: this calibration is for another model: {key}: expected "
                     f"{shown(model[key])}, got {shown(self.model.get(key))}; {_AGAIN}"
                 )
 
+    def ratios_for(self, num_steps: int) -> dict[str, tuple[float, ...]]:
+        """`ratios` of so many steps: for each the nearest that was measured, as MagCache's authors do."""
+        factor = (self.num_steps - 1) / max(1, num_steps - 1)
+        nearest = [round(index * factor) for index in range(num_steps)]
+        return {branch: tuple(ratios[index] for index in nearest) for branch, ratios in self.ratios.items()}
 
-def model_identity(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """What of a pipeline's recipe says which model it is: the family, the hash of its configs, its LoRA files by name
-    and scale."""
-    loras = [f"{Path(lora['path']).name} x {lora['scale']:g}" for lora in recipe["runtime"]["lora"]]
-    model = recipe["model"]
-    return {"family": model["family"], "config_sha256": model["config_sha256"], "lora": ", ".join(loras)}
+    @property
+    def polynomials(self) -> TeaCachePolynomials | None:
+        """For TeaCache; None of a file that has none."""
+        if "plain" not in self.coefficients:
+            return None
+        found = {name: TeaCachePolynomial(each, CALIBRATED_THRESHOLD) for name, each in self.coefficients.items()}
+        return TeaCachePolynomials("this calibration", "calibrate", found["plain"], found.get("of_ret_steps"))
 
-
-class ResidualRatios(BlockRunner):
-    """Runs every block, and measures the ratios of the residuals' sizes, for one request of one process."""
-
-    def __init__(self) -> None:
-        # By branch and step.
-        self.ratios: dict[str, dict[int, float]] = {}
-        self._before: dict[str, torch.Tensor] = {}
-        self._expert: int | None = None
-
-    def run(self, blocks: Sequence[RunBlock], streams: Streams, step: StepInfo, num_grid_tokens: int) -> Streams:
-        """See BlockRunner.run."""
-        if step.expert != self._expert:
-            self._expert = step.expert
-            self._before.clear()
-        entering = entered(streams)
-        streams = super().run(blocks, streams, step, num_grid_tokens)
-        sizes = minus(streams, entering)[0][:, :num_grid_tokens].float().norm(dim=-1)
-        before = self._before.get(step.branch)
-        ratio = 1.0 if before is None else float((sizes / before.clamp(min=1e-12)).mean())
-        self.ratios.setdefault(step.branch, {})[step.index] = ratio
-        self._before[step.branch] = sizes
-        return streams
-
-
-def _mean_ratios(measured: Sequence[ResidualRatios], num_steps: int) -> dict[str, tuple[float, ...]]:
-    """By branch, over several requests; 1 for a step that a branch did not run."""
-    branches = dict.fromkeys(branch for each in measured for branch in each.ratios)
-    return {
-        branch: tuple(
-            sum(each.ratios.get(branch, {}).get(index, 1.0) for each in measured) / len(measured)
-            for index in range(num_steps)
-        )
-        for branch in branches
-    }
+    def remarks(self, request: Mapping[str, Any], branches: Iterable[str], method: str) -> list[str]:
+        """How a resolved request differs from the one that was measured, as sentences. branches: that it runs."""
+        where, remarks = f"step_cache: {method}", []
+        num_steps = request.get("num_inference_steps")
+        if num_steps != self.num_steps:
+            remarks.append(
+                f"{where}: calibrated with {self.num_steps} steps, run with {num_steps}: each step takes what the "
+                "nearest one measured"
+                if method == "magcache"
+                else f"{where}: calibrated with {self.num_steps} steps, run with {num_steps}: the changes from step to "
+                "step may be outside of what was measured"
+            )
+        others = [
+            f"{key} {shown(self.request[key])} (here {shown(request.get(key))})"
+            for key in _COMPARED
+            if key in self.request and not _is_same(self.request[key], request.get(key))
+        ]
+        if others:
+            remarks.append(f"{where}: calibrated with {', '.join(others)}")
+        missing = [branch for branch in branches if branch not in self.ratios]
+        if missing and method == "magcache":
+            remarks.append(
+                f"{where}: the calibration has no steps of {', '.join(missing)}, which are all computed; calibrate "
+                "with guidance"
+            )
+        return remarks
 
 
-def _is_ratio(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+def model_identity(family: str, config_sha256: str, loras: Iterable[LoraConfig]) -> dict[str, str]:
+    """What says which model it is: the family, the hash of its folder's configs, its LoRA files by name and scale."""
+    named = [f"{Path(lora.path).name} x {lora.scale:g}" for lora in loras]
+    return {"family": family, "config_sha256": config_sha256, "lora": ", ".join(named)}
+
+
+def _lists(
+    lists: Mapping[str, Any],
+    count: int,
+    where: str,
+    expected: str,
+    is_valid: Callable[[float], bool] = math.isfinite,
+) -> dict[str, tuple[float, ...]]:
+    """Lists of `count` numbers each, by name. Raises RequestError."""
+    result = {}
+    for name, numbers in lists.items():
+        values = _floats(numbers)
+        if values is None or len(values) != count or not all(map(is_valid, values)):
+            raise RequestError(f"{where}.{name[:20]}': expected {count} {expected}; {_AGAIN}")
+        result[name] = values
+    return result
+
+
+def _floats(numbers: object) -> tuple[float, ...] | None:
+    """None for what is no list of finite numbers."""
+    if not isinstance(numbers, list) or any(type(number) not in (int, float) for number in numbers):
+        return None
+    try:
+        values = tuple(map(float, numbers))
+    except OverflowError:
+        return None
+    return values if all(map(math.isfinite, values)) else None
+
+
+def _is_same(measured: object, value: object) -> bool:
+    if isinstance(measured, list | tuple) and isinstance(value, list | tuple):
+        return list(measured) == list(value)
+    return measured == value

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import RunBlock, Streams
+from diffusion_runtime.block_stack import MakeModulatedInput, RunBlock, Streams
 from diffusion_runtime.denoising.step_cache.counted_runner import CountedRunner
 from diffusion_runtime.denoising.step_cache.stack_residual import entered, minus, plus
-from diffusion_runtime.errors import RequestError
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 from diffusion_runtime.step_cache import DBCacheOptions
 from diffusion_runtime.step_info import StepInfo
@@ -55,14 +54,17 @@ class DBCache(CountedRunner):
         self._branches: dict[str, _Branch] = {}
         self._expert: int | None = None
 
-    def run(self, blocks: Sequence[RunBlock], streams: Streams, step: StepInfo, num_grid_tokens: int) -> Streams:
+    def run(
+        self,
+        blocks: Sequence[RunBlock],
+        streams: Streams,
+        step: StepInfo,
+        num_grid_tokens: int,
+        modulated_input: MakeModulatedInput | None = None,  # noqa: ARG002 - of TeaCache
+    ) -> Streams:
         """See BlockRunner.run. Raises RequestError where F and B leave no block to reuse."""
+        self._options.check_blocks(len(blocks))
         first, last = self._options.F, len(blocks) - self._options.B
-        if first >= last:
-            raise RequestError(
-                f"step_cache: dbcache: expected F + B below this model's {len(blocks)} blocks, got F={first}, "
-                f"B={self._options.B}"
-            )
         if step.expert != self._expert:
             self._expert = step.expert
             self._branches.clear()

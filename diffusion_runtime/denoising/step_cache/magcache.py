@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.block_stack import RunBlock, Streams
+from diffusion_runtime.block_stack import MakeModulatedInput, RunBlock, Streams
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.counted_runner import CountedRunner
 from diffusion_runtime.denoising.step_cache.stack_residual import entered, minus, plus
@@ -35,14 +35,23 @@ class _Branch:
 class MagCache(CountedRunner):
     """The cache of one request. Decisions come from the calibration alone, so that every process makes the same."""
 
-    def __init__(self, options: MagCacheOptions, calibration: Calibration, recorder: AttentionRecorder) -> None:
+    def __init__(
+        self, options: MagCacheOptions, calibration: Calibration, num_steps: int, recorder: AttentionRecorder
+    ) -> None:
         super().__init__("magcache", recorder)
         self._options = options
-        self._ratios = calibration.ratios
+        self._ratios = calibration.ratios_for(num_steps)
         self._branches: dict[str, _Branch] = {}
         self._expert: int | None = None
 
-    def run(self, blocks: Sequence[RunBlock], streams: Streams, step: StepInfo, num_grid_tokens: int) -> Streams:
+    def run(
+        self,
+        blocks: Sequence[RunBlock],
+        streams: Streams,
+        step: StepInfo,
+        num_grid_tokens: int,
+        modulated_input: MakeModulatedInput | None = None,
+    ) -> Streams:
         """See BlockRunner.run."""
         if step.expert != self._expert:
             self._expert = step.expert
@@ -52,7 +61,7 @@ class MagCache(CountedRunner):
             self.record(step, kept.error)
             return plus(streams, kept.residual)
         entering = entered(streams)
-        streams = super().run(blocks, streams, step, num_grid_tokens)
+        streams = super().run(blocks, streams, step, num_grid_tokens, modulated_input)
         self._branches[step.branch] = _Branch(minus(streams, entering))
         self.record(step, None)
         return streams

@@ -19,9 +19,17 @@ from diffusion_runtime.denoising.step_cache.counted_runner import CountedRunner
 from diffusion_runtime.denoising.step_cache.dbcache import DBCache
 from diffusion_runtime.denoising.step_cache.easycache import easycache
 from diffusion_runtime.denoising.step_cache.magcache import MagCache
+from diffusion_runtime.denoising.step_cache.teacache import TeaCache, polynomial_of
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.step_cache import DBCacheOptions, EasyCacheOptions, MagCacheOptions, StepCacheSettings
+from diffusion_runtime.step_cache import (
+    DBCacheOptions,
+    EasyCacheOptions,
+    MagCacheOptions,
+    StepCacheSettings,
+    TeaCacheOptions,
+    TeaCachePolynomials,
+)
 from diffusion_runtime.step_info import StepInfo
 
 
@@ -46,9 +54,11 @@ class StepCache:
         mesh: ProcessMesh,
         recorder: AttentionRecorder,
         model: Mapping[str, str] = MappingProxyType({}),
+        published: TeaCachePolynomials | None = None,
     ) -> Self:
         """request: a resolved one. mesh: the processes that run it. recorder: counts the steps of each branch and
-        expert. model: of `model_identity`. Raises RequestError for a calibration that is another model's."""
+        expert. model: of `model_identity`. published: TeaCache's coefficients for it. Raises RequestError for a
+        calibration that is another model's."""
         gate = 1.0 if request.cfg_gate is None else request.cfg_gate
         settings = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
         options = None if settings is None else settings.options
@@ -62,9 +72,13 @@ class StepCache:
         if isinstance(options, DBCacheOptions):
             runner = DBCache(options, mesh.sequence, recorder)
         elif isinstance(options, MagCacheOptions):
-            calibration = Calibration.read(options.file)
-            calibration.check_model(model)
-            runner = MagCache(options, calibration, recorder)
+            calibration = calibration_of(options.file, "magcache", model)
+            assert calibration is not None, "MagCacheOptions asks for a file"
+            assert request.num_inference_steps is not None, "the request is resolved"
+            runner = MagCache(options, calibration, request.num_inference_steps, recorder)
+        elif isinstance(options, TeaCacheOptions):
+            polynomial = polynomial_of(options, calibration_of(options.file, "teacache", model), published)
+            runner = TeaCache(options, polynomial, mesh.sequence, recorder)
         elif gate < 1 or options is not None:
             wrappers.append(_counted(recorder))
         if gate < 1 and mesh.branch.size > 1:
@@ -80,6 +94,16 @@ class StepCache:
         if runner is None:
             return cls(tuple(wrappers))
         return cls(tuple(wrappers), runner, functools.partial(runner.share_counts, mesh.branch))
+
+
+def calibration_of(file: str, method: str, model: Mapping[str, str]) -> Calibration | None:
+    """The calibration that a step cache names; None where it names none. model: of `model_identity`. Raises
+    RequestError for a file that is none, or is another model's."""
+    if not file:
+        return None
+    calibration = Calibration.read(file, method)
+    calibration.check_model(model, method)
+    return calibration
 
 
 def _counted(recorder: AttentionRecorder) -> BranchWrapper:

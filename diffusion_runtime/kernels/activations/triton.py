@@ -47,7 +47,7 @@ def _launch(gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activ
         from diffusion_runtime.kernels.activations import triton_kernels as kernels
 
         dim = gate.shape[-1]
-        strides = [_row_stride(each) for each in pointers]
+        strides = [stride for each in pointers if (stride := _row_stride(each)) is not None]
         grid = (gate.numel() // dim, -(-dim // BLOCK), 1)
         return Launch(kernels.activate, grid, (dim, *strides), {"ACTIVATION": activation, "BLOCK": BLOCK}, NUM_WARPS)
 

@@ -6,22 +6,13 @@ its history, [.., 2 frames, ..], zeros at the start. Every function here updates
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.causal_conv import reference, triton
+from diffusion_runtime.kernels.causal_conv.reference import NormSilu as NormSilu
 
 HISTORY = 2  # Frames that a convolution over three frames reads before each new one.
-
-
-@dataclass(frozen=True)
-class NormSilu:
-    """RMSNorm over the channels, then SiLU. gamma: [channels]. scale: the square root of their number."""
-
-    gamma: torch.Tensor
-    scale: float
 
 
 def channels_first_input(

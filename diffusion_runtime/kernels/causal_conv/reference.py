@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    from diffusion_runtime.kernels.causal_conv.api import NormSilu
-
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class NormSilu:
+    """RMSNorm over the channels, then SiLU. gamma: [channels]. scale: the square root of their number."""
+
+    gamma: torch.Tensor
+    scale: float
 
 
 def channels_first_input(x: torch.Tensor, history: torch.Tensor, norm: NormSilu | None, padding: int) -> torch.Tensor:

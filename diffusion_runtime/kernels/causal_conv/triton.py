@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from diffusion_runtime.kernels.causal_conv.api import NormSilu
+    from diffusion_runtime.kernels.causal_conv.reference import NormSilu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

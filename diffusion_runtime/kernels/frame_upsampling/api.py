@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from diffusion_runtime.kernels.causal_conv.triton import refusal
 from diffusion_runtime.kernels.frame_upsampling import reference, triton
-
-
-@dataclass(frozen=True)
-class Duplication:
-    """How a shortcut without weights fills a larger video (DupUp3D of the Wan 2.2 autoencoder).
-
-    Each channel stands `repeats` times; those copies are then dealt out to frames_factor frames, 2 rows and 2 columns.
-    num_dropped: frames that are left out at the beginning, those before the first one of a video.
-    """
-
-    frames_factor: int
-    repeats: int
-    num_dropped: int = 0
+from diffusion_runtime.kernels.frame_upsampling.reference import Duplication as Duplication
 
 
 def upsample_channels_first(x: torch.Tensor, *, is_interleaved: bool) -> torch.Tensor:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
-if TYPE_CHECKING:
-    from diffusion_runtime.kernels.frame_upsampling.api import Duplication
+
+@dataclass(frozen=True)
+class Duplication:
+    """How a shortcut without weights fills a larger video (DupUp3D of the Wan 2.2 autoencoder).
+
+    Each channel stands `repeats` times; those copies are then dealt out to frames_factor frames, 2 rows and 2 columns.
+    num_dropped: frames that are left out at the beginning, those before the first one of a video.
+    """
+
+    frames_factor: int
+    repeats: int
+    num_dropped: int = 0
 
 
 def upsample_channels_first(x: torch.Tensor, is_interleaved: bool) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from diffusion_runtime.kernels.causal_conv.triton import tile_shape
 
 if TYPE_CHECKING:
-    from diffusion_runtime.kernels.frame_upsampling.api import Duplication
+    from diffusion_runtime.kernels.frame_upsampling.reference import Duplication
 
 
 def upsample_channels_first(x: torch.Tensor, is_interleaved: bool) -> torch.Tensor:

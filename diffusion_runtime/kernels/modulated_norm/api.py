@@ -7,42 +7,14 @@ Done one after the other these read and write x, and a float32 copy of it, up to
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import torch
 
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.implementation import runs_in_triton
 from diffusion_runtime.kernels.modulated_norm import reference, triton
-
-
-class Norm(NamedTuple):
-    """kind: layer (Ba et al., arXiv:1607.06450) or rms (Zhang and Sennrich, arXiv:1910.07467); statistics are float32.
-    weight, bias: [dim]; an RMSNorm has no bias."""
-
-    kind: Literal["layer", "rms"]
-    eps: float
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-
-
-class Branch(NamedTuple):
-    """What is added to the residual stream: gate * norm(values), computed in float32.
-
-    values: [batch, seq, dim], which may be overwritten. gate: [batch, dim]; None is 1. norm: an RMSNorm with weight.
-    """
-
-    values: torch.Tensor
-    gate: torch.Tensor | None = None
-    norm: Norm | None = None
-
-
-class QuantizedRows(NamedTuple):
-    """values: float8_e4m3fn [batch * seq, dim]; scales: float32 [batch * seq, 1]; both contiguous. The tensor is
-    values * scales; the largest magnitude of a row is 448."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
+from diffusion_runtime.kernels.modulated_norm.reference import Branch as Branch
+from diffusion_runtime.kernels.modulated_norm.reference import Norm as Norm
 
 
 def modulated_norm(
@@ -78,15 +50,16 @@ def modulated_norm_fp8(
     branch: Branch | None = None,
     implementation: str = "auto",
 ) -> QuantizedRows:
-    """As modulated_norm, quantised by row from float32 in the same pass: the input of an fp8 linear layer.
+    """As modulated_norm, quantised by row from float32 in the same pass, [batch * seq, dim]: the input of an fp8 linear
+    layer.
 
     Raises ConfigError as modulated_norm does.
     """
     _check(x, norm, shift, scale, branch, None)
     refusal = triton.refusal(x, norm, shift, scale, branch, None) or triton.fp8_refusal(x.device)
     if runs_in_triton(implementation, refusal):
-        return QuantizedRows(*triton.modulated_norm_fp8(x, norm, shift, scale, branch))
-    return QuantizedRows(*reference.modulated_norm_fp8(x, norm, shift, scale, branch))
+        return triton.modulated_norm_fp8(x, norm, shift, scale, branch)
+    return reference.modulated_norm_fp8(x, norm, shift, scale, branch)
 
 
 def add_branch_(x: torch.Tensor, branch: Branch, *, implementation: str = "auto") -> torch.Tensor:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows, quantize_rows
 
-FP8_MAX = 448.0  # Of float8_e4m3fn.
-SMALLEST_MAXIMUM = 1e-12  # Of a row, so that a row of zeros has a scale.
+
+class Norm(NamedTuple):
+    """kind: layer (Ba et al., arXiv:1607.06450) or rms (Zhang and Sennrich, arXiv:1910.07467); statistics are float32.
+    weight, bias: [dim]; an RMSNorm has no bias."""
+
+    kind: Literal["layer", "rms"]
+    eps: float
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+class Branch(NamedTuple):
+    """What is added to the residual stream: gate * norm(values), computed in float32.
+
+    values: [batch, seq, dim], which may be overwritten. gate: [batch, dim]; None is 1. norm: an RMSNorm with weight.
+    """
+
+    values: torch.Tensor
+    gate: torch.Tensor | None = None
+    norm: Norm | None = None
 
 
 def modulated_norm(
@@ -35,13 +52,11 @@ def modulated_norm_fp8(
     shift: torch.Tensor | None,
     scale: torch.Tensor | None,
     branch: Branch | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> QuantizedRows:
     """As in api.py."""
     if branch is not None:
         add_branch_(x, branch)
-    values = modulated_norm(x.float(), norm, shift, scale, None, None).flatten(0, 1)
-    scales = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / FP8_MAX
-    return (values / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
+    return quantize_rows(modulated_norm(x.float(), norm, shift, scale, None, None).flatten(0, 1))
 
 
 def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.implementation import refusal_of
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
-
-if TYPE_CHECKING:
-    from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
+from diffusion_runtime.kernels.modulated_norm.reference import Branch, Norm
 
 # Numbers of a row that one program holds in registers.
 MAX_DIM = 8192
@@ -70,12 +67,12 @@ def modulated_norm_fp8(
     shift: torch.Tensor | None,
     scale: torch.Tensor | None,
     branch: Branch | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> QuantizedRows:
     """As in api.py."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
     _launch(x, norm, shift, scale, branch, out, scales)
-    return out.view(-1, x.shape[2]), scales.view(-1, 1)
+    return QuantizedRows(out.view(-1, x.shape[2]), scales.view(-1, 1))
 
 
 def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import overwriting, then_joined
-from diffusion_runtime.layers.double_stream import DoubleStreamBlock
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
@@ -68,6 +68,10 @@ class Flux1Transformer(DiffusionTransformer):
         self.out_modulation = Modulation(config.dim, 2)
         self.out = Linear(config.dim, config.patch_channels)
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.double_blocks) + len(self.single_blocks)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -77,13 +81,18 @@ class Flux1Transformer(DiffusionTransformer):
         x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
-        num_tokens, num_text_tokens = x.shape[1], text.shape[1]
+        entering, num_tokens, num_text_tokens = x, x.shape[1], text.shape[1]
         conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance, pooled=inputs.text.pooled))
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths))
         double = [overwriting(block, conditioning, rotations, joint) for block in self.double_blocks]
         single = [overwriting(block, conditioning, rotations, joint) for block in self.single_blocks]
-        (x,) = context.run_blocks([*then_joined(double), *single], (x, text), grid[0] * grid[1] * grid[2])
+        (x,) = context.run_blocks(
+            [*then_joined(double), *single],
+            (x, text),
+            grid[0] * grid[1] * grid[2],
+            lambda: modulated_input(self.double_blocks, entering, conditioning),
+        )
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])

@@ -14,7 +14,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import overwriting, then_joined
+from diffusion_runtime.block_stack import ModulatedInput, overwriting, then_joined
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
@@ -56,6 +56,10 @@ class Flux2Transformer(DiffusionTransformer):
         self.out_modulation = Modulation(config.dim, 2, bias=False)
         self.out = Linear(config.dim, config.num_channels, bias=False)
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.double_blocks) + len(self.single_blocks)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -66,15 +70,21 @@ class Flux2Transformer(DiffusionTransformer):
         x = context.sharding.shard(self.patch_embedding(tokens))
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
-        num_tokens, num_text_tokens = x.shape[1], text.shape[1]
+        entering, num_tokens, num_text_tokens = x, x.shape[1], text.shape[1]
         conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance))
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths))
         rows, text_rows = self.double_modulation(conditioning), self.double_text_modulation(conditioning)
+        first_rows = rows
         double = [overwriting(block, rows, text_rows, rotations, joint) for block in self.double_blocks]
         rows = self.single_modulation(conditioning)
         single = [overwriting(block, rows, rotations, joint) for block in self.single_blocks]
-        (x,) = context.run_blocks([*then_joined(double), *single], (x, text), grid[0] * grid[1] * grid[2])
+        (x,) = context.run_blocks(
+            [*then_joined(double), *single],
+            (x, text),
+            grid[0] * grid[1] * grid[2],
+            lambda: ModulatedInput(modulated_layer_norm(entering, first_rows[0], first_rows[1], self.config.eps)),
+        )
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])

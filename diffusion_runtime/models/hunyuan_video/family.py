@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
+from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import Model, ModelFamily
@@ -17,7 +19,7 @@ from diffusion_runtime.models.hunyuan_video.text import load_text_encoder
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
-from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor
+from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor, norm_fused
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video", "AutoencoderKLHunyuanVideo"
@@ -32,8 +34,21 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
     autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder", "quant_conv"))
-    autoencoder.enable_tiling()
-    return VideoDecoder(autoencoder, by_factor(read_scaling_factor(folder)))
+    factor = int(autoencoder.temporal_compression_ratio)
+    decoders = norm_fused(autoencoder, lambda module, raw: module.decoder(module.post_quant_conv(raw)), factor)
+    restore = by_factor(read_scaling_factor(folder))
+    return VideoDecoder(autoencoder, restore, decoders, _tiling(autoencoder), is_tiled=True)
+
+
+def _tiling(autoencoder: Any) -> Tiling:
+    """Diffusers' sizes: 16 frames and 256 pixels a side, that overlap by 4 and 64."""
+    pixels, frames = int(autoencoder.spatial_compression_ratio), int(autoencoder.temporal_compression_ratio)
+    return Tiling(
+        autoencoder.tile_sample_min_height // pixels,
+        autoencoder.tile_sample_stride_height // pixels,
+        pixels,
+        (autoencoder.tile_sample_min_num_frames // frames, autoencoder.tile_sample_stride_num_frames // frames),
+    )
 
 
 def read_scaling_factor(folder: AnyFolder) -> float:
@@ -67,6 +82,9 @@ FAMILY = ModelFamily(
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
     tiny_decoders={16: "taehv"},
+    shares_decoding=True,
+    decodes_fast=True,
+    has_tiles=True,
     check_parts=read_scaling_factor,
     adapt=_adapt,
 )

@@ -11,7 +11,7 @@ from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.language_model import LanguageModelEncoder, PromptTemplate
-from diffusion_runtime.text_encoders.language_model_loading import load_llama
+from diffusion_runtime.text_encoders.language_model_loading import load_language_model
 
 # What the transformer was trained with, word for word. No space stands between the sentences.
 _INSTRUCTION = (
@@ -56,6 +56,14 @@ class HunyuanVideoTextEncoder(TextEncoder):
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> HunyuanVideoTextEncoder:
     """Both text encoders of a diffusers folder. Raises ModelLoadError."""
     return HunyuanVideoTextEncoder(
-        load_llama(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=_NUM_LAYERS_LEFT_OUT),
+        load_language_model(
+            "llama",
+            folder,
+            device,
+            dtype,
+            TEMPLATE,
+            max_tokens=MAX_TOKENS,
+            num_layers_left_out=_NUM_LAYERS_LEFT_OUT,
+        ),
         load_clip(folder, device, dtype),
     )

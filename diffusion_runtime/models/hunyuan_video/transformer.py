@@ -21,7 +21,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import overwriting, then_joined
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.layers.double_stream import DoubleStreamBlock
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
@@ -81,6 +81,10 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         self.out_modulation = Modulation(config.dim, 2)
         self.out = Linear(config.dim, config.num_channels * math.prod(config.patch))
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks) + len(self.single_blocks)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -98,7 +102,12 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         )
         double = [overwriting(block, conditioning, rotations, joint) for block in self.blocks]
         single = [overwriting(block, conditioning, rotations, joint) for block in self.single_blocks]
-        (whole,) = context.run_blocks([*then_joined(double), *single], (x, text), math.prod(grid))
+        (whole,) = context.run_blocks(
+            [*then_joined(double), *single],
+            (x, text),
+            math.prod(grid),
+            lambda: modulated_input(self.blocks, x, conditioning),
+        )
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(whole[:, : x.shape[1]], shift, scale, EPS))
         tokens = context.sharding.gather(tokens, math.prod(grid))

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
-from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor
+from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.text_encoders import siglip
 
 AUTOENCODER = DiffusersComponent(
@@ -44,8 +45,13 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
     autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder",))
-    autoencoder.enable_tiling()
-    return VideoDecoder(autoencoder, by_factor(read_scaling_factor(folder)))
+    pixels, size = int(autoencoder.spatial_compression_ratio), int(autoencoder.tile_latent_min_height)
+    # Diffusers' sizes: 256 pixels a side that overlap by a quarter.
+    tiling = Tiling(size, int(size * (1 - autoencoder.tile_overlap_factor)), pixels)
+    decoders = norm_fused(
+        autoencoder, lambda module, raw: module.decoder(raw), int(autoencoder.temporal_compression_ratio)
+    )
+    return VideoDecoder(autoencoder, by_factor(read_scaling_factor(folder)), decoders, tiling, is_tiled=True)
 
 
 def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameEncoder:

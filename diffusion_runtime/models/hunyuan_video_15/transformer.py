@@ -20,7 +20,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.layers.double_stream import DoubleStreamBlock
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
@@ -63,6 +63,10 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         self.out_modulation = Modulation(config.dim, 2)
         self.out = Linear(config.dim, config.num_channels * math.prod(config.patch))
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -79,7 +83,13 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=text.lengths))
         blocks = (overwriting(block, conditioning, rotations, joint) for block in self.blocks)
-        x, _ = context.run_blocks(blocks, (x, text.values), math.prod(grid))
+        entering = x
+        x, _ = context.run_blocks(
+            blocks,
+            (x, text.values),
+            math.prod(grid),
+            lambda: modulated_input(self.blocks, entering, conditioning),
+        )
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(x, shift, scale, EPS))
         tokens = context.sharding.gather(tokens, math.prod(grid))

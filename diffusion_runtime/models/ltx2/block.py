@@ -13,6 +13,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.block_stack import ModulatedInput
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_rms_norm
@@ -136,10 +137,18 @@ class StreamBlock(nn.Module):
 
     def attend(self, x: torch.Tensor, inputs: StreamInputs) -> None:
         """Self-attention and attention to the text. x [B, S, D] is overwritten."""
-        shift, scale, gate = (self.modulation[:3] + inputs.time[:, :3]).unbind(1)
+        shift, scale, gate = self._attention_rows(inputs)
         branch = self.self_attention(modulated_rms_norm(x, shift, scale, self.eps), inputs.rotations, inputs.context)
         normalized = modulated_norm(x, Norm("rms", self.eps), branch=Branch(branch, gate))
         x.add_(self.cross_attention(normalized, inputs.text[self.index], inputs.text_context))
+
+    def modulated_input(self, x: torch.Tensor, inputs: StreamInputs) -> ModulatedInput:
+        """Of a model whose first block this is."""
+        shift, scale, _ = self._attention_rows(inputs)
+        return ModulatedInput(modulated_rms_norm(x, shift, scale, self.eps))
+
+    def _attention_rows(self, inputs: StreamInputs) -> tuple[torch.Tensor, ...]:
+        return (self.modulation[:3] + inputs.time[:, :3]).unbind(1)
 
     def exchange_rows(self, inputs: StreamInputs) -> tuple[torch.Tensor, ...]:
         """Five times [B, D], in the order of exchange_modulation."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy
 import torch
 
+from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.ltx2.config import AUDIO_VAE
-from diffusion_runtime.models.video_decoder import VideoDecoder, by_statistics
+from diffusion_runtime.models.video_decoder import VideoDecoder, by_statistics, norm_fused
 
 VOCODER = "vocoder"
 VIDEO_AUTOENCODER = DiffusersComponent(
@@ -33,7 +35,14 @@ class LTX2Decoder(VideoDecoder):
     def __init__(
         self, autoencoder: Any, scaling_factor: float, audio_autoencoder: Any, vocoder: Any, sample_rate: int
     ) -> None:
-        super().__init__(autoencoder, by_statistics(autoencoder.latents_mean, autoencoder.latents_std, scaling_factor))
+        restore = by_statistics(autoencoder.latents_mean, autoencoder.latents_std, scaling_factor)
+        frames, pixels = _factors(autoencoder.decoder)
+        decoders = norm_fused(autoencoder, lambda module, raw: module.decoder(raw), frames)
+        # Diffusers' sizes, 512 pixels a side that overlap by 64; 64 frames that overlap by 16. Its own tiles along the
+        # frames leave out the last frame of a tile instead of the first, and show everything behind one frame late; a
+        # tile of one latent, which it makes of the last of 15, cannot be padded by reflection.
+        size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
+        super().__init__(autoencoder, restore, decoders, Tiling(size, stride, pixels, (8, 6), keeps_ends=True))
         self._audio_autoencoder = audio_autoencoder
         self._vocoder = vocoder
         self._sample_rate = sample_rate
@@ -68,6 +77,13 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
         VOCODER_NETWORK.load(folder, device, torch.float32),
         read_config(folder, VOCODER).whole_number("output_sampling_rate", 24000),
     )
+
+
+def _factors(network: Any) -> tuple[int, int]:
+    """Frames and pixels a side that a latent becomes: the autoencoder's own ratios are its encoder's, or guessed."""
+    strides = [each.stride for block in network.up_blocks for each in block.upsamplers or ()]
+    frames, rows = (math.prod(stride[axis] for stride in strides) for axis in (0, 1))
+    return frames * int(network.patch_size_t), rows * int(network.patch_size)
 
 
 def _is_statistic(name: str) -> bool:

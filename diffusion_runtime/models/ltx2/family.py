@@ -71,6 +71,8 @@ FAMILY = ModelFamily(
     load_text_encoder=text.load_text_encoder,
     load_decoder=codec.load_decoder,
     tiny_decoders={128: "taeltx_2"},
+    decodes_fast=True,
+    has_tiles=True,
     check_parts=_check_parts,
     adapt=_adapt,
 )

@@ -80,6 +80,10 @@ class LTX2Transformer(DiffusionTransformer):
         self.audio = Stream(config.audio, config.text_dim)
         self.blocks = nn.ModuleList(LTX2Block(config, index, policy) for index in range(config.num_layers))
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -126,7 +130,10 @@ class LTX2Transformer(DiffusionTransformer):
             keys_context=audio_context,
         )
         blocks = (overwriting(block, video_inputs, audio_inputs) for block in self.blocks)
-        video, audio = context.run_blocks(blocks, (video, audio), math.prod(grid))
+        first, entering = next(self.all_blocks()).video, video
+        video, audio = context.run_blocks(
+            blocks, (video, audio), math.prod(grid), lambda: first.modulated_input(entering, video_inputs)
+        )
         tokens = sharding.gather(self.video.finish(video, video_embedded), math.prod(grid))
         video_velocity = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
         moments = torch.unflatten(self.audio.finish(audio, audio_embedded), 2, (parts.audio.shape[1], -1))

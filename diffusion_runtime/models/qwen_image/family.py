@@ -71,7 +71,8 @@ FAMILY = ModelFamily(
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
     tiny_decoders={16: "taew2_1"},
-    decoder_splits_rows=True,
+    shares_decoding=True,
+    has_tiles=True,
     decodes_fast=True,
     check_parts=read_statistics,
 )

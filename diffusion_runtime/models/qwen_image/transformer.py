@@ -16,7 +16,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.denoising.guidance import extrapolate
-from diffusion_runtime.layers.double_stream import DoubleStreamBlock
+from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
@@ -59,6 +59,10 @@ class QwenImageTransformer(DiffusionTransformer):
         self.out_modulation = Modulation(config.dim, 2)
         self.out = Linear(config.dim, config.patch_channels)
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -73,7 +77,13 @@ class QwenImageTransformer(DiffusionTransformer):
         layout = TokenLayout(grid, num_suffix_tokens=text.shape[1], valid_lengths=inputs.text.lengths)
         joint = context.with_layout(layout)
         blocks = (overwriting(block, conditioning, rotations, joint) for block in self.blocks)
-        x, _ = context.run_blocks(blocks, (x, text), layout.num_grid_tokens)
+        entering = x
+        x, _ = context.run_blocks(
+            blocks,
+            (x, text),
+            layout.num_grid_tokens,
+            lambda: modulated_input(self.blocks, entering, conditioning),
+        )
         scale, shift = self.out_modulation(conditioning)
         tokens = self.out(modulated_layer_norm(x, shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, layout.num_grid_tokens)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.layers.fused_norms import fuse_norms, use_last_taps, with_shared_weights
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
-from diffusion_runtime.models.video_decoder import read_statistics, restore_by_config
+from diffusion_runtime.models.video_decoder import (
+    MIN_DECIBELS,
+    differs_by,
+    has_kernels,
+    read_statistics,
+    restore_by_config,
+)
+
+logger = logging.getLogger("diffusion_runtime")
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT,
@@ -26,22 +40,114 @@ _ENCODER_PARTS = ("encoder", "quant_conv")
 _DECODER_PARTS = ("decoder", "post_quant_conv")
 
 
-class WanImageConditioner(ImageConditioner):
-    """AutoencoderKLWan's encoder: an image as the first latent frame of a video."""
+@dataclass(frozen=True)
+class FusedEncoder:
+    """An autoencoder around the module's weights. min_decibels: what its latents must reach beside the module's,
+    infinity for the same bits. description: for the report."""
 
-    def __init__(self, autoencoder: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    autoencoder: Any
+    min_decibels: float
+    description: str
+
+
+class WanImageConditioner(ImageConditioner):
+    """AutoencoderKLWan's encoder: an image as the first latent frame of a video.
+
+    The first of the fused encoders whose latents are those of diffusers' module encodes; the module itself where none
+    does. The first image of every size is encoded by both. fused: by preference. `implementation` says which one runs.
+    """
+
+    library = "diffusers"
+
+    def __init__(
+        self,
+        autoencoder: Any,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        fused: Sequence[FusedEncoder] | None = None,
+    ) -> None:
         weight = next(autoencoder.parameters())
         self._autoencoder = autoencoder
+        self._statistics = mean, std
         self._mean = torch.tensor(mean, device=weight.device).view(1, -1, 1, 1, 1)
         self._std = torch.tensor(std, device=weight.device).view(1, -1, 1, 1, 1)
+        self._fused = list(_exact_encoders(autoencoder) if fused is None else fused)
+        self._compared: set[tuple[int, ...]] = set()
+
+    @property
+    def implementation(self) -> str:
+        """For the report."""
+        name = f"{type(self._autoencoder).__name__}'s encoder"
+        return f"{name}, {self._fused[0].description}" if self._fused else name
+
+    def fast(self) -> WanImageConditioner:
+        """See ImageConditioner.fast."""
+        encoder = _fused_encoder(self._autoencoder, is_exact=False, one_tap=True)
+        fused = FusedEncoder(encoder, MIN_DECIBELS, "norm and SiLU fused, one tap, fast")
+        return WanImageConditioner(self._autoencoder, *self._statistics, [fused])
 
     def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
         """See ImageConditioner.encode. The mode of the encoder's distribution, normalised in float32."""
         weight = next(self._autoencoder.parameters())
         pixels = image.to(weight.device, torch.float32).div(127.5).sub(1.0).permute(2, 0, 1)[None, :, None]
         with torch.inference_mode(), OneDnnConvolutions():
-            mode = self._autoencoder.encode(pixels.to(weight.dtype)).latent_dist.mode()
+            mode = self._encode(pixels.to(weight.dtype))
         return ImageCondition((mode.float() - self._mean) / self._std)
+
+    def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        size = tuple(pixels.shape[-2:])
+        if not self._fused or size not in self._compared:
+            expected = _mode(self._autoencoder, pixels)
+            self._compare(pixels, expected)
+            self._compared.add(size)
+            return expected
+        return _mode(self._fused[0].autoencoder, pixels)
+
+    def _compare(self, pixels: torch.Tensor, expected: torch.Tensor) -> None:
+        while self._fused:
+            fused = self._fused[0]
+            try:
+                found = _mode(fused.autoencoder, pixels)
+            except torch.OutOfMemoryError:
+                raise
+            # Any exception: a compiler of kernels may raise anything on a machine that it does not know.
+            except Exception as error:
+                reason: str | None = raised_line(error)
+            else:
+                # Latents have no range of their own: in units of their deviation.
+                scale = expected.float().nan_to_num().std().clamp_min(1e-12)
+                one, other = expected.nan_to_num() / scale, found.nan_to_num() / scale
+                reason = differs_by(one, other, fused.min_decibels, "latents")
+            if reason is None:
+                return
+            del self._fused[0]
+            logger.warning("encoding the image: %s is left out on this machine: %s", fused.description, reason)
+
+
+def _mode(autoencoder: Any, pixels: torch.Tensor) -> torch.Tensor:
+    mode: torch.Tensor = autoencoder.encode(pixels).latent_dist.mode()
+    return mode
+
+
+def _exact_encoders(autoencoder: Any) -> list[FusedEncoder]:
+    """Where the weights are on a CUDA GPU and Triton can be imported. Whether a convolution of one tap has the bits of
+    one with zeros before it is for the comparison to say."""
+    if not has_kernels(autoencoder):
+        return []
+    bits = "norm and SiLU fused, bit-identical"
+    return [
+        FusedEncoder(_fused_encoder(autoencoder, is_exact=True, one_tap=True), math.inf, f"{bits}, one tap"),
+        FusedEncoder(_fused_encoder(autoencoder, is_exact=True, one_tap=False), math.inf, bits),
+    ]
+
+
+def _fused_encoder(autoencoder: Any, *, is_exact: bool, one_tap: bool) -> Any:
+    """one_tap: convolutions read the one frame that there is, and not the zeros before it."""
+    module = with_shared_weights(autoencoder)
+    fuse_norms(module.encoder, is_exact=is_exact)
+    if one_tap:
+        use_last_taps(module.encoder)
+    return module
 
 
 def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> CausalVideoDecoder:

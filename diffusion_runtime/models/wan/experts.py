@@ -33,6 +33,11 @@ class WanExperts(DiffusionTransformer):
             WanTransformer(config, geometry, policy, prefix=f"experts.{index}.") for index, config in enumerate(configs)
         )
 
+    @property
+    def num_blocks(self) -> int:
+        # Of each: the two have one size.
+        return min(self.expert(index).num_blocks for index in range(len(self.experts)))
+
     def expert_at(self, timestep: float) -> int:
         return 0 if timestep >= self.boundary else 1
 

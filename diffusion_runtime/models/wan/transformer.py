@@ -23,7 +23,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import overwriting
+from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
 from diffusion_runtime.layers.linear import FeedForward, Linear
@@ -202,6 +202,10 @@ class WanTransformer(DiffusionTransformer):
         self.out_modulation = nn.Parameter(torch.zeros(2, config.dim))
         self.out = Linear(config.dim, config.patch_channels)
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -220,7 +224,7 @@ class WanTransformer(DiffusionTransformer):
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
         )
         blocks = (overwriting(block, block_inputs) for block in self.blocks)
-        (x,) = context.run_blocks(blocks, (x,), math.prod(grid))
+        (x,) = context.run_blocks(blocks, (x,), math.prod(grid), lambda: self._modulated_input(timestep))
         runs = []
         for run in block_inputs.runs:
             shift, scale = (self.out_modulation + run.embedding[:, None].float()).unbind(1)
@@ -264,6 +268,12 @@ class WanTransformer(DiffusionTransformer):
         embedding = self.time_embedding(timestep).to(self.out.weight.dtype)
         time = self.time_projection(F.silu(embedding)).unflatten(-1, (6, -1)).float()
         return _Run(tokens, embedding, time)
+
+    def _modulated_input(self, timestep: torch.Tensor) -> ModulatedInput:
+        """Of the timestep alone, as TeaCache's authors do for Wan; not of an image's tokens, which one process of
+        several may hold alone."""
+        run = self._run(slice(0), timestep)
+        return ModulatedInput(self.time_embedding(timestep).float()[:, None], run.time.flatten(1)[:, None])
 
     def _keys_and_values(self, embeddings: torch.Tensor, context: AttentionContext) -> tuple[_KeysAndValues, ...]:
         """Every block's keys and values of a text [B, L, text_dim]."""

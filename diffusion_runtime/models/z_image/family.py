@@ -18,7 +18,7 @@ from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransf
 from diffusion_runtime.models.z_image.weights import transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
-from diffusion_runtime.text_encoders.language_model_loading import load_qwen3
+from diffusion_runtime.text_encoders.language_model_loading import load_language_model
 
 MAX_TOKENS = 512
 # Qwen3's chat format; nothing of it is cut off.
@@ -27,7 +27,7 @@ TEMPLATE = PromptTemplate("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assista
 
 def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     """Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights."""
-    return load_qwen3(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=1)
+    return load_language_model("qwen3", folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=1)
 
 
 # Of Z-Image. Z-Image-Turbo has 3.

@@ -21,7 +21,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import overwriting
+from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear
@@ -81,14 +81,24 @@ class ZImageBlock(nn.Module):
         """x: [B, tokens, D], overwritten and returned. conditioning: [B, conditioning_dim], with modulation."""
         scale = gate = ffn_scale = ffn_gate = None
         if self.modulation is not None:
-            rows: torch.Tensor = self.modulation(conditioning)
-            scale, gate, ffn_scale, ffn_gate = rows.chunk(4, dim=-1)
+            scale, gate, ffn_scale, ffn_gate = self._rows(self.modulation, conditioning)
             gate, ffn_gate = gate.tanh(), ffn_gate.tanh()
         normalized = modulated_norm(x, self.attention_norm.as_norm, scale=scale)
         branch = self.self_attention(normalized, rotations, context)
         attended = Branch(branch, gate, self.attention_out_norm.as_norm)
         normalized = modulated_norm(x, self.ffn_norm.as_norm, scale=ffn_scale, branch=attended)
         return add_branch_(x, Branch(self.feed_forward(normalized), ffn_gate, self.ffn_out_norm.as_norm))
+
+    def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
+        """Of a model whose first block this is."""
+        assert self.modulation is not None
+        scale, *_ = self._rows(self.modulation, conditioning)
+        return ModulatedInput(modulated_norm(x, self.attention_norm.as_norm, scale=scale))
+
+    def _rows(self, modulation: Linear, conditioning: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Scale and gate of the attention, then of the feed-forward, each [B, D]."""
+        rows: torch.Tensor = modulation(conditioning)
+        return rows.chunk(4, dim=-1)
 
 
 class ZImageTransformer(DiffusionTransformer):
@@ -131,6 +141,10 @@ class ZImageTransformer(DiffusionTransformer):
         self.out_modulation = Linear(config.conditioning_dim, config.dim)
         self.out = Linear(config.dim, config.patch_channels)
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
     @torch.no_grad()
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
@@ -161,7 +175,9 @@ class ZImageTransformer(DiffusionTransformer):
         )
         joint = context.with_layout(layout)
         blocks = (overwriting(block, conditioning, joint_rotations, joint) for block in self.blocks)
-        (x,) = context.run_blocks(blocks, (x,), num_tokens)
+        first, entering = self.blocks[0], x
+        assert isinstance(first, ZImageBlock)
+        (x,) = context.run_blocks(blocks, (x,), num_tokens, lambda: first.modulated_input(entering, conditioning))
         x = x[:, : x.shape[1] - layout.num_suffix_tokens]
         scale = self.out_modulation(F.silu(conditioning))
         normalized = modulated_norm(x, Norm("layer", self.config.out_eps), scale=scale)

@@ -60,13 +60,14 @@ def search_call(
     state: RequestCache,
     seed: int = 0,
     scale: float | None = None,
+    layout: TokenLayout = LAYOUT,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of one call, and its output."""
-    q, k, v = random_qkv(LAYOUT, batch=2, seed=seed)
+    q, k, v = random_qkv(layout, batch=2, seed=seed)
     given = searching(folder, **options)
     out = attention(
-        q, k, v, backend=NAME, options=given, layout=LAYOUT, step=step, layer=layer, state=state, scale=scale
+        q, k, v, backend=NAME, options=given, layout=layout, step=step, layer=layer, state=state, scale=scale
     )
     return q, k, v, out
 
@@ -147,6 +148,26 @@ def test_two_experts_share_the_steps_of_one_log(tmp_path: Path) -> None:
     assert sorted(step for step, _ in log.l2) == [0, 1, 2, 3]
 
 
+def test_grids_of_one_request_have_logs_of_their_own(tmp_path: Path) -> None:
+    """With progressive resolution the first steps of a request have a smaller grid."""
+    small, state = TokenLayout((4, 2, 4)), RequestCache()
+    for step, layout in enumerate((small, small, LAYOUT, LAYOUT)):
+        search_call(tmp_path, StepInfo(step, 4), LayerInfo(), state, seed=step, layout=layout)
+    logs = {log.setup.grid: log for log in read_search_logs(tmp_path)}
+    assert {grid: sorted(step for step, _ in log.l2) for grid, log in logs.items()} == {
+        small.grid: [0, 1],
+        LAYOUT.grid: [2, 3],
+    }
+    # A run of several grids is tuned by the logs of each.
+    state = RequestCache()
+    for step, layout in enumerate((small, small, LAYOUT, LAYOUT)):
+        q, k, v = random_qkv(layout, batch=2, seed=step)
+        options = tuning(tmp_path, skip_time_steps=0)
+        attention(q, k, v, backend=NAME, options=options, layout=layout, step=StepInfo(step, 4), state=state)
+        expected = tune([logs[layout.grid]], skip_time_steps=0).windows
+        assert load_strategy(str(tmp_path / "mask_strategy.json")).windows == expected
+
+
 def test_candidates_may_be_left_to_the_grid(tmp_path: Path) -> None:
     search_call(tmp_path, StepInfo(), LayerInfo(), RequestCache(), candidates=None)
     (log,) = read_search_logs(tmp_path)
@@ -168,8 +189,9 @@ def test_a_folder_that_cannot_be_written_fails_at_the_first_call(name: str, tmp_
 def test_numbers_that_overflow_are_an_error(tmp_path: Path) -> None:
     setup = SearchSetup(CANDIDATES, (4, 4, 7), TILE, 1, 1, 2)
     recorder = SearchRecorder(setup, "cond", 1, tmp_path)
+    recorder.add(LayerInfo(), StepInfo(), torch.full((2, 3, 2), float("inf")))
     with pytest.raises(DiffusionRuntimeError, match="step 0, layer 0 is not finite"):
-        recorder.add(LayerInfo(), StepInfo(), torch.full((2, 3, 2), float("inf")))
+        recorder.write()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,153 @@
+"""Batch settings: the values that the requests of one batch share, and what follows from them: the sampler, the sizes
+of the steps, the scales of guidance."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
+
+import torch
+
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.denoising.interface import Sampler
+from diffusion_runtime.denoising.progressive_resolution import Stage, growth_level, plan_stages
+from diffusion_runtime.denoising.request_sampler import sampler_of
+from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
+from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.progressive_resolution import ProgressiveSettings
+from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
+from diffusion_runtime.step_cache import StepCacheSettings
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRules:
+    """How a model is sampled: the sizes it can make, the scheduler it came with, how its noise levels are spaced,
+    whether guidance is an input of it (Model.embeds_guidance), and what is added to its guidance_scale for
+    classifier-free guidance."""
+
+    geometry: LatentGeometry
+    scheduler: SchedulerConfig
+    schedule: FlowSchedule = field(default_factory=FlowSchedule)
+    embeds_guidance: bool = False
+    guidance_offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """The values that the requests of one batch share; None only where no model fills them.
+
+    rules: of the model. shared: the values, resolved; those in which requests may differ are the first one's.
+    """
+
+    num_requests: int
+    rules: SamplingRules
+    shared: GenerationRequest
+
+    @property
+    def size(self) -> ClipSize:
+        shared = self.shared
+        return ClipSize(_filled(shared.height), _filled(shared.width), _filled(shared.num_frames), _filled(shared.fps))
+
+    @property
+    def num_inference_steps(self) -> int:
+        return _filled(self.shared.num_inference_steps)
+
+    @property
+    def guidance_scale(self) -> float:
+        return _filled(self.shared.guidance_scale)
+
+    @property
+    def guidance_mode(self) -> str:
+        return _filled(self.shared.guidance_mode)
+
+    @property
+    def flow_shift(self) -> float:
+        return _filled(self.shared.flow_shift)
+
+    @property
+    def sampler(self) -> str:
+        return _filled(self.shared.sampler)
+
+    def build_sampler(self) -> Sampler:
+        """The sampler of these values. Raises what `sampler_of` raises."""
+        return sampler_of(self.shared, self.rules.scheduler, self.rules.schedule)
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The steps by size, none for a request whose steps are all at full size. Raises RequestError where the steps
+        end before the full size."""
+        text = self.shared.progressive_resolution
+        progressive = None if text is None else ProgressiveSettings.parse(text)
+        if progressive is None:
+            return ()
+        options, sampler = progressive.options, self.build_sampler()
+        assert options.spectrum is not None
+        assert isinstance(sampler, ScheduleSampler)
+        sizes = [self.halved(level) for level in range(options.levels, 0, -1)]
+        shapes = [self.rules.geometry.sample_shape(size)[-2:] for size in sizes]
+        growth_levels = [growth_level(options.spectrum, options.delta, *shape) for shape in shapes]
+        return plan_stages(sampler.scheduler(torch.device("cpu")).sigmas[: sampler.num_steps].tolist(), growth_levels)
+
+    def halved(self, level: int) -> ClipSize:
+        """The clip's size with height and width halved `level` times."""
+        return dataclasses.replace(self.size, height=self.size.height >> level, width=self.size.width >> level)
+
+    @property
+    def embedded_guidance(self) -> float | None:
+        """The guidance scale that the transformer gets as an input; None when it has no such input."""
+        return self.guidance_scale if self.rules.embeds_guidance else None
+
+    @property
+    def cfg_scales(self) -> tuple[float, float]:
+        """The scale of classifier-free guidance for the first expert and for the second."""
+        if self.rules.embeds_guidance:
+            scale = 1.0 if self.shared.true_cfg_scale is None else self.shared.true_cfg_scale
+            return scale, scale
+        second = self.guidance_scale if self.shared.guidance_scale_2 is None else self.shared.guidance_scale_2
+        return self.guidance_scale + self.rules.guidance_offset, second + self.rules.guidance_offset
+
+    @property
+    def is_guided(self) -> bool:
+        return max(self.cfg_scales) > 1
+
+    @property
+    def decides_per_sample(self) -> bool:
+        """Whether the steps that run depend on the sample, so that requests cannot share a forward pass."""
+        text = self.shared.step_cache
+        return text is not None and StepCacheSettings.parse(text) is not None
+
+    @classmethod
+    def of(cls, batch: Sequence[GenerationRequest], rules: SamplingRules) -> Self:
+        """Raises RequestError for no request, a field that is still None, and fields that differ within the batch."""
+        if not batch:
+            raise RequestError("a batch needs one request or more, got none")
+        for name, declared in REQUEST_FIELDS.items():
+            values = list(dict.fromkeys(getattr(request, name) for request in batch))
+            if None in values and not declared.may_stay_none:
+                raise RequestError(f"{name}: the model has no default for it; give a value")
+            if len(values) > 1 and not declared.differs_in_batch:
+                raise RequestError(f"{name}: the requests of one batch must agree, got {values}; generate them apart")
+        return cls(len(batch), rules, batch[0])
+
+    def advice(self, dtype: torch.dtype) -> str:
+        """What would need less memory."""
+        size = self.size
+        ways = [f"a smaller height, width or num_frames (now {size.height}, {size.width}, {size.num_frames})"]
+        if self.num_requests > 1:
+            ways.append(f"fewer requests in a batch (now {self.num_requests})")
+        if self.is_guided and self.guidance_mode == "batched":
+            ways.append("guidance_mode two_pass")
+        if dtype == torch.float32:
+            ways.append("dtype bfloat16")
+        return f"These need less: {', '.join(ways)}"
+
+
+def _filled(value: _T | None) -> _T:
+    """A value that `BatchSettings.of` has seen to."""
+    assert value is not None
+    return value

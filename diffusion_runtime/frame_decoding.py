@@ -1,0 +1,43 @@
+"""Frames of one clip: decoded chunk after chunk, and handed to whoever writes them meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from diffusion_runtime.media import ClipHeader
+from diffusion_runtime.media.file_writer import OpenSink
+from diffusion_runtime.models.interface import FrameStream
+
+
+def decode_frames(
+    stream: FrameStream, request_index: int, fps: int, recipe: Mapping[str, Any], open_sink: OpenSink | None
+) -> torch.Tensor:
+    """The frames of one sample, uint8 on the CPU, [frames, height, width, 3].
+
+    fps, recipe: for the header. open_sink: gets each chunk as soon as it is decoded; None for nobody.
+    """
+    frames, position, take = torch.empty(0), 0, None
+    for chunk in stream.chunks:
+        pixels = _to_uint8(chunk[0])
+        if position == 0:
+            is_whole = len(pixels) == stream.num_frames
+            frames = pixels if is_whole else pixels.new_empty(stream.num_frames, *pixels.shape[1:])
+            if open_sink is not None:
+                height, width = pixels.shape[1:3]
+                take = open_sink(request_index, ClipHeader(stream.num_frames, height, width, fps, recipe))
+        # The part of all frames that a sink may keep; a single chunk is it already.
+        part = frames[position : position + len(pixels)]
+        if frames is not pixels:
+            part.copy_(pixels)
+        if take is not None:
+            take(part.numpy())
+        position += len(pixels)
+    return frames
+
+
+def _to_uint8(frames: torch.Tensor) -> torch.Tensor:
+    """Frames in [0, 1] as uint8 on the CPU."""
+    return (frames * 255).round().clamp(0, 255).to("cpu", torch.uint8)

@@ -1,0 +1,1 @@
+"""A norm and SiLU in one pass, for video decoders: RMSNorm over the channels, pixel norm, group norm."""

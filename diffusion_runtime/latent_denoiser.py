@@ -1,0 +1,155 @@
+"""Denoising of one batch: sampler, guidance, step cache and progressive resolution around the transformer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.attention.context import AttentionContext, RequestCache
+from diffusion_runtime.attention_report import AttentionRecorder
+from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.denoising.guidance import with_guidance
+from diffusion_runtime.denoising.interface import OnStep, Predict
+from diffusion_runtime.denoising.noise import SampleNoise
+from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages
+from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
+from diffusion_runtime.denoising.step_cache.requested import StepCache
+from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.media.images import read_image
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, ImageConditioner
+from diffusion_runtime.parallel.branches import BranchExchange
+from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.step_cache import TeaCachePolynomials
+from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.text_encoders.interface import Conditions
+
+
+@dataclass(frozen=True)
+class LatentDenoiser:
+    """From the conditions of a batch to its clean latents.
+
+    image_conditioner: called where the requests have an image. model: what a calibration of a step cache must have been
+    measured on (`model_identity`). published: TeaCache's coefficients for the model. block_runner: None for
+    the one of the requests' step cache.
+    """
+
+    transformer: DiffusionTransformer
+    image_conditioner: Callable[[], ImageConditioner]
+    settings: BatchSettings
+    mesh: ProcessMesh
+    device: torch.device
+    dtype: torch.dtype
+    model: Mapping[str, str]
+    recorder: AttentionRecorder
+    block_runner: BlockRunner | None = None
+    published: TeaCachePolynomials | None = None
+
+    def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
+        """The clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's noise.
+
+        Raises DiffusionRuntimeError when they are not finite.
+        """
+        settings = self.settings
+        stages, sampler = settings.stages(), settings.build_sampler()
+        sizes = [settings.halved(stage.level) for stage in stages] or [settings.size]
+        sample_noise = SampleNoise(settings.rules.geometry.sample_shape(sizes[0]), seeds)
+        noise = sample_noise.draw().to(self.device)
+        # What is computed from the prompt alone serves every size.
+        state = RequestCache()
+        predicts: list[Predict] = []
+        caches: list[StepCache] = []
+        for size in sizes:
+            inputs = self._inputs(text, size)
+            # One of each size: nothing of another size can be reused.
+            cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
+            caches.append(cache)
+            guided = with_guidance(
+                self._predict(inputs, state, cache.block_runner if self.block_runner is None else self.block_runner),
+                lambda step: settings.cfg_scales[min(step.expert, 1)],
+                settings.guidance_mode,
+                self.transformer.combine_guidance,
+                BranchExchange.of(self.mesh),
+                cache.wrappers,
+            )
+            predicts.append(self._with_expert(guided))
+        if stages:
+            self.recorder.note(_sizes_remark(stages, sizes))
+            assert isinstance(sampler, ScheduleSampler)
+            latents = sample_in_stages(sampler, stages, noise, predicts, sample_noise.draw_of, on_step)
+        else:
+            latents = sampler.sample(noise, predicts[0], on_step, sample_noise.draw)
+        for cache in caches:
+            cache.finish(latents.device)
+        latents = self.transformer.settle(latents, inputs["cond"])
+        _check_finite(latents, self.dtype)
+        return latents
+
+    def _inputs(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
+        """The conditions of the transformer, by guidance branch."""
+        image = self._image_condition(size)
+        return {
+            branch: DenoiserInputs(
+                text=conditions,
+                size=size,
+                guidance=self.settings.embedded_guidance,
+                image=None if image is None else image.repeat(len(conditions.lengths)),
+                request=self.settings.shared,
+            )
+            for branch, conditions in text.items()
+        }
+
+    def _image_condition(self, size: ClipSize) -> ImageCondition | None:
+        path = self.settings.shared.image_path
+        if path is None:
+            return None
+        conditioner = self.image_conditioner()
+        return conditioner.encode(torch.from_numpy(read_image(path, size.height, size.width)), size)
+
+    def _predict(self, inputs: Mapping[str, DenoiserInputs], state: RequestCache, block_runner: BlockRunner) -> Predict:
+        """The transformer as a function of latents and step. inputs: by guidance branch."""
+
+        def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+            assert step.timestep is not None
+            timestep = torch.full(latents.shape[:1], step.timestep, dtype=torch.float32, device=latents.device)
+            context = AttentionContext(
+                step=step,
+                state=state,
+                recorder=self.recorder,
+                sharding=self.mesh.sharding,
+                block_runner=block_runner,
+            )
+            velocity: torch.Tensor = self.transformer(latents.to(self.dtype), timestep, inputs[step.branch], context)
+            return velocity
+
+        return predict
+
+    def _with_expert(self, predict: Predict) -> Predict:
+        """`predict` with the expert of each step in its StepInfo."""
+
+        def of_expert(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+            assert step.timestep is not None
+            return predict(latents, dataclasses.replace(step, expert=self.transformer.expert_at(step.timestep)))
+
+        return of_expert
+
+
+def _sizes_remark(stages: Sequence[Stage], sizes: Sequence[ClipSize]) -> str:
+    """Which steps run at which size."""
+    parts = [
+        f"steps {stage.first}-{stage.end - 1} at {size.height} x {size.width}, from sigma {stage.sigma:.3g}"
+        for stage, size in zip(stages, sizes, strict=True)
+    ]
+    return f"progressive_resolution: {'; '.join(parts)} (height x width)"
+
+
+def _check_finite(latents: torch.Tensor, dtype: torch.dtype) -> None:
+    if not bool(latents.isfinite().all()):
+        raise DiffusionRuntimeError(
+            f"the latents are not finite after denoising in {str(dtype).removeprefix('torch.')}: numbers overflowed, "
+            "or the weights are damaged. Use dtype float32 or a smaller guidance_scale, or copy the model again"
+        )

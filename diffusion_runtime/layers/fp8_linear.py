@@ -1,0 +1,98 @@
+"""Linear layers with 8-bit weights: W8A8 products where the device has them, weights dequantised per call elsewhere.
+
+Weights are quantised per output row when they are loaded, inputs per token when the layer runs (row-wise dynamic
+quantisation); both with 3 bits of mantissa (kernels/fp8_rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion_runtime.kernels.fp8_rows.api import (
+    QuantizedRows,
+    multiply_rows,
+    product_refusal,
+    quantize_rows,
+)
+from diffusion_runtime.kernels.fp8_rows.reference import dequantize
+from diffusion_runtime.layers.linear import Linear
+
+WEIGHT_DTYPE = torch.float8_e4m3fn
+# How a product was computed, for reports.
+SCALED_PRODUCT = "8-bit products"
+
+
+class ProductCounter:
+    """What the quantised layers of one model tell each product to: the recorder of the generation that runs."""
+
+    def __init__(self) -> None:
+        self._record: Callable[[str], object] = lambda _: None
+
+    def start(self, record: Callable[[str], object]) -> None:
+        """From now on, call `record` with how each product is computed."""
+        self._record = record
+
+    def count(self, implementation: str) -> None:
+        self._record(implementation)
+
+
+class Fp8Linear(Linear):
+    """x @ (weight * weight_scale).T + bias. weight: float8_e4m3fn [out_features, in_features]; weight_scale: float32
+    [out_features, 1]; bias: in the model's dtype."""
+
+    weight_scale: nn.Parameter
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, counter: ProductCounter) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        device = self.weight.device
+        self.weight = nn.Parameter(
+            torch.empty(out_features, in_features, dtype=WEIGHT_DTYPE, device=device), requires_grad=False
+        )
+        self.weight_scale = nn.Parameter(
+            torch.ones(out_features, 1, dtype=torch.float32, device=device), requires_grad=False
+        )
+        self._counter = counter
+        self._refusals: dict[tuple[torch.device, torch.dtype], str | None] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features], in x's dtype."""
+        weight = QuantizedRows(self.weight, self.weight_scale)
+        refusal = self._refusal(x)
+        if refusal is not None:
+            self._counter.count(f"weights dequantised per call: {refusal}")
+            return F.linear(x, dequantize(weight, x.dtype), self.bias)
+        self._counter.count(SCALED_PRODUCT)
+        return multiply_rows(quantize_rows(x), weight, self.bias).view(*x.shape[:-1], self.out_features)
+
+    def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """As Linear.forward_gelu."""
+        return F.gelu(self.forward(x), approximate="tanh")
+
+    def _refusal(self, x: torch.Tensor) -> str | None:
+        key = (x.device, x.dtype)
+        if key not in self._refusals:
+            self._refusals[key] = product_refusal(x.device, x.dtype, self.in_features, self.out_features)
+        return self._refusals[key]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, float8_e4m3fn by row"
+
+
+def replace_linear(root: nn.Module, name: str, counter: ProductCounter) -> None:
+    """Put an Fp8Linear of the same size in the place of a Linear, without values. name: of the layer within root."""
+    linear = root.get_submodule(name)
+    assert isinstance(linear, Linear)
+    owner, _, leaf = name.rpartition(".")
+    with torch.device(linear.weight.device):
+        quantized = Fp8Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, counter=counter)
+    setattr(root.get_submodule(owner), leaf, quantized)
+
+
+def quantized_weights(module: nn.Module) -> dict[str, str]:
+    """The names of 8-bit weights in a module's state dict, with the names of their scales."""
+    prefixes = [f"{name}." if name else "" for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)]
+    return {f"{prefix}weight": f"{prefix}weight_scale" for prefix in prefixes}

@@ -1,0 +1,63 @@
+"""How much memory a video decoder's activations take, for the message of a decode that did not fit."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffusion_runtime.layers.sample_decoder import Tiling
+
+# What is held at once around the widest convolution: the residual, the normalised input, that with its padding, and the
+# output.
+NUM_HELD = 4
+# Latents of the dry run that finds the widest convolution: few, and with a frame that is not the first.
+_PROBE = (2, 2, 2)
+
+
+def widest_activation(autoencoder: Any) -> float:
+    """Numbers per latent (frame, row and column) in the largest input or output of the decoder's convolutions.
+
+    Found by a dry run on the meta device. A decoder that goes from frame to frame has those of one frame at a time.
+    """
+    tensors = [*autoencoder.parameters(), *autoencoder.buffers()]
+    module = copy.deepcopy(autoencoder, {id(tensor): tensor.to("meta") for tensor in tensors})
+    module.use_tiling = module.use_framewise_decoding = False
+    largest = 0
+
+    def look(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        nonlocal largest
+        largest = max(largest, inputs[0].numel(), output.numel())
+
+    convolutions = [each for each in module.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
+    first = next(each for each in convolutions if isinstance(each, nn.Conv3d))
+    for convolution in convolutions:
+        convolution.register_forward_hook(look)
+    latents = torch.empty(1, first.in_channels, *_PROBE, dtype=first.weight.dtype, device="meta")
+    with torch.inference_mode():
+        module.decode(latents, return_dict=False)
+    frames, height, width = _PROBE
+    goes_by_frame = "feat_cache" in inspect.signature(module.decoder.forward).parameters
+    return largest / ((1 if goes_by_frame else frames) * height * width)
+
+
+def memory_advice(autoencoder: Any, shape: Sequence[int], dtype: torch.dtype, tiling: Tiling | None) -> str:
+    """What decoding latents of [frames, height, width] takes at once, and in tiles."""
+    numbers = widest_activation(autoencoder)
+
+    def formula(frames: int, height: int, width: int) -> str:
+        gib = NUM_HELD * numbers * frames * height * width * dtype.itemsize / 2**30
+        return (
+            f"{NUM_HELD} x {numbers:.0f} numbers x {frames} x {height} x {width} latents x {dtype.itemsize} bytes = "
+            f"{gib:.2f} GiB"
+        )
+
+    frames, height, width = shape
+    text = f"Decoding at once takes about {formula(frames, height, width)} beside the weights"
+    if tiling is None:
+        return f"{text}. A smaller height, width or num_frames needs less"
+    return f"{text}; --vae-tiling on takes about {formula(*tiling.largest((frames, height, width)))} and the frames"

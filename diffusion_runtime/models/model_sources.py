@@ -1,0 +1,144 @@
+"""Model sources: the folder behind a model path, a published name or a hub id, downloaded where it is on the hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from diffusion_runtime.errors import ModelLoadError, first_line, nearest
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, check_model_files
+from diffusion_runtime.models.published import model_of_name
+from diffusion_runtime.models.registry import single_file_pipelines
+from diffusion_runtime.models.weight_files import GGUF, UNQUANTISED_FOLDER, listed
+from diffusion_runtime.untrusted.files import check_path, check_place, expand_home
+
+# The name of the model that ships inside the package, and where it is.
+EMBEDDED = "shapes"
+EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "shapes"
+
+# owner/name, which no path that starts with a dot, a slash or a tilde is.
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+# Only files of components: many repositories hold a second, single-file copy of the weights at the top.
+_HUB_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja", "*/*.safetensors")
+# A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
+# components, which nobody reads.
+_HUB_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
+
+
+def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
+    """The folder behind `shapes`, the path of a folder, the name of a published model such as `wan2.1-1.3b`, or a hub
+    id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
+
+    What is on the hub is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors
+    files, never a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone.
+
+    Raises ModelLoadError that says what to type instead.
+    """
+    if model_path == EMBEDDED:
+        if (EMBEDDED_FOLDER / INDEX_FILE).is_file():
+            return EMBEDDED_FOLDER
+        raise ModelLoadError(f"the embedded model is not in {EMBEDDED_FOLDER}; install diffusion-runtime again")
+    path = check_path(expand_home(model_path), "model_path")
+    if path.is_dir():
+        if not (path / INDEX_FILE).exists():
+            for file in sorted(path.iterdir()):
+                _refuse_single_file(file)
+        check_model_files(path)
+        return path
+    if path.is_file():
+        _refuse_single_file(path)
+        raise ModelLoadError(f"{model_path} is a file; give the folder that holds {INDEX_FILE}, such as {path.parent}")
+    check_place(path, "model_path")
+    named = model_of_name(model_path)
+    if named is not None:
+        return _download(named.model_path, weights)
+    if not _HUB_ID.fullmatch(model_path):
+        raise ModelLoadError(
+            f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` (the embedded model), a "
+            "diffusers folder, a name that `diffusion-runtime models` lists, or a hub id such as "
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        )
+    return _download(model_path, weights)
+
+
+def fetch_weights(model_path: str, folder: AnyFolder) -> None:
+    """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
+    folder has them. Raises what resolve_model_folder raises."""
+    is_local = model_path == EMBEDDED or check_path(expand_home(model_path), "model_path").is_dir()
+    found = folder if is_local else resolve_model_folder(model_path)
+    if str(found) != str(folder):
+        raise ModelLoadError(f"{model_path} has changed on the hub since it was opened ({folder}, {found}): try again")
+
+
+def _siblings(path: Path) -> str:
+    """What is beside a missing path: the names most like it, else all of them."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        return f" Its parent {parent} does not exist either."
+    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
+    close = nearest(path.name, names)
+    return close if "Did you mean" in close else f" In {parent} there is: {listed(names) or 'no folder'}."
+
+
+def _download(hub_id: str, weights: bool) -> Path:
+    """The folder in the hub's cache that holds `hub_id`, brought up to date when there is a network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = [pattern for pattern in _HUB_FILES if weights or "safetensors" not in pattern]
+    instead = f"or give the path of a copy, or {EMBEDDED!r} for the embedded model, which needs no network"
+    try:
+        folder = Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=list(_HUB_COPIES)))
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"{hub_id}: its terms must be accepted first, at https://huggingface.co/{hub_id}; then `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"there is no folder {hub_id} here and no such model on the hub, or it is private: check the spelling, or "
+            f"`hf auth login`; {instead}.{_beside(hub_id)}"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        why = "HF_HUB_OFFLINE is set: unset it" if offline else "the hub cannot be reached: check the network"
+        raise ModelLoadError(
+            f"{hub_id} is neither a folder here nor whole in the hub's cache, and {why}; {instead}.{_beside(hub_id)}"
+        ) from error
+    except Exception as error:  # whatever the hub's transport raises: broken connections, a full disk, bad answers
+        raise ModelLoadError(
+            f"{hub_id} cannot be downloaded ({first_line(error)}); try again: it goes on where it stopped"
+        ) from error
+    check_model_files(folder)
+    return folder
+
+
+def _beside(hub_id: str) -> str:
+    """What is in the local folder that a hub id would name, if there is one: it may have been meant."""
+    path = Path(hub_id)
+    return _siblings(path) if path.parent.is_dir() else ""
+
+
+def _refuse_single_file(path: Path) -> None:
+    """Raises ModelLoadError for a checkpoint in one file where the folder of a model should be."""
+    if path.suffix == GGUF:
+        raise ModelLoadError(
+            f"{path} is a GGUF file: its weights are quantised, and this runtime does not read them; "
+            f"{UNQUANTISED_FOLDER}"
+        )
+    if path.suffix == ".safetensors":
+        raise ModelLoadError(
+            f"{path} is a checkpoint in one file; expected the folder of a diffusers model, which its authors "
+            f"publish as well.{_conversion()}"
+        )
+
+
+def _conversion() -> str:
+    """Which models diffusers makes a folder of, out of one file, as a sentence; nothing where diffusers is broken."""
+    try:
+        names = single_file_pipelines()
+    except (ImportError, RuntimeError):
+        return ""
+    if not names:
+        return ""
+    return f" diffusers makes one of a file for {' or '.join(names)}: .from_single_file(file).save_pretrained(folder)"

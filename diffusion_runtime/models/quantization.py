@@ -1,0 +1,130 @@
+"""Quantisation of a transformer's linear layers: which ones, out of quantization.yaml, and why the others stay."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from diffusion_runtime.errors import ConfigError, shown
+from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter, replace_linear
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.models.weight_files import listed
+from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+
+# Of a transformer whose first and last block stay: with fewer, little would be left.
+_MIN_BLOCKS = 4
+RULES_FILE = Path(__file__).with_name("quantization.yaml")
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """Layers that are not quantised. layers: a shell pattern of names; modes: in which they stay, empty for all."""
+
+    layers: str
+    reason: str
+    modes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The 8-bit layers of one model. mode: `fp8` or `fp8-all`. ignored: patterns of the user's own for layers that stay
+    as they are. layers: patterns of what may be quantised; kept: what of it stays; counter: of their products."""
+
+    mode: str
+    ignored: tuple[str, ...]
+    layers: tuple[str, ...]
+    keeps_ends: str
+    kept: tuple[KeptLayers, ...]
+    counter: ProductCounter = field(default_factory=ProductCounter, compare=False)
+
+    @classmethod
+    def of(cls, family: str, mode: str, ignored: Sequence[str]) -> Quantization | None:
+        """The rules of a family's transformers; None for mode `none`."""
+        if mode == "none":
+            return None
+        rules = _rules()
+        every, own = rules["every_family"], rules["families"].get(family, {})
+        kept = [_kept(entry) for entry in (*every["kept"], *own.get("kept", ()))]
+        return cls(
+            mode,
+            tuple(ignored),
+            tuple(every["layers"]),
+            every["keeps_ends"],
+            tuple(each for each in kept if not each.modes or mode in each.modes),
+        )
+
+    def reasons(self, module: nn.Module) -> dict[str, str | None]:
+        """Of every linear layer of the blocks, by name: why it stays as it is; None for those that are quantised."""
+        names = [name for name, layer in module.named_modules() if isinstance(layer, Linear)]
+        candidates = [name for name in names if any(fnmatch.fnmatchcase(name, each) for each in self.layers)]
+        blocks = list(dict.fromkeys(_block(name) for name in candidates))
+        ends = {blocks[0], blocks[-1]} if len(blocks) >= _MIN_BLOCKS else set()
+        return {name: self._reason(name, ends) for name in candidates}
+
+    def apply(self, modules: Mapping[str, nn.Module]) -> None:
+        """Replace the layers of empty transformers. modules: by component.
+
+        Raises ConfigError for a pattern of `ignored` that names no layer, and where no layer is left to quantise.
+        """
+        reasons = {component: self.reasons(module) for component, module in modules.items()}
+        every = [name for of in reasons.values() for name in of]
+        for pattern in self.ignored:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in every):
+                raise ConfigError(
+                    f"quantization_ignored_layers: {shown(pattern)} names no layer that could be quantised; expected a "
+                    f"name or a pattern such as {', '.join(dict.fromkeys(map(_in_any_block, every)))}"
+                )
+        if not any(reason is None for of in reasons.values() for reason in of.values()):
+            raise ConfigError(
+                f"quantization: {self.mode}: none of the {len(every)} linear layers of the blocks is left to quantise "
+                f"({listed(sorted({reason for of in reasons.values() for reason in of.values() if reason}))})"
+            )
+        for component, of in reasons.items():
+            for name, reason in of.items():
+                if reason is None:
+                    replace_linear(modules[component], name, self.counter)
+
+    def describe(self, modules: Mapping[str, nn.Module]) -> str:
+        """What was replaced in transformers, in one line."""
+        layers = [layer for module in modules.values() for layer in module.modules() if isinstance(layer, Linear)]
+        quantized = [layer for layer in layers if isinstance(layer, Fp8Linear)]
+        sizes = [sum(layer.in_features * layer.out_features for layer in of) for of in (quantized, layers)]
+        return (
+            f"quantization {self.mode}: {len(quantized)} of {len(layers)} linear layers have 8-bit weights, "
+            f"{100 * sizes[0] / max(1, sizes[1]):.0f} % of their numbers"
+        )
+
+    def _reason(self, name: str, ends: set[str]) -> str | None:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored):
+            return "quantization_ignored_layers names it"
+        for each in self.kept:
+            if fnmatch.fnmatchcase(name, each.layers):
+                return each.reason
+        return self.keeps_ends if _block(name) in ends else None
+
+
+def _block(name: str) -> str:
+    """`blocks.3` of `blocks.3.feed_forward.up`."""
+    return ".".join(name.split(".")[:2])
+
+
+def _in_any_block(name: str) -> str:
+    """`blocks.*.feed_forward.up` of `blocks.3.feed_forward.up`."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _kept(entry: Mapping[str, Any]) -> KeptLayers:
+    return KeptLayers(entry["layers"], entry["reason"], tuple(entry.get("modes", ())))
+
+
+@functools.cache
+def _rules() -> Mapping[str, Any]:
+    rules: Mapping[str, Any] = read_yaml_file(RULES_FILE)
+    return rules

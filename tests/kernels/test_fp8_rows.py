@@ -1,0 +1,106 @@
+"""Row-wise quantisation to 8-bit floats: the reference's error, Triton equal to it, products on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffusion_runtime.kernels.fp8_rows import reference
+from diffusion_runtime.kernels.fp8_rows.api import multiply_rows, product_refusal, quantize_rows
+
+# Half a step of three bits of mantissa, of the number itself; below 2 ** -6 of the scale numbers are subnormal.
+HALF_STEP = 2.0**-4
+SUBNORMAL = 2.0**-10
+
+
+def test_a_number_is_off_by_half_a_step_at_most_and_the_largest_by_nothing() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(33, 100) * torch.logspace(-8, 30, 33)[:, None]
+    rows = reference.quantize_rows(x)
+    error = (reference.dequantize(rows, torch.float32) - x).abs()
+    assert (error <= (HALF_STEP * x.abs()).maximum(SUBNORMAL * rows.scales) * 1.0001).all()
+    largest = x.abs().argmax(-1, keepdim=True)
+    assert rows.values.float().abs().gather(1, largest).eq(448).all()
+
+
+def test_zeros_have_a_scale_and_what_is_no_number_stays_none() -> None:
+    x = torch.zeros(3, 16)
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    rows = quantize_rows(x)
+    assert rows.values[0].float().eq(0).all()
+    assert rows.scales[0] > 0
+    made = reference.dequantize(rows, torch.float32)
+    assert made[1].isnan().any()
+    assert made[2].isnan().any()
+
+
+def test_leading_dimensions_become_rows() -> None:
+    rows = quantize_rows(torch.randn(2, 3, 16))
+    assert rows.values.shape == (6, 16)
+    assert rows.scales.shape == (6, 1)
+    assert quantize_rows(torch.randn(0, 16)).values.shape == (0, 16)
+
+
+def test_a_cpu_says_why_it_has_no_products() -> None:
+    assert "cpu has no 8-bit float products" in str(product_refusal(torch.device("cpu"), torch.bfloat16, 16, 16))
+
+
+INTERPRETED = """
+import torch
+from diffusion_runtime.kernels.fp8_rows import reference, triton
+torch.manual_seed(0)
+for dtype, shape in ((torch.float32, (5, 24)), (torch.bfloat16, (3, 1000)), (torch.float16, (2, 17))):
+    wide = torch.randn(shape[0], shape[1] + 8).to(dtype)
+    x = wide[:, 3 : 3 + shape[1]]  # rows with a stride
+    x[0] = 0
+    assert triton.refusal(x) is None
+    found, expected = triton.quantize_rows(x), reference.quantize_rows(x)
+    assert torch.equal(found.scales, expected.scales), dtype
+    # The interpreter loses the carry of numbers that round up to a power of two, and gives half of it.
+    values, wanted = found.values.float(), expected.values.float()
+    assert ((values == wanted) | (2 * values == wanted)).all(), dtype
+    assert (values == wanted).float().mean() > 0.9, dtype
+print("equal")
+"""
+
+
+def test_triton_agrees_with_the_reference_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == "equal", run.stderr
+
+
+@pytest.mark.gpu
+def test_a_gpu_multiplies_as_the_dequantised_matrices_do() -> None:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    holed = torch.ones(2, 16, device=device)
+    holed[0, 3] = torch.nan
+    assert quantize_rows(holed).values.float().isnan().any(1).tolist() == [True, False]
+    for rows, inner, outer in ((1, 16, 32), (77, 1536, 8960), (4608, 3072, 9216)):
+        if product_refusal(device, torch.bfloat16, inner, outer) is not None:
+            pytest.skip("this GPU has no 8-bit float products")
+        x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16) * torch.rand(rows, 1, device=device)
+        weight = torch.randn(outer, inner, device=device) * 0.02
+        bias = torch.randn(outer, device=device, dtype=torch.bfloat16)
+        quantized, quantized_weight = quantize_rows(x), quantize_rows(weight)
+        specified = reference.quantize_rows(x)
+        assert torch.equal(quantized.values.float(), specified.values.float())
+        assert torch.equal(quantized.scales, specified.scales)
+        found = multiply_rows(quantized, quantized_weight, bias).double()
+        exact = (
+            reference.dequantize(quantized, torch.float32).double()
+            @ (reference.dequantize(quantized_weight, torch.float32).double().T)
+            + bias.double()
+        )
+        # Rounding to bfloat16, and the tensor cores' sums of 14 bits.
+        assert ((found - exact).norm() / exact.norm()).item() < 3e-3
+        full = x.double() @ weight.double().T + bias.double()
+        assert ((found - full).norm() / full.norm()).item() < 0.05

@@ -1,0 +1,101 @@
+"""8-bit linear layers in every family: which ones, what is computed, loading, LoRA files, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_families import WRITERS, small_request
+
+from diffusion_runtime import RuntimeConfig, load_pipeline
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows, dequantize, quantize_rows
+from diffusion_runtime.layers.fp8_linear import Fp8Linear
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.loading.preparation import inspect_pipeline
+from diffusion_runtime.models.quantization import Quantization
+
+MODES = ("fp8", "fp8-all")
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_quantised_layers_hold_the_weights_and_are_counted(family: str, tmp_path: Path) -> None:
+    folder = str(WRITERS[family](tmp_path / family))
+    plain = load_pipeline(folder, device="cpu")
+    quantized = load_pipeline(folder, device="cpu", quantization="fp8-all")
+    weights = {name: layer for name, layer in plain.transformer.named_modules() if isinstance(layer, Linear)}
+    replaced = {name: layer for name, layer in quantized.transformer.named_modules() if isinstance(layer, Fp8Linear)}
+    assert replaced
+    assert not any("modulation" in name for name in replaced)
+    for name, layer in replaced.items():
+        expected = quantize_rows(weights[name].weight)
+        assert torch.equal(layer.weight.float(), expected.values.float()), name
+        assert torch.equal(layer.weight_scale, expected.scales), name
+        x = torch.randn(2, 3, layer.in_features)
+        held = dequantize(QuantizedRows(layer.weight, layer.weight_scale), torch.float32)
+        assert torch.allclose(layer(x), torch.nn.functional.linear(x, held, layer.bias), atol=1e-6)
+    report = quantized(small_request(quantized, 2)).attention_report
+    (row,) = report.products
+    assert "weights dequantised per call: cpu has no" in row.implementation
+    # Two steps; a layer may run once per branch and once per stream.
+    assert row.count >= 2 * len(replaced)
+    assert row.count % 2 == 0
+    assert report.to_dict()["products"] == [{"implementation": row.implementation, "count": row.count}]
+
+
+def test_the_embedded_model_keeps_attention_by_default_and_both_ends_always() -> None:
+    config = RuntimeConfig(device="cpu", quantization="fp8")
+    assert inspect_pipeline(config).quantization is not None
+    rules = {mode: Quantization.of("wan", mode, ()) for mode in MODES}
+    transformer = load_pipeline(device="cpu").transformer
+    found = {}
+    for mode, rule in rules.items():
+        assert rule is not None
+        found[mode] = {name for name, reason in rule.reasons(transformer).items() if reason is None}
+    blocks = {name.split(".")[1] for name in found["fp8"]}
+    assert blocks == {"1", "2", "3", "4"}
+    assert all("feed_forward" in name for name in found["fp8"])
+    assert set(found["fp8-all"] - found["fp8"]) == {
+        f"blocks.{index}.{layer}"
+        for index in range(1, 5)
+        for layer in ("self_attention.qkv", "self_attention.out", "cross_attention.q", "cross_attention.out")
+    }
+
+
+def test_loras_can_be_switched_in_quantised_layers() -> None:
+    """Bit for bit, as without quantisation."""
+    fresh = load_pipeline(device="cpu", quantization="fp8-all", lora=["shapes-fast"])
+    switched = load_pipeline(device="cpu", quantization="fp8-all")
+    before = {name: value.clone() for name, value in switched.transformer.state_dict().items()}
+    switched.set_loras(["shapes-fast"])
+    for name, value in fresh.transformer.state_dict().items():
+        assert torch.equal(value.float(), switched.transformer.state_dict()[name].float()), name
+    switched.set_loras([])
+    for name, value in before.items():
+        assert torch.equal(value.float(), switched.transformer.state_dict()[name].float()), name
+
+
+def test_ignored_layers_stay() -> None:
+    pipeline = load_pipeline(device="cpu", quantization="fp8", quantization_ignored_layers=["blocks.1.*", "*.down"])
+    replaced = {name for name, layer in pipeline.transformer.named_modules() if isinstance(layer, Fp8Linear)}
+    assert replaced == {f"blocks.{index}.feed_forward.up" for index in (2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"quantization": "fp9"}, "quantization: unknown value 'fp9'.*fp8"),
+        ({"quantization_ignored_layers": ["blocks.0.*"]}, "nothing is quantised; add quantization: fp8"),
+        ({"quantization": "fp8", "quantization_ignored_layers": 3}, "expected up to .* names or patterns"),
+        (
+            {"quantization": "fp8", "quantization_ignored_layers": ["block.1.*"]},
+            "'block.1.*' names no layer .* such as blocks.\\*.self_attention.qkv",
+        ),
+        ({"quantization": "fp8", "quantization_ignored_layers": ["*"]}, "none of the .* is left to quantise"),
+        ({"quantization": "fp8", "backend": "diffusers"}, "has its own way to quantise"),
+    ],
+)
+def test_wrong_choices_end_before_the_weights(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        inspect_pipeline(RuntimeConfig(device="cpu", **values))  # type: ignore[arg-type]
