@@ -32,7 +32,7 @@ import torch
 from benchmarks.families import flux1, flux2, qwen_image, wan, z_image
 from benchmarks.families.step import FamilyStep, StepInputs
 from benchmarks.families_gpu import reading, write_folder
-from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache
+from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache, attention
 from diffusion_runtime.kernels.activations import triton as activations_triton
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
 from diffusion_runtime.kernels.implementation import VARIABLE
@@ -364,6 +364,21 @@ def product_rows(size: Size, device: torch.device, dtype: torch.dtype, repeats: 
     }
 
 
+@torch.inference_mode()
+def attention_row(size: Size, device: torch.device, dtype: torch.dtype, backend: str, repeats: int) -> dict[str, Any]:
+    """Attention of q, k and v as they lie in one product, and of tensors of their own, by turns."""
+    clock = Clock(device)
+    packed = torch.randn(1, size.num_tokens, 3, size.num_heads, size.head_dim, device=device, dtype=dtype)
+    apart = [part.contiguous() for part in packed.unbind(2)]
+    times: dict[str, list[float]] = {"packed_ms": [], "apart_ms": []}
+    for _ in range(repeats):
+        for name, parts in (("packed_ms", packed.unbind(2)), ("apart_ms", apart)):
+            q, k, v = parts
+            times[name].append(clock.median_ms(lambda _, q=q, k=k, v=v: attention(q, k, v, backend=backend), 1, 1))
+    medians = {name: statistics.median(several) for name, several in times.items()}
+    return {"size": size.name, "operation": f"attention, {backend}", **medians}
+
+
 @contextlib.contextmanager
 def kernels(setting: str) -> Iterator[None]:
     """setting: auto or reference."""
@@ -486,8 +501,8 @@ def device_times(run: Callable[[], object]) -> dict[str, Any]:
         kind = kind_of(name)
         totals[kind] = totals.get(kind, 0.0) + spent
         if kind != "matrix products":
-            others.setdefault(f"{kind}: {name[:150]}", []).extend([spent, event.count])
-    longest = sorted(others.items(), key=lambda item: -item[1][0])[:14]
+            others.setdefault(f"{kind}: {name[:60]}", []).extend([spent, event.count])
+    longest = sorted(others.items(), key=lambda item: -item[1][0])[:6]
     return {"ms": totals, "longest": [{"name": n, "ms": v[0], "count": v[1]} for n, v in longest]}
 
 
@@ -597,6 +612,9 @@ def main() -> None:
         for row in product_rows(size, device, dtype, 10 if on_gpu else 2):
             result["products"].append(row)
             print(json.dumps(row), flush=True)
+        row = attention_row(size, device, dtype, arguments.backend or "torch_sdpa", 5 if on_gpu else 1)
+        result["products"].append(row)
+        print(json.dumps(row), flush=True)
 
     def forward_of(step: FamilyStep) -> None:
         row = forward_row(step, device, dtype, arguments.backend, arguments.repeats if on_gpu else 1)

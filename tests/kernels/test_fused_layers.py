@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernels import fused_family_cases, fused_layer_cases
+from tiny_families import WRITERS
 
+from diffusion_runtime import Pipeline, load_pipeline
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.activations import triton as activations_triton
 from diffusion_runtime.kernels.activations.api import silu_mul
@@ -91,6 +93,21 @@ def test_products_in_parts_on_a_gpu(dtype: torch.dtype) -> None:
 def test_products_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Linear, "runs_in_parts", lambda *_: True)
     assert list(part_failures(torch.bfloat16, "cpu", lambda *_: True)) == []
+
+
+@pytest.mark.parametrize("family", ["flux1", "flux2"])
+def test_single_stream_blocks_in_parts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = load_pipeline(str(WRITERS[family](tmp_path / family)), device="cpu", dtype="float32")
+    assert isinstance(pipeline, Pipeline)
+    expected = fused_family_cases.velocity(pipeline, "cpu", torch.float32, with_image=False)
+    calls: list[int] = []
+    whole = Linear.forward_pair
+    monkeypatch.setattr(Linear, "forward_pair", lambda *arguments: calls.append(1) or whole(*arguments))
+    monkeypatch.setattr(Linear, "runs_in_parts", lambda *_: True)
+    found = fused_family_cases.velocity(pipeline, "cpu", torch.float32, with_image=False)
+    assert calls
+    # torch's own GELU of the operator on a CPU is the exact one.
+    assert float((found - expected).norm() / expected.norm()) < 1e-3
 
 
 def part_failures(
