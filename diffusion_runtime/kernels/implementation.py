@@ -13,6 +13,7 @@ from diffusion_runtime.kernels.importing import import_failure
 IMPLEMENTATIONS = ("reference", "triton")
 # `reference` runs every fused kernel as its eager formula, for comparisons and bug reports.
 VARIABLE = "DIFFUSION_FUSED_KERNELS"
+NEEDS_CUDA = "needs a CUDA GPU"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -38,12 +39,17 @@ def runs_in_triton(implementation: str, refusal: str | None) -> bool:
     return implementation == "triton"
 
 
+def may_run_on(device: torch.device) -> bool:
+    """Whether Triton computes on such devices: CUDA, and others under its interpreter."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def refusal_of(*tensors: torch.Tensor | None) -> str | None:
     """Why Triton cannot compute with these tensors, the first of which is the main one; None when it can."""
     x = tensors[0]
     assert x is not None
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return "needs a CUDA GPU"
+    if not may_run_on(x.device):
+        return NEEDS_CUDA
     if x.is_cuda:
         reason = _device_refusal(x.device)
         if reason is not None:

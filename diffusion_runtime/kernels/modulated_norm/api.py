@@ -82,8 +82,7 @@ def _check(
     out: torch.Tensor | None,
 ) -> None:
     batch, _, dim = x.shape
-    gate = None if branch is None else branch.gate
-    for row in (shift, scale, gate):
+    for row in (shift, scale, None if branch is None else branch.gate):
         if row is not None and row.shape != (batch, dim):
             raise ConfigError(
                 f"modulation: expected rows of shift, scale and gate {(batch, dim)} for x {tuple(x.shape)}, got "

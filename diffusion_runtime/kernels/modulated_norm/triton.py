@@ -6,7 +6,7 @@ import torch
 
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
-from diffusion_runtime.kernels.implementation import refusal_of
+from diffusion_runtime.kernels.implementation import NEEDS_CUDA, may_run_on, refusal_of
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 from diffusion_runtime.kernels.modulated_norm.reference import Branch, Norm
 
@@ -24,6 +24,9 @@ def refusal(
     out: torch.Tensor | None,
 ) -> str | None:
     """Why this implementation cannot compute such a call; None when it can."""
+    if not may_run_on(x.device):
+        # First, since a CPU asks at every call.
+        return NEEDS_CUDA
     tensors = [x, shift, scale, out]
     if norm is not None:
         tensors += [norm.weight, norm.bias]
