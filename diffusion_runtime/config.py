@@ -21,6 +21,7 @@ ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 VAE_DECODE_MODES = ("exact", "fast")
 QUANTIZATION_MODES = ("none", "fp8", "fp8-all")
 VAE_TILING_CHOICES = ("auto", "on", "off")
+COMPILE_MODES = ("off", "regional")
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,7 @@ class RuntimeConfig:
     quantization: `fp8` holds linear layers of the transformer's blocks as 8-bit floats with a scale per output row, and
         multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `none`.
     quantization_ignored_layers: names or shell patterns of layers that stay as they are, such as `blocks.0.*`.
+    compile: `regional` has torch.compile compile each kind of transformer block once, at the first step; `off`.
     """
 
     model_path: str = "shapes"
@@ -261,6 +263,7 @@ class RuntimeConfig:
     vae_decoder: str | None = None
     quantization: str = "none"
     quantization_ignored_layers: Any = ()
+    compile: str = "off"
 
     def __post_init__(self) -> None:
         if self.backend not in RUNTIME_BACKENDS:
@@ -289,6 +292,10 @@ class RuntimeConfig:
         if self.vae_decoder is not None and self.vae_tiling == "on":
             raise ConfigError("vae_tiling: on is for the model's own decoder, and vae_decoder names another one")
         self._check_quantization()
+        if self.compile not in COMPILE_MODES:
+            raise ConfigError(
+                f"compile: unknown value {shown(self.compile)}.{nearest(str(self.compile), COMPILE_MODES)}"
+            )
         if not isinstance(self.self_check, bool):
             raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")
         for name in ("model_path", "device", "dtype"):

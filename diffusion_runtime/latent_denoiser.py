@@ -35,7 +35,7 @@ class LatentDenoiser:
 
     image_conditioner: called where the requests have an image. model: what a calibration of a step cache must have been
     measured on (`model_identity`). published: TeaCache's coefficients for the model. block_runner: None for
-    the one of the requests' step cache.
+    the one of the requests' step cache. is_compiled: whether torch.compile has compiled the transformer's blocks.
     """
 
     transformer: DiffusionTransformer
@@ -47,6 +47,7 @@ class LatentDenoiser:
     model: Mapping[str, str]
     recorder: AttentionRecorder
     block_runner: BlockRunner | None = None
+    is_compiled: bool = False
     published: TeaCachePolynomials | None = None
 
     def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
@@ -122,6 +123,7 @@ class LatentDenoiser:
                 recorder=self.recorder,
                 sharding=self.mesh.sharding,
                 block_runner=block_runner,
+                is_compiled=self.is_compiled,
             )
             velocity: torch.Tensor = self.transformer(latents.to(self.dtype), timestep, inputs[step.branch], context)
             return velocity

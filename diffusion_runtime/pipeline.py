@@ -21,6 +21,7 @@ from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.frame_decoding import decode_frames
 from diffusion_runtime.latent_denoiser import LatentDenoiser
+from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
@@ -51,7 +52,8 @@ class Pipeline:
     has an image. recipe: the part of every generation's recipe about the model and its attention. mesh: the processes
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
     attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
-    few_steps_of: what the model was distilled to with other LoRA files, by their paths.
+    compiled: its blocks, where torch.compile compiles them. few_steps_of: what the model was distilled to with other
+    LoRA files, by their paths.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Pipeline:
         mesh: ProcessMesh | None = None,
         remarks: Sequence[str] = (),
         quantization: Quantization | None = None,
+        compiled: CompiledBlocks | None = None,
         loras: LoraSwitch | None = None,
         few_steps_of: Callable[[Iterable[str]], FewSteps | None] = lambda _: None,
     ) -> None:
@@ -81,6 +84,7 @@ class Pipeline:
         self.mesh = ProcessMesh() if mesh is None else mesh
         self._remarks = tuple(remarks)
         self._quantization = quantization
+        self._compiled = compiled
         self._loras = loras
         self._few_steps_of = few_steps_of
         self.defaults = rules.defaults
@@ -204,7 +208,7 @@ class Pipeline:
         with self._one_generation.held():
             self._one_generation.close()
             del self.text_encoder, self.transformer, self.decoder, self._image_conditioner, self._load_image_conditioner
-            self._loras = None
+            self._loras = self._compiled = None
             release_device_memory(self.device)
 
     def _generate_apart(
@@ -267,8 +271,10 @@ class Pipeline:
             model=self.rules.identity(),
             recorder=recorder,
             block_runner=block_runner,
+            is_compiled=self._compiled is not None,
             published=self.rules.teacache,
         )
+        compile_cost = CompileCost(self._compiled)
         with device_guard(self.device), explain_memory_shortage("generating", settings.advice(self.dtype)):
             with clock.stage("text", 1) as done:
                 prompts = encode_prompts(
@@ -279,6 +285,7 @@ class Pipeline:
                 seeds = [request.seed for request in batch]
                 latents = denoiser.denoise(prompts.conditions, seeds, lambda step, _: done(step.index + 1))
                 on_latents(latents)
+            compile_timings = compile_cost.report(recorder)
             recipes = [
                 {**self.recipe, "request": request.to_dict(), **preset, "notes": list(notes)}
                 for request, notes in zip(batch, prompts.notes, strict=True)
@@ -305,7 +312,7 @@ class Pipeline:
                 fps=settings.size.fps,
                 recipe=recipes[index],
                 attention_report=recorder.report(),
-                timings=clock.timings(index),
+                timings={**clock.timings(index), **compile_timings},
                 audio=sounds[index],
             )
             for index in range(len(batch))

@@ -45,6 +45,8 @@ def show_plan(
         facts.append(("processes", f"{description.degrees.num_processes}: {description.degrees}"))
     if description.quantization is not None:
         facts.append(("quantization", description.quantization))
+    if description.config.compile != "off":
+        facts.append(("compile", description.config.compile))
     facts += [("lora", _lora_row(lora)) for lora in description.config.lora]
     for name, declared in REQUEST_FIELDS.items():
         value = getattr(makeable[0], name)

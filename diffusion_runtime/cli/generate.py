@@ -79,6 +79,7 @@ def generate(context: typer.Context, **given: Any) -> None:
             "vae_decoder": run.vae_decoder,
             "quantization": run.quantization,
             "quantization_ignored_layers": run.quantization_ignored_layers or None,
+            "compile": run.compile,
             "lora": pair_loras(source.lora_path or (), source.lora_scale or (), source.lora or ()),
         },
         parallel={

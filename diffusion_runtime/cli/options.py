@@ -145,6 +145,10 @@ QuantizationIgnoredLayers: TypeAlias = Annotated[
         metavar="NAME",
     ),
 ]
+Compile: TypeAlias = Annotated[
+    str | None,
+    _flag(WHERE, "Compile each kind of block once (torch.compile): off, regional.", "--compile", metavar="MODE"),
+]
 NumGpus: TypeAlias = Annotated[
     int | None, _flag(WHERE, "Processes, one per device; degrees are chosen.", "--num-gpus", metavar="N")
 ]
@@ -213,6 +217,7 @@ class RunFlags:
     vae_decoder: VaeDecoder = None
     quantization: Quantization = None
     quantization_ignored_layers: QuantizationIgnoredLayers = None
+    compile: Compile = None
     num_gpus: NumGpus = None
     ulysses_degree: UlyssesDegree = None
     ring_degree: RingDegree = None

@@ -19,6 +19,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention_report import AttentionRecorder
 
 T = TypeVar("T")
 
@@ -78,9 +79,23 @@ class CompiledBlocks:
 
         return compile_and_count
 
-    def __str__(self) -> str:
-        graphs = f"{self.num_graphs} graph{'s' * (self.num_graphs != 1)}"
-        return f"{self.num_blocks} blocks, {graphs} compiled in {self.seconds:.1f} s"
+
+class CompileCost:
+    """What compiling costs one generation. compiled: the blocks, None where they are not compiled."""
+
+    def __init__(self, compiled: CompiledBlocks | None) -> None:
+        self._compiled = compiled
+        self._before = (0, 0.0) if compiled is None else (compiled.num_graphs, compiled.seconds)
+
+    def report(self, recorder: AttentionRecorder) -> dict[str, float]:
+        """Note what was compiled since, and return its seconds as a stage of its own, which is a part of the
+        denoising's."""
+        if self._compiled is None:
+            return {}
+        num_graphs, seconds = self._compiled.num_graphs - self._before[0], self._compiled.seconds - self._before[1]
+        made = f"{num_graphs} graph{'s' * (num_graphs != 1)} compiled in {seconds:.1f} s of the denoising"
+        recorder.note(f"compile: {self._compiled.num_blocks} blocks, {made if num_graphs else 'nothing compiled anew'}")
+        return {"compile": seconds}
 
 
 class _CompiledForward:
@@ -122,7 +137,11 @@ def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
     the process do not count, and all are freed with this one."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

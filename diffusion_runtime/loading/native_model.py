@@ -16,6 +16,8 @@ from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
+from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
+from diffusion_runtime.loading.compilation import keep_artefacts
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
@@ -91,6 +93,11 @@ class PreparedModel:
         if world is not None:
             world.wait_for_all()
             world.enable_hang_detection(config.parallel.timeout)
+        compiled = None
+        if config.compile == "regional":
+            keep_artefacts(self.device, opened.folder.digest)
+            compiled = CompiledBlocks()
+            compiled.compile(transformer)
         return Pipeline(
             text_encoder=text_encoder,
             transformer=transformer,
@@ -103,6 +110,7 @@ class PreparedModel:
             mesh=self.mesh,
             remarks=remarks_on(description.self_checks),
             quantization=self.quantization,
+            compiled=compiled,
             few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
             loras=LoraSwitch(
                 functools.partial(opened.rewrite_transformer, transformer),

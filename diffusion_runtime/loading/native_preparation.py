@@ -16,6 +16,7 @@ from diffusion_runtime.denoising.step_cache.calibration import model_identity
 from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
+from diffusion_runtime.loading.compilation import check_compilation
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
@@ -61,6 +62,7 @@ def prepare_native(
         degrees = _choose_degrees(config, model, rules)
     device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
+    check_compilation(config, device)
     mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
     override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
     for level in (override, stated):

@@ -92,6 +92,11 @@ def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedP
             f"quantization: {config.quantization}: diffusers' own pipeline has its own way to quantise, a "
             "quantization_config in the folder; leave out --quantization"
         )
+    if config.compile != "off":
+        raise ConfigError(
+            f"compile: {config.compile}: diffusers' own pipeline compiles its model itself, by "
+            "pipeline.pipeline.transformer.compile_repeated_blocks() in Python; leave out --compile"
+        )
     check_components(folder)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)

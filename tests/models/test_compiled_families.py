@@ -1,0 +1,93 @@
+"""Every family's blocks in torch.compile: one graph per kind of block, without a graph break (fullgraph), and no graph
+made anew over layers, steps, branches, prompts and seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from test_transformers import given_to
+from tiny_families import small_request
+
+from diffusion_runtime import Pipeline, load_pipeline
+from diffusion_runtime.attention import AttentionContext, StepInfo
+from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+# Kinds of blocks: streams apart, one stream, a refiner of the text; Z-Image's text is refined without a timestep.
+NUM_KINDS = {
+    "wan": 1,
+    "flux1": 2,
+    "flux2": 2,
+    "qwen_image": 1,
+    "hunyuan_video": 3,
+    "hunyuan_video_15": 2,
+    "ltx2": 1,
+    "z_image": 2,
+}
+
+
+def load(folder: Path) -> Pipeline:
+    pipeline = load_pipeline(str(folder), device="cpu", dtype="float32")
+    assert isinstance(pipeline, Pipeline)
+    return pipeline
+
+
+@pytest.mark.parametrize("family", list(NUM_KINDS))
+def test_blocks_compile_whole_and_compute_the_same(tiny_folder_of: Callable[[str], Path], family: str) -> None:
+    pipeline = load(tiny_folder_of(family))
+    latents, timestep, inputs = given_to(pipeline)
+
+    def predict(*, is_compiled: bool) -> tuple[list[torch.Tensor], list[tuple[str, str, str, int]]]:
+        first = AttentionContext(step=StepInfo(0, 2), is_compiled=is_compiled)
+        second = dataclasses.replace(first, step=StepInfo(1, 2))
+        with torch.inference_mode():
+            out = [
+                pipeline.transformer(latents, time, inputs, now)
+                for time, now in ((timestep, first), (timestep / 2, second))
+            ]
+        rows = first.recorder.report().rows
+        return out, [(row.role, row.layers, row.steps, row.count) for row in rows]
+
+    expected, rows = predict(is_compiled=False)
+    blocks = CompiledBlocks("eager")
+    blocks.compile(pipeline.transformer)
+    found, compiled_rows = predict(is_compiled=True)
+    assert blocks.num_graphs == NUM_KINDS[family]
+    assert compiled_rows == rows
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["wan", "flux1", "z_image"])
+def test_nothing_is_compiled_anew_for_other_prompts_steps_and_seeds(
+    tiny_folder_of: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's own tracing of shapes (aot_eager), which is where sizes become constants."""
+    pipeline = load(tiny_folder_of(family))
+    requests = [
+        dataclasses.replace(small_request(pipeline, num_steps), prompt=prompt, seed=seed, guidance_mode="two_pass")
+        for prompt, seed, num_steps in (
+            ("a red circle", 3, 2),
+            ("two blue squares and the words of a much longer prompt, which has many more tokens than the first", 4, 3),
+            ("a star", 5, 2),
+        )
+    ]
+    expected = [pipeline(request) for request in requests]
+    blocks = CompiledBlocks("aot_eager")
+    blocks.compile(pipeline.transformer)
+    monkeypatch.setattr(pipeline, "_compiled", blocks)
+    found = [pipeline(requests[0])]
+    assert 1 <= blocks.num_graphs <= NUM_KINDS[family]
+    before = blocks.num_graphs, dict(torch._dynamo.utils.counters["frames"])
+    found += [pipeline(request) for request in requests[1:]]
+    assert (blocks.num_graphs, dict(torch._dynamo.utils.counters["frames"])) == before
+    assert found[1].attention_report.notes[-1] == f"compile: {blocks.num_blocks} blocks, nothing compiled anew"
+    assert found[0].timings["compile"] == blocks.seconds
+    for ours, theirs in zip(found, expected, strict=True):
+        numpy.testing.assert_allclose(ours.frames, theirs.frames, atol=1e-3)
+        assert [row.count for row in ours.attention_report.rows] == [row.count for row in theirs.attention_report.rows]
