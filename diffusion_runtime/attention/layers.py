@@ -210,11 +210,15 @@ class AttentionLayer(nn.Module, ABC):
         assert context.handle is not None
         if block_mask is not None or (gate is not None and mask is not None):
             raise ConfigError("attention in a compiled block: a gate or a mask, and no block mask")
+        handles = self._handle, context.handle
+        out: torch.Tensor
         if gate is not None:
-            return opaque.gated_attention(q, k, v, gate, self._handle, context.handle)
-        if mask is not None:
-            return opaque.masked_attention(q, k, v, mask, self._handle, context.handle)
-        return opaque.attention(q, k, v, self._handle, context.handle)
+            out = opaque.gated_attention(q, k, v, gate, *handles)
+        elif mask is not None:
+            out = opaque.masked_attention(q, k, v, mask, *handles)
+        else:
+            out = opaque.attention(q, k, v, *handles)
+        return out
 
     def _run(
         self,

@@ -95,7 +95,7 @@ class PreparedModel:
             world.enable_hang_detection(config.parallel.timeout)
         compiled = None
         if config.compile == "regional":
-            keep_artefacts(self.device, opened.folder.digest)
+            keep_artefacts(self.device, description.model_folder.digest)
             compiled = CompiledBlocks()
             compiled.compile(transformer)
         return Pipeline(

@@ -17,14 +17,22 @@ def norm_rope(
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """As in api.py."""
-    parts = list(packed.unbind(2))
+    parts = _parts(packed)
     for index, weight in enumerate(weights):
         x = parts[index]
         x = rms_norm(x if len(weight) == x.shape[3] else x.flatten(2), weight, eps).view(x.shape)
         parts[index] = x if rotations is None else rotate(x, rotations)
     if out is None:
         return tuple(parts)
-    return tuple(target.copy_(part) for target, part in zip(out.unbind(2), parts, strict=True))
+    return tuple(target.copy_(part) for target, part in zip(_parts(out), parts, strict=True))
+
+
+def _parts(packed: torch.Tensor) -> list[torch.Tensor]:
+    """Of [batch, seq, parts, heads, head_dim], each [batch, seq, heads, head_dim]."""
+    if torch.compiler.is_dynamo_compiling():
+        # Writing into a result of unbind makes torch.compile take every size for a constant.
+        return [packed.select(2, index) for index in range(packed.shape[2])]
+    return list(packed.unbind(2))
 
 
 def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
@@ -45,6 +53,6 @@ def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
 def rotate_by_parts(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     """As `rotate`, a new tensor, in real numbers: torch.compile generates no code for complex ones, and fuses these."""
     cosine, sine = torch.view_as_real(rotations).unbind(-1)
-    real, imaginary = x.float().unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
+    real, imaginary = torch.unflatten(x.float(), -1, (x.shape[-1] // 2, 2)).unbind(-1)
     turned = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], dim=-1)
     return turned.flatten(-2).to(x.dtype)
