@@ -15,7 +15,12 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from diffusion_runtime.attention import opaque
+from diffusion_runtime.attention.opaque import (
+    LAYERS,
+    opaque_attention,
+    opaque_gated_attention,
+    opaque_masked_attention,
+)
 from diffusion_runtime.attention.backends.calling import check_heads, check_shapes, run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend
 from diffusion_runtime.attention.backends.masks import check_mask
@@ -189,7 +194,7 @@ class AttentionLayer(nn.Module, ABC):
 
     def make_opaque(self) -> None:
         """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""
-        self._handle = opaque.LAYERS.handle_of(self)
+        self._handle = LAYERS.handle_of(self)
 
     def _is_opaque(self, context: AttentionContext | None) -> bool:
         return self._handle is not None and context is not None and context.handle is not None
@@ -213,11 +218,11 @@ class AttentionLayer(nn.Module, ABC):
         handles = self._handle, context.handle
         out: torch.Tensor
         if gate is not None:
-            out = opaque.gated_attention(q, k, v, gate, *handles)
+            out = opaque_gated_attention(q, k, v, gate, *handles)
         elif mask is not None:
-            out = opaque.masked_attention(q, k, v, mask, *handles)
+            out = opaque_masked_attention(q, k, v, mask, *handles)
         else:
-            out = opaque.attention(q, k, v, *handles)
+            out = opaque_attention(q, k, v, *handles)
         return out
 
     def _run(

@@ -20,7 +20,7 @@ LAYERS: HandleTable[Any] = HandleTable()
 # Of the three kinds of calls: with nothing but tokens and a layout (self-attention, joint attention with text behind
 # the grid, cross-attention), with a gate, and with a mask.
 @torch.library.custom_op("diffusion_runtime::attention", mutates_args=())
-def attention(
+def opaque_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: torch.Tensor, context: torch.Tensor
 ) -> torch.Tensor:
     """AttentionLayer.forward, contiguous. layer, context: handles of both."""
@@ -29,7 +29,7 @@ def attention(
 
 
 @torch.library.custom_op("diffusion_runtime::gated_attention", mutates_args=())
-def gated_attention(
+def opaque_gated_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -37,7 +37,7 @@ def gated_attention(
     layer: torch.Tensor,
     context: torch.Tensor,
 ) -> torch.Tensor:
-    """As `attention`, of a layer with a gate. A graph is the same at every step, so it always makes the gate; a backend
+    """As `opaque_attention`, of a layer with a gate. A graph is the same at every step, so it always makes the gate; a backend
     without a gated branch, such as that of dense first steps, is called without."""
     found, now = LAYERS.find(layer), CONTEXTS.find(context)
     out: torch.Tensor = found(q, k, v, now, gate=gate if found.takes_gate(q, now) else None)
@@ -45,7 +45,7 @@ def gated_attention(
 
 
 @torch.library.custom_op("diffusion_runtime::masked_attention", mutates_args=())
-def masked_attention(
+def opaque_masked_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -53,12 +53,12 @@ def masked_attention(
     layer: torch.Tensor,
     context: torch.Tensor,
 ) -> torch.Tensor:
-    """As `attention`, with a mask."""
+    """As `opaque_attention`, with a mask."""
     out: torch.Tensor = LAYERS.find(layer)(q, k, v, CONTEXTS.find(context), mask=mask)
     return out.contiguous()
 
 
-@attention.register_fake
+@opaque_attention.register_fake
 def _(
     q: torch.Tensor,
     k: torch.Tensor,  # noqa: ARG001
@@ -69,8 +69,8 @@ def _(
     return _like_queries(q)
 
 
-@gated_attention.register_fake
-@masked_attention.register_fake
+@opaque_gated_attention.register_fake
+@opaque_masked_attention.register_fake
 def _(
     q: torch.Tensor,
     k: torch.Tensor,  # noqa: ARG001

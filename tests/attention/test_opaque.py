@@ -80,22 +80,22 @@ def test_operators_are_what_their_fakes_say() -> None:
     # As in the models: heads beside each other in one product, and a batch whose padding is cut off.
     q, k, v = torch.randn(2, 8, 3, 3, 16).unbind(2)
     expected = layer(q, k, v, AttentionContext(context.layout))
-    found = opaque.attention(q, k, v, handle, context.handle)
+    found = opaque.opaque_attention(q, k, v, handle, context.handle)
     assert torch.equal(found, expected)
     assert found.is_contiguous()
     mask = torch.rand(2, 1, 8, 8) > 0.3
     plain = AttentionContext(is_compiled=True)
     assert plain.handle is not None
     for operator, further, of in (
-        (opaque.attention, (), context),
-        (opaque.masked_attention, (mask,), plain),
-        (opaque.gated_attention, (torch.ones_like(q),), context),
+        (opaque.opaque_attention, (), context),
+        (opaque.opaque_masked_attention, (mask,), plain),
+        (opaque.opaque_gated_attention, (torch.ones_like(q),), context),
     ):
         torch.library.opcheck(operator, (q, k, v, *further, handle, of.handle))
     half = (q.bfloat16(), k.bfloat16(), v.bfloat16())
-    assert opaque.attention(*half, handle, context.handle).dtype == torch.bfloat16
+    assert opaque.opaque_attention(*half, handle, context.handle).dtype == torch.bfloat16
     assert torch.equal(
-        opaque.masked_attention(q, k, v, mask, handle, plain.handle), layer(q, k, v, AttentionContext(), mask=mask)
+        opaque.opaque_masked_attention(q, k, v, mask, handle, plain.handle), layer(q, k, v, AttentionContext(), mask=mask)
     )
 
 
@@ -105,7 +105,7 @@ def test_a_backend_without_a_gated_branch_is_called_without_the_gate() -> None:
     assert context.handle is not None
     q, k, v = torch.randn(3, 1, 4, 2, 16)
     assert not layer.takes_gate(q, context)
-    found = opaque.gated_attention(q, k, v, torch.full_like(q, 1e6), handle, context.handle)
+    found = opaque.opaque_gated_attention(q, k, v, torch.full_like(q, 1e6), handle, context.handle)
     assert torch.equal(found, layer(q, k, v))
 
 
