@@ -21,8 +21,8 @@ ALIGNMENT = 16
 def quantize_rows(x: torch.Tensor, *, gelu_from: int | None = None) -> QuantizedRows:
     """x [..., dim] quantised by row: values float8_e4m3fn [rows, dim], scales float32 [rows, 1], both contiguous.
 
-    gelu_from: the columns from there on go through GELU, in its tanh form, in the same pass; None for no GELU. rows: the
-    product of the leading dimensions. Infinite and NaN numbers stay NaN. Raises ConfigError for a tensor without
+    gelu_from: the columns from there on go through GELU, in its tanh form, in the same pass; None for no GELU. rows:
+    the product of the leading dimensions. Infinite and NaN numbers stay NaN. Raises ConfigError for a tensor without
     dimensions.
     """
     if x.ndim < 1:
