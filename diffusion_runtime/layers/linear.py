@@ -55,6 +55,17 @@ class Linear(nn.Linear):
             return self.forward_gelu_from(x, 0)
         return F.gelu(self(x), approximate="tanh")
 
+    def forward_after_gelu(self, up: Linear, x: torch.Tensor) -> torch.Tensor:
+        """This layer after the GELU of another one: self(gelu(up(x)))."""
+        out: torch.Tensor = self(up.forward_gelu(x))
+        return out
+
+    def forward_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """The layer of x, whose features from `start` on go through the tanh GELU first, in place."""
+        gelu_(x[..., start:])
+        out: torch.Tensor = self(x)
+        return out
+
     def forward_gelu_from(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """The features from `start` on of forward_gelu. Needs `runs_in_parts`, and tokens."""
         bias: torch.Tensor | None = self.bias
@@ -114,8 +125,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., dim] to [..., out_dim]."""
-        out: torch.Tensor = self.down(self.up.forward_gelu(x))
-        return out
+        return self.down.forward_after_gelu(self.up, x)
 
 
 class GatedFeedForward(nn.Module):

@@ -12,7 +12,6 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.kernels.activations.api import gelu_
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
@@ -71,7 +70,5 @@ class SingleStreamBlock(nn.Module):
         # The attention output overwrites v, beside the features: a concatenation would copy all of them, in a long
         # video several GB.
         v.copy_(attended)
-        gelu_(projected[..., num_features:])
         # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
-        branch: torch.Tensor = self.out(projected.flatten(0, 1)[:, 2 * self.dim :])
-        return branch.view(x.shape)
+        return self.out.forward_gelu_of_last(projected.flatten(0, 1)[:, 2 * self.dim :], self.dim).view(x.shape)
