@@ -15,12 +15,6 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from diffusion_runtime.attention.opaque import (
-    LAYERS,
-    opaque_attention,
-    opaque_gated_attention,
-    opaque_masked_attention,
-)
 from diffusion_runtime.attention.backends.calling import check_heads, check_shapes, run_backend
 from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Backend
 from diffusion_runtime.attention.backends.masks import check_mask
@@ -28,6 +22,12 @@ from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
+from diffusion_runtime.attention.opaque import (
+    LAYERS,
+    opaque_attention,
+    opaque_gated_attention,
+    opaque_masked_attention,
+)
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
 from diffusion_runtime.attention.select import Decision, Resolved, resolve_decision, select
 from diffusion_runtime.errors import ConfigError

@@ -37,8 +37,8 @@ def opaque_gated_attention(
     layer: torch.Tensor,
     context: torch.Tensor,
 ) -> torch.Tensor:
-    """As `opaque_attention`, of a layer with a gate. A graph is the same at every step, so it always makes the gate; a backend
-    without a gated branch, such as that of dense first steps, is called without."""
+    """As `opaque_attention`, of a layer with a gate. A graph is the same at every step, so it always makes the gate; a
+    backend without a gated branch, such as that of dense first steps, is called without."""
     found, now = LAYERS.find(layer), CONTEXTS.find(context)
     out: torch.Tensor = found(q, k, v, now, gate=gate if found.takes_gate(q, now) else None)
     return out.contiguous()

@@ -95,7 +95,8 @@ def test_operators_are_what_their_fakes_say() -> None:
     half = (q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert opaque.opaque_attention(*half, handle, context.handle).dtype == torch.bfloat16
     assert torch.equal(
-        opaque.opaque_masked_attention(q, k, v, mask, handle, plain.handle), layer(q, k, v, AttentionContext(), mask=mask)
+        opaque.opaque_masked_attention(q, k, v, mask, handle, plain.handle),
+        layer(q, k, v, AttentionContext(), mask=mask),
     )
 
 

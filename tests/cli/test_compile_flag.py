@@ -24,6 +24,10 @@ def test_the_flag_and_what_it_cannot_be_combined_with(
     generate = ("generate", "a star", "--model-path", str(tiny_wan_folder), "--dry-run", "--device", "cpu")
     assert command(*generate, "--json").json["runtime"]["compile"] == "off"
     assert command(*generate, "--compile", "regional", "--json").json["runtime"]["compile"] == "regional"
+    for written, read in (("regional", "regional"), ("off", "off"), ('"off"', "off")):
+        config = tmp_path / "config.yaml"
+        config.write_text(f"runtime:\n  compile: {written}\n")
+        assert command(*generate, "--config", str(config), "--json").json["runtime"]["compile"] == read
     shown = command(*generate, "--compile", "regional")
     assert "compile" in shown.said
     assert "regional" in shown.said
