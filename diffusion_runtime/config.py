@@ -292,6 +292,9 @@ class RuntimeConfig:
         if self.vae_decoder is not None and self.vae_tiling == "on":
             raise ConfigError("vae_tiling: on is for the model's own decoder, and vae_decoder names another one")
         self._check_quantization()
+        if self.compile is False:
+            # What YAML makes of a bare off.
+            object.__setattr__(self, "compile", "off")
         if self.compile not in COMPILE_MODES:
             raise ConfigError(
                 f"compile: unknown value {shown(self.compile)}.{nearest(str(self.compile), COMPILE_MODES)}"
