@@ -114,6 +114,9 @@ def test_models_of_one_process_have_graphs_of_their_own_and_leave_nothing() -> N
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_inductor_computes_the_same(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # A precompiled header takes half a minute, which pays after many kernels.
+    inductor = pytest.importorskip("torch._inductor.config")
+    monkeypatch.setattr(inductor, "cpp_cache_precompile_headers", False, raising=False)
     model, blocks, expected = compiled_model("inductor")
     for num_tokens in (7, 12):
         torch.testing.assert_close(run(model, num_tokens, 1), expected(num_tokens, 1), atol=1e-5, rtol=1e-5)
