@@ -136,6 +136,18 @@ def test_the_right_calibration_is_taken(rules: RequestRules, files: Path) -> Non
         assert f"step_cache: {method}: calibrated with 12 steps, run with 20" in remark
 
 
+def test_a_calibration_of_the_plain_model_is_said_with_fp8(files: Path, tiny_wan_folder: Path) -> None:
+    """The weights round otherwise; it is the same model, so the file is taken."""
+    config = RuntimeConfig(model_path=str(tiny_wan_folder), device="cpu", quantization="fp8")
+    for ignored, said in (((), "'fp8'"), (("blocks.0.*",), "'fp8 without blocks.0.*'")):
+        rules = prepare(dataclasses.replace(config, quantization_ignored_layers=ignored)).rules
+        assert isinstance(rules, RequestRules)
+        request = GenerationRequest("a", **TINY_SIZES, num_inference_steps=NUM_STEPS, guidance_scale=4.0)
+        request = dataclasses.replace(request, step_cache=f"magcache:file={files}/right.json")
+        [remark] = rules.unused(rules.resolve(request))
+        assert f"calibrated with quantization 'none', run with {said}" in remark
+
+
 def test_on_the_command_line(command: Command, tiny_flags: tuple[str, ...], tiny_wan_folder: Path) -> None:
     """Exit code 2, one message, nothing loaded and nothing written."""
     calibrate = ("calibrate", "a", "--model-path", str(tiny_wan_folder), "-o", "x.json")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import imageio_ffmpeg
 import numpy
 import pytest
 from sample_media import make_media
@@ -96,6 +99,37 @@ def test_a_decoder_that_fails_leaves_nothing(tmp_path: Path, error: BaseExceptio
 
     with pytest.raises(type(error)):
         decode()
+    assert list(tmp_path.iterdir()) == []
+    assert threads() == []
+
+
+def test_an_encoder_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By memory shortage, a limit on file sizes, or an administrator: ffmpeg then says nothing itself."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Remembered(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            started.append(self)
+
+    # Its first call tries ffmpeg out.
+    imageio_ffmpeg.get_ffmpeg_exe()
+    monkeypatch.setattr(encode.subprocess, "Popen", Remembered)
+    media = make_media()
+
+    def decode_and_save() -> None:
+        with FileWriter(tmp_path / "x.mp4") as writer:
+            take = writer.open(0, media.header)
+            while not started:
+                time.sleep(0.001)
+            started[0].kill()
+            started[0].wait()
+            for index in range(media.num_frames):
+                take(media.frames[index : index + 1])
+            media.save(tmp_path / "x.mp4", writer=writer)
+
+    with pytest.raises(OutputError, match=r"ffmpeg was ended by SIGKILL \(Killed\), without a message; nothing"):
+        decode_and_save()
     assert list(tmp_path.iterdir()) == []
     assert threads() == []
 
