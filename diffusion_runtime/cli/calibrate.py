@@ -118,7 +118,7 @@ def calibrate(
                 f"{calibration.num_steps} steps are too few for TeaCache's coefficients; the file serves magcache alone"
             )
         if calibration.spectrum is not None:
-            terminal.say(_spectrum_text(calibration.spectrum))
+            terminal.say(spectrum_text(calibration.spectrum))
         put_path_on_stdout(path)
 
 
@@ -138,7 +138,7 @@ def _progress(
     return update
 
 
-def _spectrum_text(spectrum: Mapping[str, float]) -> str:
+def spectrum_text(spectrum: Mapping[str, float]) -> str:
     """The flag to use, where it would be taken."""
     pairs = ",".join(f"{name}={value:.6g}" for name, value in spectrum.items())
     if spectrum["beta"] <= 0:

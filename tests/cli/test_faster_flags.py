@@ -108,6 +108,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"progressive_resolution": "dct"}, "the spectrum of this model's latents is not known"),
     ({"progressive_resolution": "dct:A=10,beta=1", "height": 48}, "height: expected a multiple of 32, got 48; use 32"),
+    # So little power that it is 0 in float64.
+    (
+        {"progressive_resolution": "dct:A=1e-300,beta=100", "height": 512, "width": 512},
+        "begins at a noise level of 0 or less, and the last of 12 steps has",
+    ),
     ({"sampler": "dmd", "progressive_resolution": "dct:A=10,beta=1"}, "dmd cannot change the size"),
     ({"sampler": "unipc", "sigmas": (1.0, 0.5)}, "sigmas: unipc spaces its own noise levels"),
 ]
