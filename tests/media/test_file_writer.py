@@ -42,16 +42,24 @@ def test_a_streamed_file_has_the_bytes_of_a_saved_one(tmp_path: Path, file_forma
 
 
 def test_a_clip_that_nobody_handed_over_is_written_at_once(tmp_path: Path) -> None:
-    """And one that is another than the header announced."""
+    """And one that is another than the header announced, or is saved as another format or elsewhere."""
     media = make_media()
     with FileWriter(tmp_path / "a.npy") as writer:
         media.save(tmp_path / "a.npy", writer=writer)
     with FileWriter(tmp_path / "b.npy") as writer:
         hand_over(writer, make_media(fps=9))
         media.save(tmp_path / "b.npy", writer=writer)
-    for name in ("a.npy", "b.npy"):
+    # The bytes of an mp4 under another format's name would be no file at all.
+    with FileWriter(tmp_path / "c.mp4") as writer:
+        hand_over(writer, media)
+        media.save(tmp_path / "c.npy", writer=writer)
+    (tmp_path / "folder").mkdir()
+    with FileWriter(tmp_path / "folder" / "d.npy") as writer:
+        hand_over(writer, media)
+        media.save(tmp_path / "d.npy", writer=writer)
+    for name in ("a.npy", "b.npy", "c.npy", "d.npy"):
         assert numpy.array_equal(numpy.load(tmp_path / name), media.frames)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 9
 
 
 @pytest.mark.parametrize("stops_decoding", [True, False])
