@@ -132,7 +132,12 @@ VaeTiling: TypeAlias = Annotated[
 ]
 VaeDecoder: TypeAlias = Annotated[
     str | None,
-    _flag(WHERE, "For previews: tiny, or a TAEHV file in safetensors.", "--vae-decoder", metavar="tiny|FILE"),
+    _flag(
+        WHERE,
+        "For previews: tiny, or a TAEHV file in safetensors; none: the model's own.",
+        "--vae-decoder",
+        metavar="tiny|FILE",
+    ),
 ]
 Quantization: TypeAlias = Annotated[
     str | None,
