@@ -78,6 +78,7 @@ class PipelineDescription:
                 **dataclasses.asdict(plain),
                 **parsed,
                 "lora": [dataclasses.asdict(lora) for lora in plain.lora],
+                "quantization_ignored_layers": list(plain.quantization_ignored_layers),
             },
             "model": {
                 "path": self.config.model_path,

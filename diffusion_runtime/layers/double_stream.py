@@ -15,10 +15,11 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput
+from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
-from diffusion_runtime.layers.rope import rotate
+from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.step_info import LayerInfo
 
 
@@ -56,17 +57,22 @@ class JointAttention(nn.Module):
 
         rotations: [S + L, head_dim / 2], complex. context.layout: the grid with the text behind it.
         """
-        q, k, v = self._heads(self.qkv(x))
-        text_q, text_k, text_v = self._heads(self.text_qkv(text))
-        q = rotate(torch.cat([self.norm_q(q), self.text_norm_q(text_q)], dim=1), rotations)
-        k = rotate(torch.cat([self.norm_k(k), self.text_norm_k(text_k)], dim=1), rotations)
-        attended = self.attention(q, k, torch.cat([v, text_v], dim=1), context).flatten(2)
-        attended_grid, attended_text = attended.split([x.shape[1], text.shape[1]], dim=1)
+        streams = self._heads(self.qkv(x)), self._heads(self.text_qkv(text))
+        norms = (self.norm_q, self.norm_k), (self.text_norm_q, self.text_norm_k)
+        lengths = [x.shape[1], text.shape[1]]
+        # q, k and v of both streams, each in one piece; they are written there as they are normalised and rotated.
+        batch, _, _, *heads = streams[0].shape
+        joint = streams[0].new_empty(3, batch, sum(lengths), *heads).movedim(0, 2)
+        places, turns = torch.split(joint, lengths, dim=1), torch.split(rotations, lengths)
+        for packed, pair, turn, place in zip(streams, norms, turns, places, strict=True):
+            norm_and_rotate(packed, pair, turn, out=place)
+        attended = self.attention(*joint.unbind(2), context).flatten(2)
+        attended_grid, attended_text = attended.split(lengths, dim=1)
         return self.out(attended_grid), self.text_out(attended_text)
 
-    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q, k and v [B, tokens, heads, head_dim] of [B, tokens, 3 D]."""
-        return qkv.view(*qkv.shape[:2], 3, self.num_heads, -1).unbind(2)
+    def _heads(self, qkv: torch.Tensor) -> torch.Tensor:
+        """[B, tokens, 3, heads, head_dim] of [B, tokens, 3 D]."""
+        return qkv.view(*qkv.shape[:2], 3, self.num_heads, -1)
 
 
 class DoubleStreamBlock(nn.Module):
@@ -105,19 +111,21 @@ class DoubleStreamBlock(nn.Module):
             rotations,
             context,
         )
-        add_gated_(x, branch, rows[2])
-        add_gated_(text, text_branch, text_rows[2])
-        self._add_feed_forward_(x, self.feed_forward, rows[3:])
-        self._add_feed_forward_(text, self.text_feed_forward, text_rows[3:])
+        self._feed_forward(x, self.feed_forward, Branch(branch, rows[2]), rows[3:])
+        self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
 
     def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
         """Of a model whose first block this is."""
         shift, scale, *_ = self.modulation(conditioning)
         return ModulatedInput(modulated_layer_norm(x, shift, scale, self.eps))
 
-    def _add_feed_forward_(self, x: torch.Tensor, feed_forward: nn.Module, rows: Sequence[torch.Tensor]) -> None:
+    def _feed_forward(
+        self, x: torch.Tensor, feed_forward: nn.Module, branch: Branch, rows: Sequence[torch.Tensor]
+    ) -> None:
+        """Add the attention's branch to x, then the feed-forward network's."""
         shift, scale, gate = rows
-        add_gated_(x, feed_forward(modulated_layer_norm(x, shift, scale, self.eps)), gate)
+        normalized = modulated_layer_norm(x, shift, scale, self.eps, branch=branch)
+        add_gated_(x, feed_forward(normalized), gate)
 
 
 def modulated_input(blocks: nn.ModuleList, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:

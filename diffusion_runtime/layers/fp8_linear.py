@@ -60,13 +60,30 @@ class Fp8Linear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features], in x's dtype."""
-        weight = QuantizedRows(self.weight, self.weight_scale)
         refusal = self._refusal(x)
-        if refusal is not None:
-            self._counter.count(f"weights dequantised per call: {refusal}")
-            return F.linear(x, dequantize(weight, x.dtype), self.bias)
+        if refusal is None:
+            return self._multiply(quantize_rows(x), x.shape[:-1])
+        self._counter.count(f"weights dequantised per call: {refusal}")
+        return F.linear(x, dequantize(QuantizedRows(self.weight, self.weight_scale), x.dtype), self.bias)
+
+    def forward_after_gelu(self, up: Linear, x: torch.Tensor) -> torch.Tensor:
+        """As Linear.forward_after_gelu; the GELU is computed while its result is quantised, which saves a pass over the
+        widest tensor of a block."""
+        if self._refusal(x) is not None:
+            return super().forward_after_gelu(up, x)
+        return self._multiply(quantize_rows(up(x), gelu_from=0), x.shape[:-1])
+
+    def forward_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """As Linear.forward_gelu_of_last, which leaves x as it is here."""
+        if self._refusal(x) is not None:
+            return super().forward_gelu_of_last(x, start)
+        return self._multiply(quantize_rows(x, gelu_from=start), x.shape[:-1])
+
+    def _multiply(self, rows: QuantizedRows, shape: torch.Size) -> torch.Tensor:
+        """rows: the input, of tokens [*shape]."""
         self._counter.count(SCALED_PRODUCT)
-        return multiply_rows(quantize_rows(x), weight, self.bias).view(*x.shape[:-1], self.out_features)
+        weight = QuantizedRows(self.weight, self.weight_scale)
+        return multiply_rows(rows, weight, self.bias).view(*shape, self.out_features)
 
     def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
         """As Linear.forward_gelu."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm
 from diffusion_runtime.layers.linear import Linear
 
 
@@ -23,27 +23,28 @@ class Modulation(nn.Module):
         return rows.float().chunk(self.num_rows, dim=-1)
 
 
-def modulated_layer_norm(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
-    """layer_norm(x) * (1 + scale) + shift, in float32; a new tensor of x's dtype.
+def modulated_layer_norm(
+    x: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    *,
+    branch: Branch | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """layer_norm(x) * (1 + scale) + shift, in float32; of x's dtype.
 
-    x: [batch, seq, dim]; shift, scale: [batch, dim], float32.
+    x: [batch, seq, dim]; shift, scale: [batch, dim], float32. branch: added to x first, in place. out: written and
+    returned; None is a new tensor.
     """
-    scale = scale + 1.0
-    if x.shape[0] == 1:
-        # One sample: scale and shift are the weight and bias of a layer norm, so one pass does it all.
-        return F.layer_norm(x.float(), x.shape[-1:], scale[0], shift[0], eps).to(x.dtype)
-    normalized = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
-    return normalized.mul_(scale[:, None]).add_(shift[:, None]).to(x.dtype)
+    return modulated_norm(x, Norm("layer", eps), shift=shift, scale=scale, branch=branch, out=out)
 
 
-def modulated_rms_norm(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
-    """rms_norm(x) * (1 + scale) + shift; a new tensor of x's dtype. Shapes as in modulated_layer_norm.
-
-    Norm and modulation are computed in float32, and each is rounded once: two passes over x in its own dtype take a
-    third of the memory traffic of float32 in between.
-    """
-    normalized = F.rms_norm(x, x.shape[-1:], eps=eps)
-    return torch.addcmul(shift[:, None], normalized, (scale + 1.0)[:, None], out=normalized)
+def modulated_rms_norm(
+    x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float, *, branch: Branch | None = None
+) -> torch.Tensor:
+    """rms_norm(x) * (1 + scale) + shift; a new tensor of x's dtype. Shapes and branch as in modulated_layer_norm."""
+    return modulated_norm(x, Norm("rms", eps), shift=shift, scale=scale, branch=branch)
 
 
 def add_gated_(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -51,4 +52,4 @@ def add_gated_(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> tor
 
     x, branch: [batch, seq, dim] of one dtype; gate: [batch, dim], float32. Summed in float32, rounded once.
     """
-    return x.addcmul_(branch, gate[:, None])
+    return add_branch_(x, Branch(branch, gate))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm
+from diffusion_runtime.kernels.modulated_norm.reference import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -17,12 +19,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., dim]. A float32 `x` is overwritten and returned; another dtype gives a new tensor."""
-        if x.dtype != torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # In place and without a temporary of x's size: most of the cost of torch's own on a CPU is page faults.
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = length.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
-        return x.mul_(scale).mul_(self.weight)
+        return rms_norm(x, self.weight, self.eps)
+
+    @property
+    def as_norm(self) -> Norm:
+        """For a kernel that computes it with what stands beside it."""
+        return Norm("rms", self.eps, self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -37,9 +39,15 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., dim]; a new tensor of x's dtype. The weights are float32 in a model of any dtype."""
-        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+    def forward(self, x: torch.Tensor, branch: Branch | None = None) -> torch.Tensor:
+        """x: [..., dim]; a new tensor of x's dtype. The weights are float32 in a model of any dtype.
+
+        branch: added to x [batch, seq, dim] first, in place.
+        """
+        norm = Norm("layer", self.eps, self.weight, self.bias)
+        if x.dim() == 3:
+            return modulated_norm(x, norm, branch=branch)
+        return modulated_norm(x.reshape(1, -1, x.shape[-1]), norm).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

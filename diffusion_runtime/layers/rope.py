@@ -1,13 +1,17 @@
-"""Rotary position embedding (RoPE) on a frames x height x width grid (Su et al., arXiv:2104.09864), as complex
-multiplication.
+"""Rotary position embedding (RoPE) on a frames x height x width grid (Su et al., arXiv:2104.09864).
 
-Neighbouring channels (2i, 2i + 1) are one complex number, and turning it by an angle is one multiplication: a single
-pass over q and k, 25 times quicker on a CPU than the four products written out on strided halves.
+Neighbouring channels (2i, 2i + 1) are one complex number, and turning it by an angle is one multiplication; q and k are
+turned in the pass that normalises them (kernels/qk_norm_rope).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
+from diffusion_runtime.layers.norm import RMSNorm
 
 THETA = 10000.0
 
@@ -70,19 +74,17 @@ def _axis_rotations(positions: range, num_channels: int, theta: float) -> torch.
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """x [batch, seq, heads, head_dim] with its channel pairs turned by `rotations` [seq, head_dim / 2], or by those of
-    each sample [batch, seq, head_dim / 2].
+def norm_and_rotate(
+    packed: torch.Tensor,
+    norms: Sequence[RMSNorm],
+    rotations: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v [batch, seq, heads, head_dim] of one product [batch, seq, 3, heads, head_dim], which is overwritten:
+    q and k normalised and rotated; or the parts of another product, of which the first have norms.
 
-    Computed in float32. A float32 `x` is overwritten and returned; another dtype gives a new tensor of that dtype.
+    norms: of a head each, or of all heads together. rotations: [seq, head_dim / 2], also by sample or by head; None for
+    none; see kernels/qk_norm_rope/api.py. out: written instead, such as the grid's tokens of a joint sequence.
     """
-    working = x.float()
-    torch.view_as_complex(working.view(*x.shape[:-1], -1, 2)).mul_(rotations.unsqueeze(-2))
-    return working.to(x.dtype)
-
-
-def rotate_by_head(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """As `rotate`, with separate rotations per head [seq, heads, head_dim / 2]."""
-    working = x.float()
-    torch.view_as_complex(working.view(*x.shape[:-1], -1, 2)).mul_(rotations)
-    return working.to(x.dtype)
+    return norm_rope(packed, [norm.weight for norm in norms], norms[0].eps, rotations, out=out)

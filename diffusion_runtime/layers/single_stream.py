@@ -15,7 +15,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
-from diffusion_runtime.layers.rope import rotate
+from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.step_info import LayerInfo
 
 
@@ -49,13 +49,26 @@ class SingleStreamBlock(nn.Module):
         the text behind it.
         """
         shift, scale, gate = self.modulation(conditioning)
-        projected = self.qkv_up(modulated_layer_norm(x, shift, scale, self.eps))
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in projected[..., : 3 * self.dim].chunk(3, dim=-1))
-        attended = self.attention(rotate(self.norm_q(q), rotations), rotate(self.norm_k(k), rotations), v, context)
+        normalized = modulated_layer_norm(x, shift, scale, self.eps)
+        add_gated_(x, self._branch(normalized, rotations, context), gate)
+
+    def _branch(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Attention and feed-forward of x [B, T, D], a new tensor."""
+        norms, num_features = (self.norm_q, self.norm_k), 3 * self.dim
+        if x.numel() > 0 and self.qkv_up.runs_in_parts(x) and self.out.runs_in_parts(x):
+            # In two products each: the GELU is in the epilogue of one, and attention output is not copied beside the
+            # features. 1.35 instead of 1.45 ms at FLUX.1's 4608 tokens on an H200.
+            product = self.qkv_up.forward_first(x, num_features)
+            packed = torch.unflatten(product, -1, (3, self.num_heads, -1))
+            hidden = self.qkv_up.forward_gelu_from(x, num_features)
+            attended = self.attention(*norm_and_rotate(packed, norms, rotations), context)
+            return self.out.forward_pair(attended.flatten(2), hidden)
+        projected = self.qkv_up(x)
+        packed = projected[..., :num_features].unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = norm_and_rotate(packed, norms, rotations)
+        attended = self.attention(q, k, v, context)
         # The attention output overwrites v, beside the features: a concatenation would copy all of them, in a long
         # video several GB.
         v.copy_(attended)
-        torch.ops.aten.gelu_(projected[..., 3 * self.dim :], approximate="tanh")
         # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
-        branch = self.out(projected.flatten(0, 1)[:, 2 * self.dim :])
-        add_gated_(x, branch.view(x.shape), gate)
+        return self.out.forward_gelu_of_last(projected.flatten(0, 1)[:, 2 * self.dim :], self.dim).view(x.shape)

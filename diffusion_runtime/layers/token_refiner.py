@@ -16,6 +16,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, VectorEmbedding
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, add_gated_
@@ -60,8 +61,9 @@ class TokenRefinerBlock(nn.Module):
         """x [B, L, D] is overwritten. conditioning: [B, D], after its activation. context.layout: the text."""
         gate, feed_forward_gate = self.gates(conditioning)
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        add_gated_(x, self.out(self.attention(q, k, v, context).flatten(2)), gate)
-        return add_gated_(x, self.down(F.silu(self.up(self.feed_forward_norm(x)))), feed_forward_gate)
+        branch = Branch(self.out(self.attention(q, k, v, context).flatten(2)), gate)
+        hidden = F.silu(self.up(self.feed_forward_norm(x, branch)))
+        return add_gated_(x, self.down(hidden), feed_forward_gate)
 
 
 class TokenRefiner(nn.Module):

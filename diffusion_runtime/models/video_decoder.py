@@ -160,10 +160,12 @@ class VideoDecoder(LatentDecoder):
     def _compare(self, raw: torch.Tensor, bands: RankGroup | None) -> None:
         """Leave out fused decoders up to the first whose frames are what they should be, on all processes alike."""
         # Frames that are not numbers in diffusers' module as well are no error of a kernel.
-        expected = torch.cat(list(self._as_tiled(self._module).decode(raw, bands)), dim=2).nan_to_num()
+        # Tiles are decoded by every process for itself: one whose kernel fails would leave the others waiting.
+        ranks = None if self._is_tiled else bands
+        expected = torch.cat(list(self._as_tiled(self._module).decode(raw, ranks)), dim=2).nan_to_num()
         while self._fused:
             refused = self._fused[0]
-            reason = self._refusal(refused, raw, expected, bands)
+            reason = self._refusal(refused, raw, expected, ranks)
             if bands is not None:
                 differs = all_gather(bands, torch.tensor([reason is not None], device=raw.device))
                 reason = reason or ("another process's are wrong" if any(bool(each) for each in differs) else None)
@@ -176,11 +178,11 @@ class VideoDecoder(LatentDecoder):
         self._compared.add(tuple(raw.shape[-2:]))
 
     def _refusal(
-        self, fused: FusedDecoder, raw: torch.Tensor, expected: torch.Tensor, bands: RankGroup | None
+        self, fused: FusedDecoder, raw: torch.Tensor, expected: torch.Tensor, ranks: RankGroup | None
     ) -> str | None:
         """Why a decoder is not to be used, by what it makes of a beginning; None where it may be."""
         try:
-            found = torch.cat(list(self._as_tiled(fused.decoder).decode(raw, bands)), dim=2).nan_to_num()
+            found = torch.cat(list(self._as_tiled(fused.decoder).decode(raw, ranks)), dim=2).nan_to_num()
         except torch.OutOfMemoryError:
             raise
         except (

@@ -22,6 +22,7 @@ from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials
 from diffusion_runtime.denoising.step_cache.teacache import TeaCache, polynomial_of
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.sampling_presets import FewSteps, presets_of
 from diffusion_runtime.models.teacache import published_polynomials, read_polynomials
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.step_cache import StepCacheSettings, TeaCacheOptions, TeaCachePolynomial, TeaCachePolynomials
@@ -352,6 +353,10 @@ def test_published_coefficients_are_taken_where_the_model_is_known(pipeline: Pip
     assert resolved.guidance_mode == "two_pass"
     with pytest.raises(RequestError, match="none were published for it"):
         pipeline.resolve(dataclasses.replace(request, step_cache="teacache"))
+    # Distilled to few steps, it is another model than the coefficients were measured on.
+    distilled = dataclasses.replace(known, few_steps=FewSteps(presets_of("wan")[:1], "its name is wan-distill"))
+    with pytest.raises(RequestError, match="none were published for it"):
+        distilled.resolve(dataclasses.replace(request, step_cache="teacache"))
     undocumented = dataclasses.replace(published, plain=TeaCachePolynomial((0.0,) * 5, None))
     with pytest.raises(RequestError, match=r"no threshold is documented.*teacache:threshold=0.1"):
         dataclasses.replace(known, teacache=undocumented).resolve(dataclasses.replace(request, step_cache="teacache"))

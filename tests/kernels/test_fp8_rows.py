@@ -46,6 +46,15 @@ def test_leading_dimensions_become_rows() -> None:
     assert quantize_rows(torch.randn(0, 16)).values.shape == (0, 16)
 
 
+def test_a_gelu_of_the_last_columns_is_that_of_torch() -> None:
+    x = torch.randn(4, 40)
+    rows, activated = quantize_rows(x, gelu_from=16), x.clone()
+    activated[:, 16:] = torch.nn.functional.gelu(x[:, 16:], approximate="tanh")
+    expected = quantize_rows(activated)
+    assert torch.equal(rows.values.float(), expected.values.float())
+    assert torch.equal(rows.scales, expected.scales)
+
+
 def test_a_cpu_says_why_it_has_no_products() -> None:
     assert "cpu has no 8-bit float products" in str(product_refusal(torch.device("cpu"), torch.bfloat16, 16, 16))
 
@@ -59,8 +68,14 @@ for dtype, shape in ((torch.float32, (5, 24)), (torch.bfloat16, (3, 1000)), (tor
     x = wide[:, 3 : 3 + shape[1]]  # rows with a stride
     x[0] = 0
     assert triton.refusal(x) is None
-    found, expected = triton.quantize_rows(x), reference.quantize_rows(x)
+    found, expected = triton.quantize_rows(x, gelu_from=None), reference.quantize_rows(x)
     assert torch.equal(found.scales, expected.scales), dtype
+    activated, expected_activated = triton.quantize_rows(x, gelu_from=5), reference.quantize_rows(x, gelu_from=5)
+    torch.testing.assert_close(activated.scales, expected_activated.scales, rtol=1e-5, atol=1e-12)
+    off = (activated.values.float() - expected_activated.values.float()).abs()
+    # Half a step either way, or the interpreter's lost carry.
+    assert (off <= expected_activated.values.float().abs() / 2 + 2.0**-9).all(), dtype
+    assert (off == 0).float().mean() > 0.9, dtype
     # The interpreter loses the carry of numbers that round up to a power of two, and gives half of it.
     values, wanted = found.values.float(), expected.values.float()
     assert ((values == wanted) | (2 * values == wanted)).all(), dtype
@@ -94,6 +109,10 @@ def test_a_gpu_multiplies_as_the_dequantised_matrices_do() -> None:
         specified = reference.quantize_rows(x)
         assert torch.equal(quantized.values.float(), specified.values.float())
         assert torch.equal(quantized.scales, specified.scales)
+        activated, wanted = quantize_rows(x, gelu_from=inner // 2), reference.quantize_rows(x, gelu_from=inner // 2)
+        torch.testing.assert_close(activated.scales, wanted.scales, rtol=1e-5, atol=1e-12)
+        off = (activated.values.float() - wanted.values.float()).abs()
+        assert (off <= wanted.values.float().abs() / 8 + 2.0**-9).all()
         found = multiply_rows(quantized, quantized_weight, bias).double()
         exact = (
             reference.dequantize(quantized, torch.float32).double()

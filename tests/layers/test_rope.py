@@ -6,13 +6,12 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from tables import table
 
+from diffusion_runtime.kernels.qk_norm_rope.reference import rotate
 from diffusion_runtime.layers.rope import (
     diagonal_rotations,
     followed_by_text,
     grid_rotations,
     position_rotations,
-    rotate,
-    rotate_by_head,
     split_head_dim,
 )
 
@@ -92,7 +91,7 @@ def test_every_head_may_turn_by_its_own() -> None:
     tables = [grid_rotations((1, 2, 3), 8, CPU, theta) for theta in (100.0, 7.0)]
     x = torch.randn(2, 6, 2, 8)
     expected = torch.cat([rotate(x[:, :, head : head + 1].clone(), table) for head, table in enumerate(tables)], dim=2)
-    assert torch.equal(rotate_by_head(x.clone(), torch.stack(tables, dim=1)), expected)
-    half = rotate_by_head(x.bfloat16(), torch.stack(tables, dim=1))
+    assert torch.equal(rotate(x.clone(), torch.stack(tables, dim=1)[None]), expected)
+    half = rotate(x.bfloat16(), torch.stack(tables, dim=1)[None])
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), expected, rtol=2e-2, atol=2e-2)

@@ -18,17 +18,18 @@ from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows as Quanti
 ALIGNMENT = 16
 
 
-def quantize_rows(x: torch.Tensor) -> QuantizedRows:
+def quantize_rows(x: torch.Tensor, *, gelu_from: int | None = None) -> QuantizedRows:
     """x [..., dim] quantised by row: values float8_e4m3fn [rows, dim], scales float32 [rows, 1], both contiguous.
 
-    rows: the product of the leading dimensions. Infinite and NaN numbers stay NaN. Raises ConfigError for a tensor
-    without dimensions.
+    gelu_from: the columns from there on go through GELU, in its tanh form, in the same pass; None for no GELU. rows:
+    the product of the leading dimensions. Infinite and NaN numbers stay NaN. Raises ConfigError for a tensor without
+    dimensions.
     """
     if x.ndim < 1:
         raise ConfigError("quantize_rows: expected [..., dim], got a single number")
     if triton.refusal(x) is None:
-        return triton.quantize_rows(x.reshape(-1, x.shape[-1]))
-    return reference.quantize_rows(x.reshape(-1, x.shape[-1]))
+        return triton.quantize_rows(x.reshape(-1, x.shape[-1]), gelu_from=gelu_from)
+    return reference.quantize_rows(x.reshape(-1, x.shape[-1]), gelu_from=gelu_from)
 
 
 def product_refusal(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> str | None:

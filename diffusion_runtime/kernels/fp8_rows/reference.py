@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 FP8_MAX = 448.0  # Of float8_e4m3fn.
 SMALLEST_MAXIMUM = 1e-12  # Of a row, so that a row of zeros has a scale.
@@ -17,11 +18,14 @@ class QuantizedRows(NamedTuple):
     scales: torch.Tensor
 
 
-def quantize_rows(x: torch.Tensor) -> QuantizedRows:
-    """x: [rows, dim]."""
+def quantize_rows(x: torch.Tensor, *, gelu_from: int | None = None) -> QuantizedRows:
+    """x: [rows, dim]; gelu_from: as in api.py, computed in float32 and not rounded before."""
     values = x.float()
-    scales = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / FP8_MAX
-    return QuantizedRows((values / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales)
+    if gelu_from is not None:
+        activated = F.gelu(values[:, gelu_from:], approximate="tanh")
+        values = torch.cat([values[:, :gelu_from], activated], dim=1)
+    largest = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_MAXIMUM)
+    return QuantizedRows((values * (FP8_MAX / largest)).to(torch.float8_e4m3fn), largest / FP8_MAX)
 
 
 def dequantize(rows: QuantizedRows, dtype: torch.dtype) -> torch.Tensor:

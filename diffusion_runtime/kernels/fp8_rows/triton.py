@@ -6,11 +6,14 @@ import os
 
 import torch
 
+from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Of one program, which keeps its row in registers.
 MAX_DIM = 32768
+_launches = LaunchCache()
 
 
 def refusal(x: torch.Tensor) -> str | None:
@@ -26,17 +29,31 @@ def refusal(x: torch.Tensor) -> str | None:
     return None
 
 
-def quantize_rows(x: torch.Tensor) -> QuantizedRows:
+def quantize_rows(x: torch.Tensor, *, gelu_from: int | None) -> QuantizedRows:
     """x: [rows, dim]."""
-    from diffusion_runtime.kernels.fp8_rows import triton_kernels as kernels
-
+    if guard_is_needed(x.device):
+        with device_guard(x.device):
+            return quantize_rows(x, gelu_from=gelu_from)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, dim = x.shape
     values = torch.empty(rows, dim, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    if rows:
+    if not rows:
+        return QuantizedRows(values, scales)
+
+    def prepare() -> Launch:
+        from diffusion_runtime.kernels.fp8_rows import triton_kernels as kernels
+
         block = 1 << (dim - 1).bit_length()
-        kernels.quantize_rows[(rows,)](
-            x, values, scales, dim, x.stride(0), BLOCK=block, num_warps=4 if block <= 4096 else 8
+        constants = {"GELU": gelu_from is not None, "BLOCK": block}
+        return Launch(
+            kernels.quantize_rows,
+            (rows, 1, 1),
+            (dim, x.stride(0), gelu_from or 0),
+            constants,
+            4 if block <= 4096 else 8,
         )
+
+    pointers = (x, values, scales)
+    _launches.run((x.device, x.shape, gelu_from, *map(kind_of, pointers)), pointers, prepare)
     return QuantizedRows(values, scales)

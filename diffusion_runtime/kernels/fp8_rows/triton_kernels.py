@@ -9,16 +9,19 @@ import triton.language as tl
 
 
 @triton.jit
-def quantize_rows(x, values, scales, dim, stride, BLOCK: tl.constexpr):
-    """values [rows, dim] float8_e4m3fn and scales [rows] float32 of x [rows, dim]. Grid: (rows,)."""
+def quantize_rows(x, values, scales, dim, stride, gelu_from, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """values [rows, dim] float8_e4m3fn and scales [rows] float32 of x [rows, dim]; GELU: with the tanh GELU of
+    the columns from gelu_from on. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < dim
     numbers = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(numbers), axis=0), 1e-12), 448.0)
-    # As the reference divides: a product with the reciprocal would round some numbers to the neighbour.
-    quotients = tl.div_rn(numbers, tl.zeros([BLOCK], tl.float32) + scale)
-    # Comparisons drop NaN, which has to show in the result.
-    clamped = tl.where(quotients == quotients, tl.minimum(tl.maximum(quotients, -448.0), 448.0), quotients)
-    tl.store(values + row * dim + columns, clamped.to(tl.float8e4nv), mask=inside)
-    tl.store(scales + row, scale)
+    if GELU:
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
+        weights = tl.sigmoid(1.5957691216057308 * (numbers + 0.044715 * numbers * numbers * numbers))
+        numbers = tl.where(columns >= gelu_from, numbers * weights, numbers)
+    largest = tl.maximum(tl.max(tl.abs(numbers), axis=0), 1e-12)
+    # One division per row, not per number: at most 448.00003, which the conversion rounds to 448.
+    numbers *= tl.div_rn(448.0, largest)
+    tl.store(values + row * dim + columns, numbers.to(tl.float8e4nv), mask=inside)
+    tl.store(scales + row, tl.div_rn(largest, 448.0))

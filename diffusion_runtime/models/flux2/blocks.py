@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.kernels.activations.api import silu_mul
+from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.double_stream import JointAttention
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
-from diffusion_runtime.layers.rope import rotate
+from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.step_info import LayerInfo
 
@@ -55,11 +56,11 @@ class Flux2DoubleBlock(nn.Module):
             rotations,
             context,
         )
-        add_gated_(x, branch, rows[2])
-        add_gated_(text, text_branch, text_rows[2])
-        add_gated_(x, self.feed_forward(modulated_layer_norm(x, rows[3], rows[4], self.eps)), rows[5])
-        branch = self.text_feed_forward(modulated_layer_norm(text, text_rows[3], text_rows[4], self.eps))
-        add_gated_(text, branch, text_rows[5])
+        normalized = modulated_layer_norm(x, rows[3], rows[4], self.eps, branch=Branch(branch, rows[2]))
+        add_gated_(x, self.feed_forward(normalized), rows[5])
+        text_branch = Branch(text_branch, text_rows[2])
+        normalized = modulated_layer_norm(text, text_rows[3], text_rows[4], self.eps, branch=text_branch)
+        add_gated_(text, self.text_feed_forward(normalized), text_rows[5])
 
 
 class Flux2SingleBlock(nn.Module):
@@ -88,12 +89,18 @@ class Flux2SingleBlock(nn.Module):
         """
         projected = self.qkv_up(modulated_layer_norm(x, rows[0], rows[1], self.eps))
         qkv, gate, features = projected.split([3 * self.dim, self.ffn_dim, self.ffn_dim], dim=-1)
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv.chunk(3, dim=-1))
-        attended = self.attention(rotate(self.norm_q(q), rotations), rotate(self.norm_k(k), rotations), v, context)
-        # In the place of v and of the gate, which are beside each other: a concatenation would copy both.
-        v.copy_(attended)
-        F.silu(gate, inplace=True).mul_(features)
-        # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
-        start = 2 * self.dim
-        branch = self.out(projected.flatten(0, 1)[:, start : start + self.dim + self.ffn_dim])
-        add_gated_(x, branch.view(x.shape), rows[2])
+        packed = qkv.unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
+        attended = self.attention(q, k, v, context)
+        silu_mul(gate, features, in_place=True)
+        if self.out.runs_in_parts(x):
+            # Without a copy of the attention output: 76 us at 4608 tokens on an H200.
+            branch = self.out.forward_pair(attended.flatten(2), gate)
+        else:
+            # In the place of v and of the gate, which are beside each other: a concatenation would copy both.
+            v.copy_(attended)
+            # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
+            start = 2 * self.dim
+            rows_of_both = projected.flatten(0, 1)[:, start : start + self.dim + self.ffn_dim]
+            branch = self.out(rows_of_both).view(x.shape)
+        add_gated_(x, branch, rows[2])

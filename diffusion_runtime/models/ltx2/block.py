@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput
+from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_rms_norm
 from diffusion_runtime.layers.norm import RMSNorm
-from diffusion_runtime.layers.rope import rotate_by_head
+from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.step_info import LayerInfo
 
@@ -48,10 +48,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x: [B, S, D]; rotations: [S, heads, head_dim / 2], complex; context.layout: the stream."""
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q = rotate_by_head(self.norm_q(q).unflatten(-1, (self.num_heads, -1)), rotations)
-        k = rotate_by_head(self.norm_k(k).unflatten(-1, (self.num_heads, -1)), rotations)
-        out: torch.Tensor = self.out(self.attention(q, k, v.unflatten(-1, (self.num_heads, -1)), context).flatten(2))
+        packed = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations[None])
+        out: torch.Tensor = self.out(self.attention(q, k, v, context).flatten(2))
         return out
 
 
@@ -73,8 +72,8 @@ class CrossAttention(nn.Module):
 
     def keys_and_values(self, source: torch.Tensor, rotations: torch.Tensor | None = None) -> KeysAndValues:
         """Both [B, tokens, heads, head_dim], of a source [B, tokens, source_dim]."""
-        k, v = self.kv(source).chunk(2, dim=-1)
-        return self._turned(self.norm_k(k), rotations), v.unflatten(-1, (self.num_heads, -1))
+        k, v = self._turned(self.kv(source), 2, self.norm_k, rotations)
+        return k, v
 
     def forward(
         self,
@@ -84,13 +83,15 @@ class CrossAttention(nn.Module):
         rotations: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x: [B, S, D]; context.layout: the keys."""
-        q = self._turned(self.norm_q(self.q(x)), rotations)
+        (q,) = self._turned(self.q(x), 1, self.norm_q, rotations)
         out: torch.Tensor = self.out(self.attention(q, *keys_and_values, context).flatten(2))
         return out
 
-    def _turned(self, x: torch.Tensor, rotations: torch.Tensor | None) -> torch.Tensor:
-        heads = torch.unflatten(x, -1, (self.num_heads, -1))
-        return heads if rotations is None else rotate_by_head(heads, rotations)
+    def _turned(
+        self, product: torch.Tensor, num_parts: int, norm: RMSNorm, rotations: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        packed = torch.unflatten(product, -1, (num_parts, self.num_heads, -1))
+        return norm_and_rotate(packed, (norm,), None if rotations is None else rotations[None])
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,7 @@ class StreamBlock(nn.Module):
         """Self-attention and attention to the text. x [B, S, D] is overwritten."""
         shift, scale, gate = self._attention_rows(inputs)
         branch = self.self_attention(modulated_rms_norm(x, shift, scale, self.eps), inputs.rotations, inputs.context)
-        add_gated_(x, branch, gate)
-        normalized = F.rms_norm(x, x.shape[-1:], eps=self.eps)
+        normalized = modulated_norm(x, Norm("rms", self.eps), branch=Branch(branch, gate))
         x.add_(self.cross_attention(normalized, inputs.text[self.index], inputs.text_context))
 
     def modulated_input(self, x: torch.Tensor, inputs: StreamInputs) -> ModulatedInput:

@@ -24,12 +24,13 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
-from diffusion_runtime.layers.rope import grid_rotations, rotate
+from diffusion_runtime.layers.rope import grid_rotations, norm_and_rotate
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
@@ -60,14 +61,13 @@ class WanSelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x: [B, S, D]; rotations: [S, head_dim / 2], complex; context.layout: the grid."""
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q = rotate(self.norm_q(q).unflatten(-1, (self.num_heads, -1)), rotations)
-        k = rotate(self.norm_k(k).unflatten(-1, (self.num_heads, -1)), rotations)
+        packed = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
         gate = None
         if self.gate is not None and self.attention.takes_gate(q, context):
             # From the same input as q, k and v, without norm, rotation or activation.
             gate = self.gate(x).unflatten(-1, (self.num_heads, -1))
-        attended = self.attention(q, k, v.unflatten(-1, (self.num_heads, -1)), context, gate=gate)
+        attended = self.attention(q, k, v, context, gate=gate)
         out: torch.Tensor = self.out(attended.flatten(2))
         return out
 
@@ -88,12 +88,12 @@ class WanCrossAttention(nn.Module):
 
     def keys_and_values(self, text: torch.Tensor) -> _KeysAndValues:
         """Of text [B, L, D]: both [B, L, heads, head_dim]. They depend on nothing that changes from step to step."""
-        k, v = self.kv(text).chunk(2, dim=-1)
-        return self.norm_k(k).unflatten(-1, (self.num_heads, -1)), v.unflatten(-1, (self.num_heads, -1))
+        k, v = norm_and_rotate(self.kv(text).unflatten(-1, (2, self.num_heads, -1)), (self.norm_k,), None)
+        return k, v
 
     def forward(self, x: torch.Tensor, keys_and_values: _KeysAndValues, context: AttentionContext) -> torch.Tensor:
         """x: [B, S, D]; context.layout: the text."""
-        q = self.norm_q(self.q(x)).unflatten(-1, (self.num_heads, -1))
+        (q,) = norm_and_rotate(self.q(x).unflatten(-1, (1, self.num_heads, -1)), (self.norm_q,), None)
         out: torch.Tensor = self.out(self.attention(q, *keys_and_values, context).flatten(2))
         return out
 
@@ -107,7 +107,7 @@ class WanBlock(nn.Module):
         self.eps = config.eps
         self.modulation = nn.Parameter(torch.zeros(6, config.dim))
         self.self_attention = WanSelfAttention(config, index, policy, prefix)
-        self.cross_norm = LayerNorm(config.dim, config.eps) if config.norm_cross else nn.Identity()
+        self.cross_norm = LayerNorm(config.dim, config.eps) if config.norm_cross else None
         self.cross_attention = WanCrossAttention(config, index, policy, prefix)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
@@ -116,20 +116,46 @@ class WanBlock(nn.Module):
         runs = [(run.tokens, (self.modulation + run.time).unbind(1)) for run in inputs.runs]
         branch = _modulated(x, [(tokens, rows[0], rows[1]) for tokens, rows in runs], self.eps)
         branch = self.self_attention(branch, inputs.rotations, inputs.grid_context)
-        for tokens, rows in runs:
-            add_gated_(x[:, tokens], branch[:, tokens], rows[2])
+        normalized = self._cross_normed(x, branch, [(tokens, rows[2]) for tokens, rows in runs])
         keys_and_values = inputs.keys_and_values[self.index]
-        x.add_(self.cross_attention(self.cross_norm(x), keys_and_values, inputs.text_context))
-        branch = self.feed_forward(_modulated(x, [(tokens, rows[3], rows[4]) for tokens, rows in runs], self.eps))
+        branch = self.cross_attention(normalized, keys_and_values, inputs.text_context)
+        branch = _modulated(x, [(tokens, rows[3], rows[4]) for tokens, rows in runs], self.eps, branch)
+        branch = self.feed_forward(branch)
         for tokens, rows in runs:
             add_gated_(x[:, tokens], branch[:, tokens], rows[5])
         return x
 
+    def _cross_normed(
+        self, x: torch.Tensor, branch: torch.Tensor, gates: Sequence[tuple[slice, torch.Tensor]]
+    ) -> torch.Tensor:
+        """x += branch * gate, then the norm of the cross-attention, where there is one. gates: with their tokens."""
+        normalized = x
+        if self.cross_norm is not None and len(gates) == 1:
+            normalized = self.cross_norm(x, Branch(branch, gates[0][1]))
+        else:
+            for tokens, gate in gates:
+                add_gated_(x[:, tokens], branch[:, tokens], gate)
+            if self.cross_norm is not None:
+                normalized = self.cross_norm(x)
+        return normalized
 
-def _modulated(x: torch.Tensor, runs: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], eps: float) -> torch.Tensor:
-    """modulated_layer_norm of x [B, S, D] with a (tokens, shift, scale) for each run of its tokens."""
-    parts = [modulated_layer_norm(x[:, tokens], shift, scale, eps) for tokens, shift, scale in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+def _modulated(
+    x: torch.Tensor,
+    runs: Sequence[tuple[slice, torch.Tensor, torch.Tensor]],
+    eps: float,
+    branch: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """modulated_layer_norm of x [B, S, D] with a (tokens, shift, scale) for each run of its tokens. branch: added to x
+    first, in place."""
+    if len(runs) == 1:
+        ((_, shift, scale),) = runs
+        return modulated_layer_norm(x, shift, scale, eps, branch=None if branch is None else Branch(branch))
+    out = torch.empty_like(x)
+    for tokens, shift, scale in runs:
+        added = None if branch is None else Branch(branch[:, tokens])
+        modulated_layer_norm(x[:, tokens], shift, scale, eps, branch=added, out=out[:, tokens])
+    return out
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
-from diffusion_runtime.layers.rope import position_rotations, rotate
+from diffusion_runtime.layers.rope import norm_and_rotate, position_rotations
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.z_image.config import TOKEN_MULTIPLE, ZImageTransformerConfig
@@ -51,8 +52,8 @@ class ZImageAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x: [B, tokens, D]; rotations: [B or nothing, tokens, head_dim / 2], complex."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        q, k = rotate(self.norm_q(q), rotations), rotate(self.norm_k(k), rotations)
+        packed = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
         out: torch.Tensor = self.out(self.attention(q, k, v, context).flatten(2))
         return out
 
@@ -78,26 +79,26 @@ class ZImageBlock(nn.Module):
         context: AttentionContext,
     ) -> torch.Tensor:
         """x: [B, tokens, D], overwritten and returned. conditioning: [B, conditioning_dim], with modulation."""
-        if self.modulation is None:
-            x += self.attention_out_norm(self.self_attention(_norm(x, self.attention_norm), rotations, context))
-            x += self.ffn_out_norm(self.feed_forward(_norm(x, self.ffn_norm)))
-            return x
-        scale, gate, ffn_scale, ffn_gate = self._rows(self.modulation, conditioning)
-        branch = self.self_attention(_norm(x, self.attention_norm).mul_(1 + scale), rotations, context)
-        x.addcmul_(self.attention_out_norm(branch), gate.tanh())
-        branch = self.feed_forward(_norm(x, self.ffn_norm).mul_(1 + ffn_scale))
-        return x.addcmul_(self.ffn_out_norm(branch), ffn_gate.tanh())
+        scale = gate = ffn_scale = ffn_gate = None
+        if self.modulation is not None:
+            scale, gate, ffn_scale, ffn_gate = self._rows(self.modulation, conditioning)
+            gate, ffn_gate = gate.tanh(), ffn_gate.tanh()
+        normalized = modulated_norm(x, self.attention_norm.as_norm, scale=scale)
+        branch = self.self_attention(normalized, rotations, context)
+        attended = Branch(branch, gate, self.attention_out_norm.as_norm)
+        normalized = modulated_norm(x, self.ffn_norm.as_norm, scale=ffn_scale, branch=attended)
+        return add_branch_(x, Branch(self.feed_forward(normalized), ffn_gate, self.ffn_out_norm.as_norm))
 
     def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
         """Of a model whose first block this is."""
         assert self.modulation is not None
         scale, *_ = self._rows(self.modulation, conditioning)
-        return ModulatedInput(_norm(x, self.attention_norm).mul_(1 + scale))
+        return ModulatedInput(modulated_norm(x, self.attention_norm.as_norm, scale=scale))
 
     def _rows(self, modulation: Linear, conditioning: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Scale and gate of the attention, then of the feed-forward, each [B, 1, D]."""
+        """Scale and gate of the attention, then of the feed-forward, each [B, D]."""
         rows: torch.Tensor = modulation(conditioning)
-        return rows[:, None].chunk(4, dim=-1)
+        return rows.chunk(4, dim=-1)
 
 
 class ZImageTransformer(DiffusionTransformer):
@@ -178,16 +179,16 @@ class ZImageTransformer(DiffusionTransformer):
         assert isinstance(first, ZImageBlock)
         (x,) = context.run_blocks(blocks, (x,), num_tokens, lambda: first.modulated_input(entering, conditioning))
         x = x[:, : x.shape[1] - layout.num_suffix_tokens]
-        scale = 1 + self.out_modulation(F.silu(conditioning))
-        normalized = F.layer_norm(x, x.shape[-1:], eps=self.config.out_eps)
-        tokens = sharding.gather(self.out(normalized * scale[:, None]), num_tokens)
+        scale = self.out_modulation(F.silu(conditioning))
+        normalized = modulated_norm(x, Norm("layer", self.config.out_eps), scale=scale)
+        tokens = sharding.gather(self.out(normalized), num_tokens)
         return unpatchify(tokens, grid, self.config.patch).neg().to(latents.dtype)
 
     def _text(self, text: Conditions, lengths: Sequence[int], context: AttentionContext) -> torch.Tensor:
         """[B, L, D] of a text, refined. lengths: of each sample with what fills it up."""
         num_tokens = max(lengths)
         embeddings = text.embeddings[:, :num_tokens].to(self.out.weight.dtype)
-        x: torch.Tensor = self.text_embedding(_norm(embeddings, self.text_norm))
+        x: torch.Tensor = self.text_embedding(modulated_norm(embeddings, self.text_norm.as_norm))
         filler = self.text_filler.expand(len(x), num_tokens - x.shape[1], -1)
         x = torch.cat([x, filler], dim=1)
         for sample, length in enumerate(text.lengths):
@@ -226,11 +227,6 @@ class ZImageTransformer(DiffusionTransformer):
 def filled(num_tokens: int) -> int:
     """`num_tokens` with what fills them up."""
     return num_tokens + -num_tokens % TOKEN_MULTIPLE
-
-
-def _norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-    """norm(x) as a new tensor: x goes on beside it."""
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
 def _of_each(rotations: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -79,7 +79,8 @@ from diffusion_runtime.attention import (
     plan_attention,
 )
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
-from diffusion_runtime.layers.rope import grid_rotations, rotate
+from diffusion_runtime.kernels.qk_norm_rope.reference import rotate
+from diffusion_runtime.layers.rope import grid_rotations
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

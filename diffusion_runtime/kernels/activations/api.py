@@ -1,0 +1,32 @@
+"""Activations of feed-forward networks: the choice of the implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.activations import reference, triton
+from diffusion_runtime.kernels.implementation import runs_in_triton
+
+
+def silu_mul(
+    gate: torch.Tensor, features: torch.Tensor, *, in_place: bool = False, implementation: str = "auto"
+) -> torch.Tensor:
+    """silu(gate) * features (Shazeer, arXiv:2002.05202); in a new contiguous tensor, or in the place of `gate`.
+
+    gate, features: [..., dim], such as the halves of one product. Triton rounds once, the reference after each of the
+    two. Raises ConfigError for shapes that differ, and when the implementation that was asked for cannot run.
+    """
+    if gate.shape != features.shape:
+        raise ConfigError(f"SiLU: expected gate and features alike, got {tuple(gate.shape)}, {tuple(features.shape)}")
+    if runs_in_triton(implementation, triton.refusal(gate, features)):
+        return triton.silu_mul(gate, features, in_place)
+    return reference.silu_mul(gate, features, in_place)
+
+
+def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
+    """The tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415) in place. x: [..., dim], such as a part of a
+    product. Raises ConfigError when the implementation that was asked for cannot run."""
+    if runs_in_triton(implementation, triton.refusal(x, x)):
+        return triton.gelu_(x)
+    return reference.gelu_(x)

@@ -1,0 +1,69 @@
+"""Activations in Triton: one read of every input, one write."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.kernels.implementation import refusal_of
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
+
+# Columns of a row that one program computes: 16 numbers per thread.
+BLOCK = 2048
+NUM_WARPS = 4
+_launches = LaunchCache()
+
+
+def refusal(gate: torch.Tensor, features: torch.Tensor) -> str | None:
+    """Why this implementation cannot compute with such tensors; None when it can."""
+    reason = refusal_of(gate, features)
+    if reason is None and (_row_stride(gate) is None or _row_stride(features) is None):
+        return "takes rows that lie evenly apart"
+    return reason
+
+
+def silu_mul(gate: torch.Tensor, features: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """As in api.py."""
+    out = gate if in_place else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch(gate, features, out, "silu_mul")
+    return out
+
+
+def gelu_(x: torch.Tensor) -> torch.Tensor:
+    """As in api.py."""
+    _launch(x, x, x, "gelu")
+    return x
+
+
+def _launch(gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+    if guard_is_needed(gate.device):
+        with device_guard(gate.device):
+            _launch(gate, features, out, activation)
+            return
+    if gate.numel() == 0:
+        return
+
+    def prepare() -> Launch:
+        from diffusion_runtime.kernels.activations import triton_kernels as kernels
+
+        dim = gate.shape[-1]
+        strides = [stride for each in pointers if (stride := _row_stride(each)) is not None]
+        grid = (gate.numel() // dim, -(-dim // BLOCK), 1)
+        return Launch(kernels.activate, grid, (dim, *strides), {"ACTIVATION": activation, "BLOCK": BLOCK}, NUM_WARPS)
+
+    pointers = (gate, features, out)
+    _launches.run((gate.device, gate.shape, activation, *map(kind_of, pointers)), pointers, prepare)
+
+
+def _row_stride(x: torch.Tensor) -> int | None:
+    """From row to row of x [..., dim]; None where rows do not lie evenly apart."""
+    stride, extent = 0, 1
+    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if extent == 1:
+            stride = step
+        elif step != stride * extent:
+            return None
+        extent *= size
+    return stride

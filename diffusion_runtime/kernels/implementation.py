@@ -1,0 +1,79 @@
+"""Choice between the eager reference and Triton for the fused kernels of a transformer's layers."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.importing import import_failure
+
+IMPLEMENTATIONS = ("reference", "triton")
+# `reference` runs every fused kernel as its eager formula, for comparisons and bug reports.
+VARIABLE = "DIFFUSION_FUSED_KERNELS"
+NEEDS_CUDA = "needs a CUDA GPU"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def fusion_is_on() -> bool:
+    """Whether the environment leaves the choice open. Raises ConfigError for a value that is none."""
+    value = os.environ.get(VARIABLE, "auto")
+    if value not in ("auto", "reference"):
+        raise ConfigError(f"{VARIABLE}: expected auto or reference, got {value!r}")
+    return value == "auto"
+
+
+def runs_in_triton(implementation: str, refusal: str | None) -> bool:
+    """Whether a call goes to Triton. implementation: `auto`, or one of IMPLEMENTATIONS. refusal: why Triton cannot.
+
+    Raises ConfigError for an unknown implementation, and for `triton` where it cannot run.
+    """
+    if implementation == "auto":
+        return refusal is None and fusion_is_on()
+    if implementation not in IMPLEMENTATIONS:
+        raise ConfigError(f"implementation: expected auto, {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if implementation == "triton" and refusal is not None:
+        raise ConfigError(f"implementation 'triton' cannot run here: {refusal}; use auto")
+    return implementation == "triton"
+
+
+def may_run_on(device: torch.device) -> bool:
+    """Whether Triton computes on such devices: CUDA, and others under its interpreter."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refusal_of(*tensors: torch.Tensor | None) -> str | None:
+    """Why Triton cannot compute with these tensors, the first of which is the main one; None when it can."""
+    x = tensors[0]
+    assert x is not None
+    if not may_run_on(x.device):
+        return NEEDS_CUDA
+    if x.is_cuda:
+        reason = _device_refusal(x.device)
+        if reason is not None:
+            return reason
+    records = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPES:
+            return f"takes bfloat16, float16 and float32, not {tensor.dtype}"
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            return "takes rows whose numbers lie side by side"
+        if tensor.device != x.device:
+            return f"takes tensors of one device, got {x.device} and {tensor.device}"
+        if records and tensor.requires_grad:
+            return "computes no gradients"
+    return None
+
+
+@functools.cache
+def _device_refusal(device: torch.device) -> str | None:
+    failure = import_failure("triton")
+    if failure is not None:
+        return f"needs Triton: {failure}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    return None

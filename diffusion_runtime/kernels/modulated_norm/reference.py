@@ -1,0 +1,101 @@
+"""The specification of residual sum, norm and modulation, in torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows, quantize_rows
+
+
+class Norm(NamedTuple):
+    """kind: layer (Ba et al., arXiv:1607.06450) or rms (Zhang and Sennrich, arXiv:1910.07467); statistics are float32.
+    weight, bias: [dim]; an RMSNorm has no bias."""
+
+    kind: Literal["layer", "rms"]
+    eps: float
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+class Branch(NamedTuple):
+    """What is added to the residual stream: gate * norm(values), computed in float32.
+
+    values: [batch, seq, dim], which may be overwritten. gate: [batch, dim]; None is 1. norm: an RMSNorm with weight.
+    """
+
+    values: torch.Tensor
+    gate: torch.Tensor | None = None
+    norm: Norm | None = None
+
+
+def modulated_norm(
+    x: torch.Tensor,
+    norm: Norm,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """As in api.py."""
+    if branch is not None:
+        add_branch_(x, branch)
+    result = _layer_norm(x, norm, shift, scale) if norm.kind == "layer" else _rms_norm(x, norm, shift, scale)
+    return result if out is None else out.copy_(result)
+
+
+def modulated_norm_fp8(
+    x: torch.Tensor,
+    norm: Norm,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+) -> QuantizedRows:
+    """As in api.py."""
+    if branch is not None:
+        add_branch_(x, branch)
+    return quantize_rows(modulated_norm(x.float(), norm, shift, scale, None, None).flatten(0, 1))
+
+
+def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
+    """As in api.py."""
+    values, gate, norm = branch
+    if norm is not None:
+        assert norm.weight is not None
+        values = rms_norm(values, norm.weight, norm.eps)
+    return x.add_(values) if gate is None else x.addcmul_(values, gate[:, None])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [..., dim]. A float32 `x` is overwritten and returned; another dtype gives a new tensor."""
+    if x.dtype != torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # In place and without a temporary of x's size: most of the cost of torch's own on a CPU is page faults.
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return x.mul_(scale).mul_(weight)
+
+
+def _layer_norm(x: torch.Tensor, norm: Norm, shift: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor:
+    size = x.shape[-1:]
+    if shift is None:
+        normalized = F.layer_norm(x.float(), size, norm.weight, norm.bias, norm.eps)
+        return (normalized if scale is None else normalized.mul_((scale + 1.0)[:, None])).to(x.dtype)
+    scale = torch.ones_like(shift) if scale is None else scale + 1.0
+    if x.shape[0] == 1 and norm.weight is None and norm.bias is None:
+        # One sample: scale and shift are the weight and bias of a layer norm, so one pass does it all.
+        return F.layer_norm(x.float(), size, scale[0], shift[0], norm.eps).to(x.dtype)
+    normalized = F.layer_norm(x.float(), size, norm.weight, norm.bias, norm.eps)
+    return normalized.mul_(scale[:, None]).add_(shift[:, None]).to(x.dtype)
+
+
+def _rms_norm(x: torch.Tensor, norm: Norm, shift: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor:
+    """Norm and modulation are computed in float32, and each is rounded once: two passes over x in its own dtype take a
+    third of the memory traffic of float32 in between."""
+    normalized = F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+    if shift is not None:
+        scale = torch.ones_like(shift) if scale is None else scale + 1.0
+        return torch.addcmul(shift[:, None], normalized, scale[:, None], out=normalized)
+    return normalized if scale is None else normalized.mul_((scale + 1)[:, None])

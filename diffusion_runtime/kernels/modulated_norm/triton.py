@@ -1,0 +1,140 @@
+"""Residual sum, norm and modulation in Triton: one launch, one read and one write of every row."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.kernels.implementation import NEEDS_CUDA, may_run_on, refusal_of
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
+from diffusion_runtime.kernels.modulated_norm.reference import Branch, Norm
+
+# Numbers of a row that one program holds in registers.
+MAX_DIM = 8192
+_launches = LaunchCache()
+
+
+def refusal(
+    x: torch.Tensor,
+    norm: Norm | None,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor | None,
+) -> str | None:
+    """Why this implementation cannot compute such a call; None when it can."""
+    if not may_run_on(x.device):
+        # First, since a CPU asks at every call.
+        return NEEDS_CUDA
+    tensors = [x, shift, scale, out]
+    if norm is not None:
+        tensors += [norm.weight, norm.bias]
+    if branch is not None:
+        tensors += [branch.values, branch.gate]
+        if branch.norm is not None:
+            tensors.append(branch.norm.weight)
+    reason = refusal_of(*tensors)
+    if reason is None and x.shape[2] > MAX_DIM:
+        return f"takes rows of up to {MAX_DIM}, not {x.shape[2]}"
+    if reason is None and x.shape[0] > 65535:
+        return "takes up to 65535 samples"
+    return reason
+
+
+def fp8_refusal(device: torch.device) -> str | None:
+    """Why rows cannot be quantised to float8_e4m3fn on a device; None when they can."""
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 9)):
+        return "needs a GPU with float8_e4m3fn, of compute capability 8.9 or newer"
+    return None
+
+
+def modulated_norm(
+    x: torch.Tensor,
+    norm: Norm,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """As in api.py."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, norm, shift, scale, branch, out, None)
+    return out
+
+
+def modulated_norm_fp8(
+    x: torch.Tensor,
+    norm: Norm,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+) -> QuantizedRows:
+    """As in api.py."""
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
+    _launch(x, norm, shift, scale, branch, out, scales)
+    return QuantizedRows(out.view(-1, x.shape[2]), scales.view(-1, 1))
+
+
+def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
+    """As in api.py."""
+    _launch(x, None, None, None, branch, x, None)
+    return x
+
+
+def launch_shape(dim: int) -> tuple[int, int, int]:
+    """(numbers of a row padded to a power of two, rows per program, warps): 32 numbers per thread."""
+    block = max(64, 1 << (dim - 1).bit_length())
+    rows = max(1, 2048 // block)
+    return block, rows, max(1, min(16, block * rows // 1024))
+
+
+def _launch(
+    x: torch.Tensor,
+    norm: Norm | None,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+) -> None:
+    if guard_is_needed(x.device):
+        with device_guard(x.device):
+            _launch(x, norm, shift, scale, branch, out, scales)
+            return
+    if x.numel() == 0:
+        return
+    values, gate, branch_norm = (None, None, None) if branch is None else branch
+    branch_weight, branch_eps = (None, 0.0) if branch_norm is None else (branch_norm.weight, branch_norm.eps)
+    kind, eps, weight, bias = ("none", 0.0, None, None) if norm is None else norm
+    tensors = (x, values, out, scales, gate, branch_weight, weight, bias, scale, shift)
+
+    def prepare() -> Launch:
+        from diffusion_runtime.kernels.modulated_norm import triton_kernels as kernels
+
+        batch, num_tokens, dim = x.shape
+        block, rows, num_warps = launch_shape(dim)
+        strides = [(0, 0) if each is None else each.stride()[:2] for each in (x, values, out, gate, scale, shift)]
+        numbers = (num_tokens, *strides[0], *strides[1], *strides[2], *(stride[0] for stride in strides[3:]))
+        constants = {
+            "KIND": kind,
+            "HAS_BRANCH": values is not None,
+            "HAS_GATE": gate is not None,
+            "HAS_BRANCH_NORM": branch_norm is not None,
+            "HAS_WEIGHT": weight is not None,
+            "HAS_BIAS": bias is not None,
+            "HAS_SCALE": scale is not None,
+            "HAS_SHIFT": shift is not None,
+            "QUANTIZED": scales is not None,
+            "DIM": dim,
+            "BLOCK": block,
+            "ROWS": rows,
+        }
+        grid = (-(-num_tokens // rows), batch, 1)
+        return Launch(kernels.modulated_norm, grid, (*numbers, eps, branch_eps), constants, num_warps)
+
+    key = (x.device, x.shape, kind, eps, branch_eps, *map(kind_of, tensors))
+    # A pointer that the kernel does not read is x.
+    _launches.run(key, tuple(x if each is None else each for each in tensors), prepare)

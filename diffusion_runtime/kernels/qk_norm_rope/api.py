@@ -1,0 +1,71 @@
+"""RMSNorm of queries and keys, then rotary positions (RoPE), in one pass: checks, and the choice of the implementation.
+
+The parts of a packed product are normalised and rotated where they are, or on the way to their place in the longer
+sequence of a joint attention. Done one after the other they are read and written six times, in part in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.implementation import runs_in_triton
+from diffusion_runtime.kernels.qk_norm_rope import reference, triton
+
+
+def norm_rope(
+    packed: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    eps: float,
+    rotations: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> tuple[torch.Tensor, ...]:
+    """The parts of `packed` [batch, seq, parts, heads, head_dim], each [batch, seq, heads, head_dim]: the first ones,
+    as many as there are weights, normalised (Zhang and Sennrich, arXiv:1910.07467) and rotated (Su et al.,
+    arXiv:2104.09864), the others as they are.
+
+    packed: q, k and v of one linear map, or some of them; it may be overwritten, and is where the result lies, unless
+    `out` is given, a tensor of its shape. weights: [head_dim] each normalises every head, [heads * head_dim] all heads
+    of a token together. rotations: complex64, unit numbers that turn neighbouring channels (2i, 2i + 1), [seq,
+    head_dim / 2] or [batch, seq, head_dim / 2] for all heads, [batch or 1, seq, heads, head_dim / 2] for each; None
+    leaves out the rotation. implementation: `auto`, `reference` or `triton`; Triton computes in float32 and rounds
+    once, the reference after the norm and after the rotation.
+
+    Raises ConfigError for shapes that do not fit, and when the implementation that was asked for cannot run.
+    """
+    _check(packed, weights, rotations, out)
+    if runs_in_triton(implementation, triton.refusal(packed, weights, rotations, out)):
+        return triton.norm_rope(packed, weights, eps, rotations, out)
+    return reference.norm_rope(packed, weights, eps, rotations, out)
+
+
+def _check(
+    packed: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rotations: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    batch, num_tokens, num_parts, num_heads, head_dim = packed.shape
+    if not 1 <= len(weights) <= min(2, num_parts):
+        raise ConfigError(f"QK norm: expected 1 or 2 weights for {num_parts} parts, got {len(weights)}")
+    for weight in weights:
+        if weight.shape not in ((head_dim,), (num_heads * head_dim,)) or weight.shape != weights[0].shape:
+            raise ConfigError(
+                f"QK norm: expected weights [{head_dim}] or [{num_heads * head_dim}] for heads {tuple(packed.shape)}, "
+                f"got {[tuple(each.shape) for each in weights]}"
+            )
+    if rotations is not None:
+        table = (num_tokens, head_dim // 2)
+        by_sample = (batch, *table)
+        by_head = (num_tokens, num_heads, head_dim // 2)
+        if rotations.shape not in (table, by_sample, (1, *by_head), (batch, *by_head)):
+            raise ConfigError(
+                f"rotary positions: expected {table}, {by_sample} or {(batch, *by_head)} for heads "
+                f"{tuple(packed.shape)}, got {tuple(rotations.shape)}"
+            )
+    if out is not None and out.shape != packed.shape:
+        raise ConfigError(f"QK norm: expected out like the product {tuple(packed.shape)}, got {tuple(out.shape)}")

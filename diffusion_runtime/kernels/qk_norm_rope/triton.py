@@ -1,0 +1,103 @@
+"""QK norm and rotary positions in Triton: one launch for q, k and v, one read and one write of what changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from diffusion_runtime.device_guard import device_guard, guard_is_needed
+from diffusion_runtime.kernels.implementation import refusal_of
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
+
+# Numbers of a token that one program holds in registers, heads and head_dim padded to powers of two.
+MAX_BLOCK = 16384
+_launches = LaunchCache()
+
+
+def refusal(
+    packed: torch.Tensor, weights: Sequence[torch.Tensor], rotations: torch.Tensor | None, out: torch.Tensor | None
+) -> str | None:
+    """Why this implementation cannot compute such a call; None when it can."""
+    reason = refusal_of(packed, out, *weights)
+    if reason is not None:
+        return reason
+    batch, _, _, num_heads, head_dim = packed.shape
+    for x in (packed, packed if out is None else out):
+        if x.stride(3) != head_dim and num_heads > 1:
+            return "takes heads side by side"
+    if head_dim % 2 or padded(num_heads) * padded(head_dim) > MAX_BLOCK:
+        return f"takes even head sizes, up to {MAX_BLOCK} numbers per token, not {num_heads} heads of {head_dim}"
+    if rotations is not None and (rotations.dtype != torch.complex64 or rotations.stride(-1) != 1):
+        return "takes contiguous complex64 rotations"
+    if rotations is not None and rotations.device != packed.device:
+        return f"takes tensors of one device, got {packed.device} and {rotations.device}"
+    return "takes up to 65535 samples" if batch > 65535 else None
+
+
+def padded(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def num_warps_for(block: int, over_heads: bool) -> int:
+    """block: numbers per token. A norm per head: 16 per thread; with 32, cosines and sines go through shared memory to
+    where they are needed. A norm over all heads: 64, since the sum of the token joins all warps; at Wan 1.3B's 1,536
+    numbers one warp takes 0.112 ms, two 0.131, four 0.133 on an H200."""
+    return max(1, min(16, block // 2048)) if over_heads else max(4, min(16, block // 512))
+
+
+def norm_rope(
+    packed: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    eps: float,
+    rotations: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """As in api.py."""
+    if guard_is_needed(packed.device):
+        with device_guard(packed.device):
+            return norm_rope(packed, weights, eps, rotations, out)
+    target = packed if out is None else out
+    if packed.numel() == 0:
+        return target.unbind(2)
+    turns = packed if rotations is None else torch.view_as_real(rotations)
+
+    def prepare() -> Launch:
+        from diffusion_runtime.kernels.qk_norm_rope import triton_kernels as kernels
+
+        batch, num_tokens, num_parts, num_heads, head_dim = packed.shape
+        # In numbers, two for each rotation.
+        strides = (0, 0, 0) if rotations is None else tuple(2 * stride for stride in _strides(rotations))
+        over_heads = len(weights[0]) != head_dim
+        heads_block, dim_block = padded(num_heads), padded(head_dim)
+        constants = {
+            "NUM_NORMED": len(weights),
+            "HEADS": num_heads,
+            "HEAD_DIM": head_dim,
+            "HEADS_BLOCK": heads_block,
+            "DIM_BLOCK": dim_block,
+            "OVER_HEADS": over_heads,
+            "HAS_ROTATIONS": rotations is not None,
+            "BY_HEAD": rotations is not None and rotations.dim() == 4,
+        }
+        return Launch(
+            kernels.norm_rope,
+            (num_tokens, len(weights) if out is None else num_parts, batch),
+            (*packed.stride()[:3], *target.stride()[:3], *strides, eps),
+            constants,
+            num_warps_for(heads_block * dim_block, over_heads),
+        )
+
+    shapes = packed.shape, None if rotations is None else rotations.shape, weights[0].shape, len(weights), out is None
+    pointers = (packed, target, weights[0], weights[-1], turns)
+    _launches.run((packed.device, shapes, eps, *map(kind_of, pointers)), pointers, prepare)
+    return target.unbind(2)
+
+
+def _strides(rotations: torch.Tensor) -> tuple[int, int, int]:
+    """From sample to sample, token to token and head to head, 0 where they share."""
+    if rotations.dim() == 2:
+        return 0, rotations.stride(0), 0
+    sample = rotations.stride(0) if rotations.shape[0] > 1 else 0
+    return sample, rotations.stride(1), rotations.stride(2) if rotations.dim() == 4 else 0
