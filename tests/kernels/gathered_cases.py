@@ -100,7 +100,9 @@ def main() -> None:
         again = check(plan, SMALL, shape=rows[0], budget=budget)
         assert torch.equal(again[0], whole[0])
         assert torch.equal(again[1], whole[1])
-    one = gathered_plan(SMALL, batch=1)
+    # Blocks of more queries than a tile of bits.
+    one = gathered_plan(SMALL, (3, 3, 4), batch=1)
+    assert one.q.max_block_size > row_masks.tile_of_bits(one.kv.num_blocks)[0]
     check(one, SMALL, shape=rows[1], scale=-0.3, head_dim=24)
     check(one, SMALL, shape=rows[0], scale=0.0, dtype=torch.float16)
     check_poisoned_values(one, SMALL, rows[0], "cpu")

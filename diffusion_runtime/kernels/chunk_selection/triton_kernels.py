@@ -99,7 +99,6 @@ def _foreign_by_share(gates, own, foreign, THRESHOLD: tl.constexpr, ROWS: tl.con
     by_own = tl.sum(tl.where(own, height, 0.0).to(tl.float64), 1)
     share = THRESHOLD - by_own / total
     missing = tl.where(share > 0, share, 0.0) * total
-    height = tl.where(foreign, height, 0.0)
     # Heights are 0 to 1, so their bits are in order; 0 marks what is not foreign.
     keys = tl.where(foreign, height.to(tl.int32, bitcast=True) + 1, 0)
     reached = tl.zeros([ROWS], tl.int32)
