@@ -73,7 +73,8 @@ def parts(
             f"instead: kernel in {shape.rows}x{shape.piece}, {shape.num_warps} warps, {shape.num_stages} stages": (
                 kernel_alone(qkv, plan, packed, shape, milliseconds)
             )
-            for shape in other_shapes(tile_shape(q, plan))
+            # Every unit is timed by itself, so other shapes only where there are few.
+            for shape in (other_shapes(tile_shape(q, plan)) if num_units <= 4 else ())
         },
         "instead: by lists of blocks": milliseconds(
             lambda: block_sparse_attention(q, k, v, plan, packed=packed, implementation="triton")
