@@ -4,10 +4,12 @@
     python -m benchmarks.faster_quality --merge a.json b.json --times alone.json --output FILE
     python -m benchmarks.faster_quality --show benchmarks/results/faster_quality.json     # as a Markdown table
 
-The full run is 24 UniPC steps with guidance. Each row makes the same seeded prompts; recorded are prompt accuracy with
-its 95 % interval, the relative L2 distance of the latents from the full run's, the PSNR of the frames, and the time of
-denoising one clip by itself (median of several, warm) over the full run's. What a way has to beat is the row of plain
-steps that takes as long. Few-step weights make other clips from the same noise, so their distances say little.
+The full run is 24 UniPC steps with guidance. TeaCache and MagCache run with what `calibrate` measures first, in this
+run, on CALIBRATION_PROMPTS prompts of combinations never trained on, which no row makes. Each row makes the same seeded
+prompts; recorded are prompt accuracy with its 95 % interval, the relative L2 distance of the latents from the full
+run's, the PSNR of the frames, and the time of denoising one clip by itself (median of several, warm) over the full
+run's. What a way has to beat is the row of plain steps that takes as long. Few-step weights make other clips from the
+same noise, so their distances say little.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -28,20 +31,24 @@ import torch
 
 from benchmarks.clip_quality import Clips, generate_clips, quality_prompts, write_rows
 from benchmarks.sparse_quality import SVG2
-from diffusion_runtime import AttentionConfig, AttentionSpec, load_pipeline
+from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.hardware import resolve_device
+from scripts.shapes.prompts import evaluation_prompts
 
 FULL_STEPS = 24
 TIMED_CLIPS = 5
-
+CALIBRATION_PROMPTS = 16
+# In a step cache's text: the file of that calibration.
+CALIBRATION = "CALIBRATION"
 
 DENSE = AttentionSpec("torch_sdpa")
 
 
 @dataclass(frozen=True)
 class Way:
-    """One setting. request: values beside the prompt; attention: of self-attention; lora: shipped; preset: with it.
-    quantization: of linear layers; in 8-bit products with --dtype bfloat16 on a GPU."""
+    """One setting. request: values beside the prompt, with CALIBRATION for the file of one; attention: of
+    self-attention; lora: shipped; preset: with it. quantization: of linear layers; in 8-bit products with --dtype
+    bfloat16 on a GPU."""
 
     name: str
     request: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +73,18 @@ WAYS = (
         for threshold in (0.05, 0.1, 0.2)
     ),
     *(Way(f"DBCache {r}", _steps(FULL_STEPS, step_cache=f"dbcache:F=1,R={r}")) for r in (0.08, 0.24)),
+    *(
+        Way(
+            f"TeaCache {threshold}", _steps(FULL_STEPS, step_cache=f"teacache:file={CALIBRATION},threshold={threshold}")
+        )
+        for threshold in (0.1, 0.2, 0.4)
+    ),
+    *(
+        Way(
+            f"MagCache {threshold}", _steps(FULL_STEPS, step_cache=f"magcache:file={CALIBRATION},threshold={threshold}")
+        )
+        for threshold in (0.06, 0.12, 0.24)
+    ),
     *(
         Way(f"half size first, delta {delta}", _steps(FULL_STEPS, progressive_resolution=f"dct:delta={delta}"))
         for delta in (0.01, 0.05, 0.1)
@@ -93,6 +112,24 @@ def computed_share(clips: Clips) -> float:
     return statistics.fmean(shares)
 
 
+def calibrate(arguments: argparse.Namespace, path: Path) -> None:
+    """Write what MagCache and TeaCache need to know of the model at FULL_STEPS steps, as `calibrate` does."""
+    pipeline = load_pipeline(
+        "shapes", device=arguments.device, dtype=arguments.dtype, attention=AttentionConfig(per_role={"self": DENSE})
+    )
+    assert isinstance(pipeline, Pipeline)
+    prompts = evaluation_prompts("held_out", min(CALIBRATION_PROMPTS, arguments.num_prompts))
+    requests = [GenerationRequest(each.text, seed=each.seed, **FULL.request) for each in prompts]
+    path.write_text(json.dumps(pipeline.calibrate(requests).to_dict()))
+
+
+def with_calibration(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Request values with the file's name in their step cache."""
+    text = values.get("step_cache")
+    # Quoted, as a folder's name may hold commas.
+    return {**values, "step_cache": text.replace(CALIBRATION, json.dumps(str(path)))} if text else dict(values)
+
+
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per way, the full run first."""
     prompts = quality_prompts(arguments.num_prompts)
@@ -100,9 +137,16 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     full: Clips | None = None
     full_seconds = 0.0
     chosen = [way for way in WAYS if arguments.only is None or way.name in arguments.only]
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool,
+    ):
+        calibration = Path(folder) / "calibration.json"
+        if any(CALIBRATION in way.request.get("step_cache", "") for way in chosen):
+            calibrate(arguments, calibration)
         for way in (FULL, *chosen):
             start = time.perf_counter()
+            request = with_calibration(way.request, calibration)
             pipeline = load_pipeline(
                 "shapes",
                 device=arguments.device,
@@ -112,10 +156,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 quantization=way.quantization,
             )
             # Each clip by itself, the first one warms up.
-            singles = generate_clips(pipeline, prompts[: TIMED_CLIPS + 1], way.request, preset=way.preset)
+            singles = generate_clips(pipeline, prompts[: TIMED_CLIPS + 1], request, preset=way.preset)
             seconds = statistics.median(singles.denoise_seconds[1:])
             made = generate_clips(
-                pipeline, prompts, way.request, preset=way.preset, batch_size=arguments.batch, checkers=pool
+                pipeline, prompts, request, preset=way.preset, batch_size=arguments.batch, checkers=pool
             )
             if full is None:
                 full, full_seconds = made, seconds
@@ -138,14 +182,14 @@ def line(row: Mapping[str, Any]) -> str:
     """A row of the Markdown table."""
     joint = [row["accuracy"][kind]["joint"]["rate"] for kind in ("one_object", "two_objects")]
     return (
-        f"| {row['name']} | {row['time_ratio']:.2f} | {row['computed_share']:.2f} | {joint[0]:.3f} | {joint[1]:.3f} | "
+        f"| {row['name']} | {row['computed_share']:.2f} | {row['time_ratio']:.2f} | {joint[0]:.3f} | {joint[1]:.3f} | "
         f"{row['latent_relative_l2']:.3f} | {row['psnr_db']:.1f} |"
     )
 
 
 def show(document: Mapping[str, Any]) -> None:
     print(
-        "| | time | computed | one object | two objects | latent distance | PSNR, dB |\n|---|---|---|---|---|---|---|"
+        "| | computed | time | one object | two objects | latent distance | PSNR, dB |\n|---|---|---|---|---|---|---|"
     )
     for row in document["rows"]:
         print(line(row))

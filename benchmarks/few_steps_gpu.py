@@ -79,7 +79,7 @@ def time_text() -> float:
 
 
 def time_decode() -> dict[str, float]:
-    autoencoder = random_autoencoder("wan21", DTYPE, is_small=False)
+    autoencoder = random_autoencoder("wan21", DTYPE, "cuda", is_small=False)
     latents = random_latents(autoencoder, (21, 60, 104), DTYPE)
     run = decoders(autoencoder)
     return {name: seconds_of(lambda name=name: run[name](latents)) for name in ("diffusers", "exact", "fast")}

@@ -1,6 +1,7 @@
 """Whole sparse backends, planning included, against dense attention on one GPU, in one run.
 
     python -m benchmarks.sparse_backends_gpu --output benchmarks/results/sparse_backends_gpu.json
+    TRITON_INTERPRET=1 python -m benchmarks.sparse_backends_gpu --device cpu     # every path, on grids of 192 tokens
 
 Inputs are bfloat16. q and k are drawn around common centres, so that blocks differ in how much they matter, as in
 a trained model. Correctness first: each method against masked float64 attention of its own plan, on a small grid.
@@ -12,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks import vmoba_parts
 from benchmarks.machine import describe_machine
 from benchmarks.video_sparse_parts import Call, parts
 from diffusion_runtime.attention import (
@@ -32,19 +35,20 @@ from diffusion_runtime.attention import (
     plan_attention,
 )
 from diffusion_runtime.attention.sparse.video_sparse import VideoSparseOptions
+from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
-from diffusion_runtime.kernels.block_sparse.triton import prepare, tile_shape
+from diffusion_runtime.kernels.block_sparse.triton import is_interpreted, prepare, tile_shape
 
 Grid = tuple[int, int, int]
 HEAD_DIM = 128
-LAYER = LayerInfo(index=10, num_layers=40)
 STEP = StepInfo(index=30, num_steps=50)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One backend at one shape. gated: a gate is passed, as a model that was trained with one does."""
+    """One backend at one shape. gated: a gate is passed, as a model that was trained with one does. layer: its index,
+    from which V-MoBA takes the kind of its chunks. tiny: options that the grid of a CPU needs."""
 
     name: str
     backend: str
@@ -52,55 +56,88 @@ class Case:
     heads: int
     options: dict[str, Any]
     gated: bool = False
+    layer: int = 10
+    tiny: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def layer_info(self) -> LayerInfo:
+        return LayerInfo(index=self.layer, num_layers=40)
+
+
+TINY_GRID: Grid = (4, 6, 8)
+_TINY_CHUNKS = {"temporal_chunk_size": 1, "spatial_chunk_size": (3, 4), "st_chunk_size": (2, 3, 4), "spatial_topk": 2}
+_TINY_CHUNKS |= {"temporal_topk": 2, "st_topk": 3}
+_TINY_TILES = {"tile_size": (2, 2, 2)}
+_TOP = {"moba_select_mode": "topk"}
 
 CASES = (
     Case("VSA 0.9, tile 4x4x4", "video_sparse_attn", (21, 30, 52), 12, {"sparsity": 0.9}, True),
     Case("VSA 0.9, tile 4x4x8", "video_sparse_attn", (21, 30, 52), 12, {"sparsity": 0.9, "tile_size": (4, 4, 8)}, True),
     Case("VSA 0.9, tile 4x8x8", "video_sparse_attn", (21, 30, 52), 12, {"sparsity": 0.9, "tile_size": (4, 8, 8)}, True),
     Case("VSA 0.9, 720p, tile 4x4x4", "video_sparse_attn", (21, 45, 80), 40, {"sparsity": 0.9}, True),
-    Case("STA 3x3x3 of 5x6x10 tiles", "sliding_tile_attn", (30, 48, 80), 24, {"window": (3, 3, 3)}),
-    Case("STA 3x3x3, ragged tiles", "sliding_tile_attn", (21, 30, 52), 12, {"window": (3, 3, 3)}),
-    Case("STA 3x3x3, whole tiles", "sliding_tile_attn", (24, 32, 56), 12, {"window": (3, 3, 3)}),
-    Case("SVG2, top-p 0.9", "sparse_video_gen_2_attn", (21, 45, 80), 40, {}),
-    Case("V-MoBA, 480p", "vmoba_attn", (21, 30, 52), 12, {"moba_select_mode": "topk"}),
+    Case("STA 3x3x3 of 5x6x10 tiles", "sliding_tile_attn", (30, 48, 80), 24, {"window": (3, 3, 3)}, tiny=_TINY_TILES),
+    Case("STA 3x3x3, ragged tiles", "sliding_tile_attn", (21, 30, 52), 12, {"window": (3, 3, 3)}, tiny=_TINY_TILES),
+    Case("STA 3x3x3, whole tiles", "sliding_tile_attn", (24, 32, 56), 12, {"window": (3, 3, 3)}, tiny=_TINY_TILES),
+    Case(
+        *("SVG2, top-p 0.9", "sparse_video_gen_2_attn", (21, 45, 80), 40, {}),
+        tiny={"svg2_num_q_centroids": 4, "svg2_num_k_centroids": 8},
+    ),
+    Case("V-MoBA, 480p", "vmoba_attn", (21, 30, 52), 12, _TOP, tiny=_TINY_CHUNKS),
+    Case("V-MoBA in time, 480p", "vmoba_attn", (21, 30, 52), 12, _TOP, layer=9, tiny=_TINY_CHUNKS),
+    Case("V-MoBA in time and space, 480p", "vmoba_attn", (21, 30, 52), 12, _TOP, layer=11, tiny=_TINY_CHUNKS),
+    Case("V-MoBA by threshold, 480p", "vmoba_attn", (21, 30, 52), 12, {}, tiny=_TINY_CHUNKS),
 )
 
 
-def inputs(grid: Grid, heads: int, batch: int = 1) -> list[torch.Tensor]:
+def inputs(grid: Grid, heads: int, device: str, batch: int = 1) -> list[torch.Tensor]:
     """q, k, v [batch, tokens, heads, 128]: q and k around 64 common directions that vary slowly over the grid."""
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
     tokens = grid[0] * grid[1] * grid[2]
-    centres = torch.randn(64, heads, HEAD_DIM, generator=generator, device="cuda")
+    centres = torch.randn(64, heads, HEAD_DIM, generator=generator, device=device)
     # Neighbours share a centre more often than not, as tokens of one object do.
-    coarse = torch.randint(64, [(extent + 5) // 6 for extent in grid], generator=generator, device="cuda")
+    coarse = torch.randint(64, [(extent + 5) // 6 for extent in grid], generator=generator, device=device)
     spread = coarse
     for axis, extent in enumerate(grid):
         spread = spread.repeat_interleave(6, dim=axis).narrow(axis, 0, extent)
     shared = centres[spread.flatten()]
     drawn = []
     for weight in (0.9, 0.9, 0.0):
-        noise = torch.randn(batch, tokens, heads, HEAD_DIM, generator=generator, device="cuda")
+        noise = torch.randn(batch, tokens, heads, HEAD_DIM, generator=generator, device=device)
         drawn.append((weight * shared + noise).to(torch.bfloat16))
     return drawn
 
 
 def milliseconds(function: Callable[[], object], rep: int = 200) -> float:
-    return float(triton.testing.do_bench(function, warmup=50, rep=rep, return_mode="median"))
+    """The median on a GPU; on a CPU one call, which says that it works and nothing about its speed."""
+    if torch.cuda.is_available():
+        return float(triton.testing.do_bench(function, warmup=50, rep=rep, return_mode="median"))
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def run(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: RequestCache) -> torch.Tensor:
     gate = qkv[2] if case.gated else None
     return attention(
-        *qkv, backend=case.backend, options=case.options, layout=layout, layer=LAYER, step=STEP, state=state, gate=gate
+        *qkv,
+        backend=case.backend,
+        options=case.options,
+        layout=layout,
+        layer=case.layer_info,
+        step=STEP,
+        state=state,
+        gate=gate,
     )
 
 
-def check(case: Case) -> float:
+def check(case: Case, device: str) -> float:
     """Relative error on a small grid against masked float64 attention on the same plan."""
-    grid: Grid = (9, 14, 20)
+    grid: Grid = (9, 14, 20) if device == "cuda" else TINY_GRID
     case = dataclasses.replace(case, gated=False)
-    layout, qkv = TokenLayout(grid), inputs(grid, 4)
+    layout, qkv = TokenLayout(grid), inputs(grid, 4 if device == "cuda" else 2, device)
+    if is_interpreted():
+        # Triton's interpreter multiplies the bit patterns of bfloat16.
+        qkv = [x.float() for x in qkv]
     plan = plan_of(case, layout, qkv, RequestCache())
     exact, _ = block_sparse_reference(*(x.double() for x in qkv), plan, scale=HEAD_DIM**-0.5)
     out = block_sparse_attention(*qkv, plan)
@@ -111,17 +148,31 @@ def check(case: Case) -> float:
 
 def plan_of(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: RequestCache) -> SparsePlan:
     return plan_attention(
-        qkv[0], qkv[1], backend=case.backend, options=case.options, layout=layout, layer=LAYER, step=STEP, state=state
+        qkv[0],
+        qkv[1],
+        backend=case.backend,
+        options=case.options,
+        layout=layout,
+        layer=case.layer_info,
+        step=STEP,
+        state=state,
     )
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Times of planning, kernel and the whole backend, beside dense attention; memory; no synchronisation."""
-    row: dict[str, Any] = {"name": case.name, "backend": case.backend, "grid": case.grid, "heads": case.heads}
-    row["options"], row["error"] = case.options, check(case)
-    layout, qkv = TokenLayout(case.grid), inputs(case.grid, case.heads)
-    state = RequestCache()
-    run(case, layout, qkv, state)
+def dense_milliseconds(qkv: list[torch.Tensor], rep: int) -> dict[str, float]:
+    """Dense attention in the same run: what torch has, and `fa`, the newest FlashAttention of this machine."""
+    times = {}
+    for name in ("torch_sdpa", "fa"):
+        try:
+            times[name] = milliseconds(lambda name=name: attention(*qkv, backend=name), rep)  # type: ignore[misc]
+        except DiffusionRuntimeError as error:
+            print(f"    {name} left out: {str(error).splitlines()[1:2]}")
+    return times
+
+
+def watch_gpu(case: Case, layout: TokenLayout, qkv: list[torch.Tensor], state: RequestCache) -> dict[str, Any]:
+    """Whether a warm call waits for the device, and the memory of planning and of the whole call."""
+    row: dict[str, Any] = {}
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -138,27 +189,39 @@ def measure(case: Case) -> dict[str, Any]:
     torch.cuda.synchronize()
     row["plan_peak_bytes"] = torch.cuda.max_memory_allocated() - before
     row["plan_bytes"] = torch.cuda.memory_allocated() - before
-    row["density"] = plan.density
+    del plan
     torch.cuda.reset_peak_memory_stats()
     run(case, layout, qkv, state)
     torch.cuda.synchronize()
     row["run_peak_bytes"] = torch.cuda.max_memory_allocated() - before
-    big = layout.num_tokens * case.heads > 500_000
-    rep = 1000 if big else 200
-    row["dense_ms"] = {"torch_sdpa": milliseconds(lambda: attention(*qkv, backend="torch_sdpa"), rep)}
-    try:
-        from flash_attn.cute import flash_attn_func
+    return row
 
-        row["dense_ms"]["fa4"] = milliseconds(lambda: flash_attn_func(*qkv), rep)
-    except ImportError:
-        pass
+
+def measure(case: Case, device: str) -> dict[str, Any]:
+    """Times of planning, kernel and the whole backend, beside dense attention; memory; no synchronisation."""
+    row: dict[str, Any] = {"name": case.name, "backend": case.backend, "grid": case.grid, "heads": case.heads}
+    row |= {"options": case.options, "layer": case.layer, "error": check(case, device)}
+    layout, qkv = TokenLayout(case.grid), inputs(case.grid, case.heads, device)
+    if is_interpreted():
+        qkv = [x.float() for x in qkv]
+    state = RequestCache()
+    run(case, layout, qkv, state)
+    if device == "cuda":
+        row |= watch_gpu(case, layout, qkv, state)
+    plan = plan_of(case, layout, qkv, state)
+    row["density"] = plan.density
+    rep = 1000 if layout.num_tokens * case.heads > 500_000 else 200
+    row["dense_ms"] = dense_milliseconds(qkv, rep)
     row["whole_ms"] = milliseconds(lambda: run(case, layout, qkv, state), rep)
     row["plan_ms"] = milliseconds(lambda: plan_of(case, layout, qkv, state), rep)
     row["attend_ms"] = milliseconds(lambda: block_sparse_attention(*qkv, plan), rep)
     row["implementation"] = block_sparse_attention(*qkv, plan).implementation
     kept = 4.0 * layout.num_tokens**2 * case.heads * HEAD_DIM * plan.density
     row["attend_tflops"] = kept / row["attend_ms"] / 1e9
-    row["speedup_over_torch_sdpa"] = row["dense_ms"]["torch_sdpa"] / row["whole_ms"]
+    for name, dense in row["dense_ms"].items():
+        row[f"speedup_over_{name}"] = dense / row["whole_ms"]
+    if device == "cpu" and not is_interpreted():
+        return row
     shape = tile_shape(qkv[0], plan)
     if row["implementation"] == "triton" and shape.rest_rows:
         whole_tiles = dataclasses.replace(shape, rest_rows=0)
@@ -168,6 +231,11 @@ def measure(case: Case) -> dict[str, Any]:
     if case.backend == "video_sparse_attn":
         call = Call(*qkv, gate=qkv[2], layout=layout, options=VideoSparseOptions(**case.options))
         row["parts_ms"] = parts(call, lambda function: milliseconds(function, rep))
+    if case.backend == "vmoba_attn":
+        row["listed"] = float(plan.kv_count.double().mean()) / plan.kv.num_blocks
+        row["parts_ms"] = vmoba_parts.parts(
+            qkv, plan, case.options, case.layer_info, layout, lambda function: milliseconds(function, rep)
+        )
     return row
 
 
@@ -176,25 +244,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny grids, every path")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one call of each case")
     arguments = parser.parse_args()
     rows = []
     for case in CASES:
         if arguments.only not in case.name:
             continue
+        if arguments.device == "cpu":
+            case = dataclasses.replace(case, grid=TINY_GRID, heads=2, options={**case.options, **case.tiny})
         try:
-            rows.append(measure(case))
+            rows.append(measure(case, arguments.device))
             print_row(rows[-1])
             if arguments.profile:
-                profile(case)
+                profile(case, arguments.device)
         except Exception:  # one broken method must not hide the figures of the others
             print(case.name, "FAILED")
             traceback.print_exc()
             rows.append({"name": case.name, "failed": traceback.format_exc()[-500:]})
-        torch.cuda.empty_cache()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
     document = {
         "schema": "diffusion_runtime.sparse_backends_gpu/1",
-        "machine": describe_machine("cuda"),
+        "machine": describe_machine(arguments.device),
         "dtype": "bfloat16",
         "head_dim": HEAD_DIM,
         "rows": rows,
@@ -205,8 +277,8 @@ def main() -> int:
     return int(any("failed" in row for row in rows))
 
 
-def profile(case: Case) -> None:
-    layout, qkv = TokenLayout(case.grid), inputs(case.grid, case.heads)
+def profile(case: Case, device: str) -> None:
+    layout, qkv = TokenLayout(case.grid), inputs(case.grid, case.heads, device)
     state = RequestCache()
     run(case, layout, qkv, state)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -218,13 +290,21 @@ def profile(case: Case) -> None:
 
 def print_row(row: dict[str, Any]) -> None:
     dense = ", ".join(f"{name} {value:.3f}" for name, value in row["dense_ms"].items())
+    over = ", ".join(f"{row[f'speedup_over_{name}']:.2f}x over {name}" for name in row["dense_ms"])
     print(
-        f"{row['name']:28} {row['implementation']:9} density {row['density']:.3f}  whole {row['whole_ms']:.3f} "
+        f"{row['name']:30} {row['implementation']:9} density {row['density']:.3f}  whole {row['whole_ms']:.3f} "
         f"(plan {row['plan_ms']:.3f}, attend {row['attend_ms']:.3f} = {row['attend_tflops']:.0f} TF/s) ms, {dense} ms, "
-        f"{row['speedup_over_torch_sdpa']:.2f}x, plan {row['plan_peak_bytes'] / 1e6:.0f} MB, "
-        f"run {row['run_peak_bytes'] / 1e6:.0f} MB, sync {row['synchronises']}, error {row['error']:.1e}",
+        f"{over}, error {row['error']:.1e}",
         flush=True,
     )
+    if "run_peak_bytes" in row:
+        print(
+            f"    plan {row['plan_peak_bytes'] / 1e6:.0f} MB, run {row['run_peak_bytes'] / 1e6:.0f} MB, "
+            f"synchronises {row['synchronises']}",
+            flush=True,
+        )
+    if "listed" in row:
+        print(f"    blocks of 128 queries list {row['listed']:.3f} of the chunks")
     if "attend_no_rests_ms" in row:
         print(f"    attend without tiles for rests {row['attend_no_rests_ms']:.3f} ms")
     for name, value in row.get("parts_ms", {}).items():

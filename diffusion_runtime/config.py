@@ -242,7 +242,7 @@ class RuntimeConfig:
         instead, which gives frames that differ by rounding.
     vae_tiling: whether latents are decoded in tiles that overlap and are blended, which needs less memory; `auto` does
         as the model's authors do, `on` and `off` as they say.
-    vae_decoder: None for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews.
+    vae_decoder: None or `none` for the model's own; `tiny`, or a safetensors file in TAEHV's format, for previews.
     quantization: `fp8` holds linear layers of the transformer's blocks as 8-bit floats with a scale per output row, and
         multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `none`.
     quantization_ignored_layers: names or shell patterns of layers that stay as they are, such as `blocks.0.*`.
@@ -281,6 +281,9 @@ class RuntimeConfig:
             raise ConfigError(
                 f"vae_tiling: unknown value {shown(self.vae_tiling)}.{nearest(self.vae_tiling, VAE_TILING_CHOICES)}"
             )
+        if self.vae_decoder == "none":
+            # As a flag beside a recipe that names one.
+            object.__setattr__(self, "vae_decoder", None)
         if self.vae_decoder is not None and (not isinstance(self.vae_decoder, str) or not self.vae_decoder):
             raise ConfigError(
                 f"vae_decoder: expected tiny or the path of a safetensors file, got {shown(self.vae_decoder)}"
@@ -292,7 +295,7 @@ class RuntimeConfig:
         if self.vae_decoder is not None and self.vae_tiling == "on":
             raise ConfigError("vae_tiling: on is for the model's own decoder, and vae_decoder names another one")
         self._check_quantization()
-        if self.compile is False:
+        if str(self.compile) == "False":
             # What YAML makes of a bare off.
             object.__setattr__(self, "compile", "off")
         if self.compile not in COMPILE_MODES:

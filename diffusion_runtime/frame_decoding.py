@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import ClipHeader
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.models.interface import FrameStream
@@ -17,10 +18,12 @@ def decode_frames(
 ) -> torch.Tensor:
     """The frames of one sample, uint8 on the CPU, [frames, height, width, 3].
 
-    fps, recipe: for the header. open_sink: gets each chunk as soon as it is decoded; None for nobody.
+    fps, recipe: for the header. open_sink: gets each chunk as soon as it is decoded; None for nobody. Raises
+    DiffusionRuntimeError for frames that are not numbers, which would be black.
     """
     frames, position, take = torch.empty(0), 0, None
     for chunk in stream.chunks:
+        _check_numbers(chunk[0], position)
         pixels = _to_uint8(chunk[0])
         if position == 0:
             is_whole = len(pixels) == stream.num_frames
@@ -36,6 +39,15 @@ def decode_frames(
             take(part.numpy())
         position += len(pixels)
     return frames
+
+
+def _check_numbers(frames: torch.Tensor, position: int) -> None:
+    """position: of their first frame in the clip."""
+    if bool(frames.isnan().any()):
+        raise DiffusionRuntimeError(
+            f"the decoded frames from {position} on are not numbers (NaN): the decoder overflowed, or its weights are "
+            "damaged. Use dtype bfloat16 or float32, or copy the model again"
+        )
 
 
 def _to_uint8(frames: torch.Tensor) -> torch.Tensor:

@@ -156,14 +156,21 @@ class Pipeline:
                 self.rules,
                 few_steps=few_steps,
                 loras=self._loras.loras,
-                identity=functools.partial(model_identity, model["family"], model["config_sha256"], configs),
+                identity=functools.partial(
+                    model_identity,
+                    model["family"],
+                    model["config_sha256"],
+                    configs,
+                    "none" if self._quantization is None else self._quantization.mode,
+                    () if self._quantization is None else self._quantization.ignored,
+                ),
             )
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
             self.recipe = {**self.recipe, "runtime": runtime}
 
     def calibrate(self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None) -> Calibration:
         """Measure what the step caches MagCache and TeaCache and progressive resolution need to know of this model, on
-        whole generations of these requests.
+        whole generations of these requests. on_progress: as of `generate`, each request by itself.
 
         Raises what `generate` raises, and ConfigError on several processes, which hold a part of the tokens each.
         """
@@ -182,10 +189,15 @@ class Pipeline:
             settings = BatchSettings.of(batch, self.rules)
             measured: list[StackMeasurement] = []
             clean: list[torch.Tensor] = []
-            for request in batch:
+            for index, request in enumerate(batch):
+
+                def watch(progress: Progress, index: int = index) -> None:
+                    if on_progress is not None:
+                        on_progress(dataclasses.replace(progress, request_index=index))
+
                 measured.append(StackMeasurement())
                 alone = BatchSettings.of([request], self.rules)
-                self._generate([request], alone, on_progress, block_runner=measured[-1], on_latents=clean.append)
+                self._generate([request], alone, watch, block_runner=measured[-1], on_latents=clean.append)
         latents = self.rules.geometry.parts(torch.cat(clean), settings.size).video
         spectrum = None if min(latents.shape[-2:]) < MIN_FITTED_SIZE else fit_spectrum(latents)
         own = ("prompt", "negative_prompt", "seed")

@@ -47,9 +47,9 @@ class DctOptions:
             raise ValueError(f"delta: expected a number above 0 and at most 0.5, got {self.delta:g}")
         if (self.A is None) != (self.beta is None):
             raise ValueError("A, beta: expected both or none; they describe one spectrum")
-        for name, value in (("A", self.A), ("beta", self.beta)):
-            if value is not None and not 0 < value <= 1e6:
-                raise ValueError(f"{name}: expected a number above 0 and at most 1e6, got {value:g}")
+        for name, value, most in (("A", self.A, "1e6"), ("beta", self.beta, "100")):
+            if value is not None and not 0 < value <= float(most):
+                raise ValueError(f"{name}: expected a number above 0 and at most {most}, got {value:g}")
 
     @property
     def spectrum(self) -> LatentSpectrum | None:

@@ -246,7 +246,7 @@ class RequestRules(SamplingRules):
         calibration = calibration_of(cache.options.file, cache.method, self.identity())
         if calibration is not None:
             branches = ("cond", "uncond") if self.is_guided(request) else ("cond",)
-            return calibration.remarks(request.to_dict(), branches, cache.method)
+            return calibration.remarks(request.to_dict(), branches, cache.method, self.identity())
         if self.loras and self.teacache is not None:
             return [
                 f"step_cache: teacache: the coefficients were measured on {self.teacache.models} without LoRA files"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from diffusion_runtime.errors import (
     RequestError,
 )
 from diffusion_runtime.media import ClipHeader, FileWriter
+from diffusion_runtime.models.interface import FrameStream
 from diffusion_runtime.models.sampling_presets import names_of, presets_of
 from diffusion_runtime.progress import Progress
 
@@ -414,6 +416,31 @@ def test_numbers_that_overflow_are_an_error_and_no_picture(tiny_wan_folder: Path
     broken.transformer.get_submodule("out").weight.data.fill_(float("nan"))
     with pytest.raises(DiffusionRuntimeError, match="not finite"):
         broken(request())
+
+
+def test_frames_that_are_not_numbers_are_an_error(pipeline: Pipeline, tmp_path: Path) -> None:
+    """Of finite latents: a decoder that overflows in float16 would give a black clip."""
+    decoder = pipeline.decoder
+
+    class Overflowing:
+        library, implementation = decoder.library, decoder.implementation
+
+        def stream(self, latents: torch.Tensor) -> FrameStream:
+            frames = torch.full((1, 2, 8, 8, 3), 0.5)
+            last = frames.clone()
+            last[0, 1, 3, 4, 1] = math.nan
+            return FrameStream(4, iter([frames, last]))
+
+    pipeline.decoder = Overflowing()  # type: ignore[assignment]
+    try:
+        with (
+            FileWriter(tmp_path / "x.npy") as writer,
+            pytest.raises(DiffusionRuntimeError, match=r"frames from 2 on are not numbers \(NaN\)"),
+        ):
+            pipeline(request(), open_sink=writer.open)
+    finally:
+        pipeline.decoder = decoder
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_request_is_not_changed(pipeline: Pipeline) -> None:

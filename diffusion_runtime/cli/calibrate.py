@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +15,11 @@ from diffusion_runtime.cli import options
 from diffusion_runtime.cli.lora_flags import pair_loras
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.errors import OutputError, RequestError
+
+if TYPE_CHECKING:
+    from diffusion_runtime.progress import Progress
+    from diffusion_runtime.request import GenerationRequest
+    from diffusion_runtime.session.reporter import ProgressView
 
 SCHEMA = "diffusion_runtime.calibrate/1"
 EPILOG = """[bold]Example[/]
@@ -43,12 +50,14 @@ def calibrate(
     lora: options.Lora = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    quantization: options.Quantization = None,
+    quantization_ignored_layers: options.QuantizationIgnoredLayers = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure how a model changes from step to step, for --step-cache magcache and teacache, and the spectrum of its
     latents, for --progressive-resolution.
 
-    Each prompt is generated once. The file is refused for another model; another number of steps is reported.
+    Each prompt is generated once. The file is refused for another model; other steps or quantization are reported.
     """
     if not prompts:
         raise RequestError('prompt: there is none; give one or several in quotes, as in calibrate "a cat" "a street"')
@@ -68,7 +77,12 @@ def calibrate(
         loras = pair_loras((), (), lora or ()) or ()
         prepared = prepare(
             RuntimeConfig(
-                model_path=model_path or "shapes", device=device or "auto", dtype=dtype or "auto", lora=tuple(loras)
+                model_path=model_path or "shapes",
+                device=device or "auto",
+                dtype=dtype or "auto",
+                lora=tuple(loras),
+                quantization=quantization or "none",
+                quantization_ignored_layers=tuple(quantization_ignored_layers or ()),
             )
         )
         rules = prepared.rules
@@ -91,9 +105,10 @@ def calibrate(
         ]
         # What cannot be generated is refused before the weights load.
         BatchSettings.of([rules.resolve(request) for request in requests], rules)
-        pipeline = prepared.load()
+        pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"))
         assert isinstance(pipeline, Pipeline)
-        calibration = pipeline.calibrate(requests)
+        with contextlib.ExitStack() as shown:
+            calibration = pipeline.calibrate(requests, on_progress=_progress(requests, terminal, shown))
     _write(path, json.dumps(calibration.to_dict(), indent=1) + "\n")
     if as_json:
         put_on_stdout(json_text({"schema": SCHEMA, "path": str(path), "calibration": calibration.to_dict()}))
@@ -103,9 +118,35 @@ def calibrate(
                 f"{calibration.num_steps} steps are too few for TeaCache's coefficients; the file serves magcache alone"
             )
         if calibration.spectrum is not None:
-            pairs = ",".join(f"{name}={value:.6g}" for name, value in calibration.spectrum.items())
-            terminal.say(f"spectrum of the latents: --progressive-resolution dct:{pairs}")
+            terminal.say(spectrum_text(calibration.spectrum))
         put_path_on_stdout(path)
+
+
+def _progress(
+    requests: Sequence[GenerationRequest], terminal: Terminal, shown: contextlib.ExitStack
+) -> Callable[[Progress], None]:
+    """An on_progress of `Pipeline.calibrate`, with a view for each request. shown: ends the last one."""
+    views: list[ProgressView] = []
+
+    def update(progress: Progress) -> None:
+        if progress.request_index == len(views):
+            shown.close()
+            title = f"[{len(views) + 1}/{len(requests)}] {requests[len(views)].prompt}"
+            views.append(shown.enter_context(terminal.progress(title)))
+        views[-1].update(progress)
+
+    return update
+
+
+def spectrum_text(spectrum: Mapping[str, float]) -> str:
+    """The flag to use, where it would be taken."""
+    pairs = ",".join(f"{name}={value:.6g}" for name, value in spectrum.items())
+    if spectrum["beta"] <= 0:
+        return (
+            f"spectrum of the latents: {pairs}: expected a beta above 0, power that falls with the frequency, which "
+            "--progressive-resolution relies on; measure more prompts, at the size that the model is made for"
+        )
+    return f"spectrum of the latents: --progressive-resolution dct:{pairs}"
 
 
 def _check_target(path: Path) -> None:

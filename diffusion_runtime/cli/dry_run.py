@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
 _MAX_ROWS = 100
+_DECODING = ("vae_decode", "vae_tiling", "vae_decoder")
 SCHEMA = "diffusion_runtime.dry_run/1"
 
 
@@ -48,6 +49,11 @@ def show_plan(
     if description.config.compile != "off":
         facts.append(("compile", description.config.compile))
     facts += [("lora", _lora_row(lora)) for lora in description.config.lora]
+    facts += [
+        (name, value)
+        for name in _DECODING
+        if (value := getattr(description.config, name)) != getattr(type(description.config), name)
+    ]
     for name, declared in REQUEST_FIELDS.items():
         value = getattr(makeable[0], name)
         if not declared.differs_in_batch and not (value is None and declared.may_stay_none):

@@ -86,13 +86,14 @@ def show(listed: Sequence[PublishedModel], presets: Sequence[SamplingPreset]) ->
     console = Console(highlight=False, file=sys.stdout)
     rows = [
         (
-            f"{model.model_path}\n  {f'{model.name}: ' if model.is_download else ''}{model.makes}",
-            _gigabytes(model.download_gb) if model.download_gb else "inside",
+            # Three columns: the longest path and four do not fit into 80 characters.
+            f"{model.model_path}\n  {f'{model.name}: ' if model.is_download else ''}{model.makes}, "
+            + (f"download {_gigabytes(model.download_gb)}" if model.download_gb else "inside"),
             *(_gigabytes(model.memory_gb(dtype)) for dtype in _SHOWN_DTYPES),
         )
         for model in listed
     ]
-    console.print(plain_table(("--model-path", "download", "bf16", "fp32"), rows, "Models"))
+    console.print(plain_table(("--model-path", "bf16", "fp32"), rows, "Models"))
     for line in (
         "bf16, fp32: device memory for all weights; a generation adds its own, by its size.",
         "A short name brings the settings and presets documented for it; the hub id does not.",

@@ -14,6 +14,8 @@ from diffusion_runtime.request_fields import SIZE, WHAT
 
 ATTENTION = "Attention"
 WHERE = "Where it runs"
+# A panel of its own: beside flags in pairs (--x/--no-x) the longest name does not fit into 80 columns.
+QUANTIZATION = "8-bit linear layers"
 OUTPUT = "Output"
 
 
@@ -130,17 +132,22 @@ VaeTiling: TypeAlias = Annotated[
 ]
 VaeDecoder: TypeAlias = Annotated[
     str | None,
-    _flag(WHERE, "For previews: tiny, or a TAEHV file in safetensors.", "--vae-decoder", metavar="tiny|FILE"),
+    _flag(
+        WHERE,
+        "For previews: tiny, or a TAEHV file in safetensors; none: the model's own.",
+        "--vae-decoder",
+        metavar="tiny|FILE",
+    ),
 ]
 Quantization: TypeAlias = Annotated[
     str | None,
-    _flag(WHERE, "8-bit linear layers: none, fp8 or fp8-all.", "--quantization", metavar="MODE"),
+    _flag(QUANTIZATION, "none, fp8 or fp8-all. See docs/quantization.md.", "--quantization", metavar="MODE"),
 ]
 QuantizationIgnoredLayers: TypeAlias = Annotated[
     list[str] | None,
     _flag(
-        WHERE,
-        "Layers that stay as they are, by name or pattern (blocks.0.*). Repeatable.",
+        QUANTIZATION,
+        "Layers that stay as they are, by name or pattern (blocks.0.*); again for several.",
         "--quantization-ignored-layers",
         metavar="NAME",
     ),

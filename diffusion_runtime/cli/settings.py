@@ -18,8 +18,10 @@ from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError
 from diffusion_runtime.request import GenerationRequest, layered
 
-# What of a recipe's `runtime` is repeated. The device is not: the machine that repeats it may have another.
-_REPEATED_RUNTIME = ("model_path", "backend", "dtype", "attention", "attention_override", "lora")
+# What of a recipe's `runtime` is not repeated: the machine that repeats it may have another device, and other packages
+# to check; the processes that share the work do not change what they make.
+_NOT_REPEATED = ("device", "parallel", "self_check")
+_REPEATED_RUNTIME = tuple(each.name for each in dataclasses.fields(RuntimeConfig) if each.name not in _NOT_REPEATED)
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,11 @@ def _build_runtime(flags: Flags, config: FileConfig, recipe: Mapping[str, Any]) 
             values["attention"] = overlay_attention(
                 values.get("attention"), {"default.backend": planned.get("backend")}
             )
-    values.update(config.runtime)
-    values.update(_without_none(flags.runtime))
+    chosen = {**config.runtime, **_without_none(flags.runtime)}
+    if "quantization" in chosen:
+        # The recorded layers are left out of the recorded quantization, and of no other.
+        values.pop("quantization_ignored_layers", None)
+    values.update(chosen)
     parallel = {**_parallel_values(values.pop("parallel", {})), **_without_none(flags.parallel)}
     if parallel:
         values["parallel"] = parallel

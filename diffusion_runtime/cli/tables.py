@@ -116,9 +116,9 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
     for column in ("layers", "steps", "computed by, and why"):
         table.add_column(column, overflow="fold")
     for (role, backend, implementation, layers, steps, source, reason), count in islice(counts.items(), _MAX_ROWS):
-        table.add_row(
-            *map(_cell, (role, backend, count, layers, steps)), _cell(f"{implementation}\n{source}: {reason}")
-        )
+        # Where a list is wrapped, its numbers stay whole.
+        lists = (numbers.replace(",", ", ") for numbers in (layers, steps))
+        table.add_row(*map(_cell, (role, backend, count, *lists)), _cell(f"{implementation}\n{source}: {reason}"))
     if len(counts) > _MAX_ROWS:
         table.add_row("...", "", "", "", "", _cell(f"{len(counts) - _MAX_ROWS} rows more"))
     return table

@@ -51,7 +51,9 @@ class Stage:
 def growth_level(spectrum: LatentSpectrum, delta: float, height: int, width: int) -> float:
     """The noise level from which on latents of height x width are too small. delta: above 0 and at most 0.5."""
     power = spectrum.power(min(height, width) / 2)
-    return 1 / (1 + math.sqrt(delta / (power * (1 + power - delta))))
+    signal = power * (1 + power - delta)
+    # Without power at that frequency the size never has to grow.
+    return 1 / (1 + math.sqrt(delta / signal)) if signal > 0 else 0.0
 
 
 def rewound(sigma: float) -> float:

@@ -96,7 +96,9 @@ def prepare_native(
             attention_layers=layers,
             loras=loras,
             num_blocks=transformer.num_blocks,
-            identity=lambda: model_identity(family.name, folder.digest, config.lora),
+            identity=lambda: model_identity(
+                family.name, folder.digest, config.lora, config.quantization, config.quantization_ignored_layers
+            ),
         ),
         attention=planned_attention(layers),
         libraries=(

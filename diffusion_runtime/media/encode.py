@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -138,8 +139,18 @@ def _run_ffmpeg(
         lines = b"".join(messages).decode(errors="replace").strip().splitlines()
         if any("No space left" in line for line in lines):
             raise OSError(errno.ENOSPC, "no space left on the disk")
-        message = lines[-1] if lines else "no message"
-        raise OSError(errno.EIO, f"ffmpeg ended with status {process.returncode}: {message}")
+        message = f": {lines[-1]}" if lines else ", without a message"
+        raise OSError(errno.EIO, f"ffmpeg {_ended_by(process.returncode)}{message}")
+
+
+def _ended_by(status: int) -> str:
+    """`ended with status 1`, or `was ended by SIGXFSZ (File size limit exceeded)`."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name} ({signal.strsignal(-status)})"
+    except ValueError:
+        return f"was ended by signal {-status}"
 
 
 def _read_all(stream: IO[bytes], into: list[bytes]) -> None:

@@ -98,9 +98,10 @@ class FileWriter:
         self._thread.start()
         return self._hand_over
 
-    def has_written(self, header: ClipHeader) -> bool:
-        """Whether its frames, size, rate and recipe are these, so that `finish` gives the file of this clip."""
-        return self._header == header
+    def has_written(self, header: ClipHeader, file_format: str, folder: Path) -> bool:
+        """Whether its frames, size, rate and recipe are these, and its format and folder, so that `finish` gives the
+        file of this clip."""
+        return (self._header, self._format, self._target.parent) == (header, file_format, folder)
 
     def finish(self) -> Path:
         """The temporary file, once every frame is in it. Raises OSError when writing failed."""

@@ -85,8 +85,8 @@ class GeneratedMedia:
         `NAME.wav` as the path the sound alone is written. With `overwrite=False` a taken name gets a number
         (`out-2.mp4`); else the .wav of the file that is overwritten is replaced with it. The files appear complete or
         not at all; partial files of processes that no longer run are removed from the folder. on_published: called with
-        the path before an interruption can come between. writer: has written this clip for this path, with the same
-        bytes, while it was decoded; without a clip in it everything is written now.
+        the path before an interruption can come between. writer: has written this clip for this folder and format, with
+        the same bytes, while it was decoded; with another clip, or none, everything is written now.
 
         Raises ConfigError for an extension that is unknown or cannot hold what was generated, OutputError when writing
         fails.
@@ -142,7 +142,7 @@ class GeneratedMedia:
         self, file_format: str, folder: Path, writer: FileWriter | None
     ) -> Iterator[tuple[Path, Path | None]]:
         """Temporary files with everything in them: the media file, and the sound as in _written."""
-        if writer is not None and self.audio is None and writer.has_written(self.header):
+        if writer is not None and self.audio is None and writer.has_written(self.header, file_format, folder):
             yield writer.finish(), None
             return
         with (

@@ -97,7 +97,7 @@ class Quantization:
         quantized = [layer for layer in layers if isinstance(layer, Fp8Linear)]
         sizes = [sum(layer.in_features * layer.out_features for layer in of) for of in (quantized, layers)]
         return (
-            f"quantization {self.mode}: {len(quantized)} of {len(layers)} linear layers have 8-bit weights, "
+            f"{self.mode}: {len(quantized)} of {len(layers)} linear layers have 8-bit weights, "
             f"{100 * sizes[0] / max(1, sizes[1]):.0f} % of their numbers"
         )
 

@@ -1,14 +1,17 @@
 """Resume: which results of an interrupted run exist already (`--resume`).
 
-A result is done when its file and its sidecar are both there and were made by the same request, model and attention.
+A result is done when its file and its sidecar are both there and were made by the same request, model, LoRA files,
+quantization, decoder and attention.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import OutputError, UsageError
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.session.outputs import Outputs
@@ -17,6 +20,8 @@ from diffusion_runtime.session.outputs import Outputs
 # may the way in which processes share the work: neither changes what is made.
 _MODEL_KEYS = ("path", "family", "config_sha256", "dtype")
 _ATTENTION_KEYS = ("role", "when", "layers", "backend", "options")
+# Of its `runtime`: what changes the weights and the decoder.
+_RUNTIME_KEYS = ("lora", "vae_decode", "vae_tiling", "vae_decoder", "quantization", "quantization_ignored_layers")
 
 
 def find_finished(
@@ -68,8 +73,12 @@ def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
     model = recipe.get("model")
     attention = recipe.get("attention")
     rows = attention if isinstance(attention, list) else []
+    runtime = recipe.get("runtime")
+    # A recipe of an earlier version lacks what there was one way of.
+    chosen = {**dataclasses.asdict(RuntimeConfig()), **(runtime if isinstance(runtime, Mapping) else {})}
     kept = {
         "request": recipe.get("request"),
+        "runtime": {key: chosen[key] for key in _RUNTIME_KEYS},
         "model": {key: model.get(key) for key in _MODEL_KEYS} if isinstance(model, Mapping) else None,
         "attention": [{key: row.get(key) for key in _ATTENTION_KEYS} for row in rows if isinstance(row, Mapping)],
     }

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from cli_support import Command
 
+from diffusion_runtime import GenerationRequest
+from diffusion_runtime.cli.calibrate import spectrum_text
+
 ARGUMENTS = ("--height", "32", "--width", "32", "--num-frames", "1", "--num-inference-steps", "9", "--device", "cpu")
 
 
@@ -43,11 +46,23 @@ def test_the_spectrum_of_the_latents_is_measured_and_taken(
     sizes = ("--height", "64", "--width", "96")
     made = command("calibrate", "a red circle", *model, *sizes, "-o", str(tmp_path / "calibration.json"))
     assert made.code == 0, made.err
-    flags = re.findall(r"--progressive-resolution (dct:A=[\d.e-]+,beta=[\d.e-]+)", made.err)
-    assert len(flags) == 1, made.err
     # A model with random weights makes noise, whose spectrum is flat.
     spectrum = json.loads((tmp_path / "calibration.json").read_text())["spectrum"]
     assert abs(spectrum["beta"]) < 0.5
+    assert spectrum_text(spectrum) in made.err
+    # One view for each prompt.
+    assert "[1/1] a red circle\n" in made.err
+    assert "denoise: step 9/9" in made.err
+
+
+def test_a_flag_is_printed_only_where_it_would_be_taken() -> None:
+    for spectrum in ({"A": 15.96, "beta": 2.022}, {"A": 3.5e-7, "beta": 1e-5}):
+        [flag] = re.findall(r"--progressive-resolution (dct:\S+)$", spectrum_text(spectrum))
+        assert GenerationRequest("a", progressive_resolution=flag).progressive_resolution == flag
+    for beta in (0.0, -0.04):
+        said = spectrum_text({"A": 1.9, "beta": beta})
+        assert "expected a beta above 0" in said
+        assert "dct:" not in said
 
 
 def test_what_is_missing_is_said(command: Command) -> None:

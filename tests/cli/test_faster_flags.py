@@ -108,6 +108,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"progressive_resolution": "dct"}, "the spectrum of this model's latents is not known"),
     ({"progressive_resolution": "dct:A=10,beta=1", "height": 48}, "height: expected a multiple of 32, got 48; use 32"),
+    # So little power that it is 0 in float64.
+    (
+        {"progressive_resolution": "dct:A=1e-300,beta=100", "height": 512, "width": 512},
+        "begins at a noise level of 0 or less, and the last of 12 steps has",
+    ),
     ({"sampler": "dmd", "progressive_resolution": "dct:A=10,beta=1"}, "dmd cannot change the size"),
     ({"sampler": "unipc", "sigmas": (1.0, 0.5)}, "sigmas: unipc spaces its own noise levels"),
 ]
@@ -134,6 +139,18 @@ def test_the_right_calibration_is_taken(rules: RequestRules, files: Path) -> Non
         other = rules.resolve(dataclasses.replace(request, num_inference_steps=20))
         [remark] = rules.unused(other)
         assert f"step_cache: {method}: calibrated with 12 steps, run with 20" in remark
+
+
+def test_a_calibration_of_the_plain_model_is_said_with_fp8(files: Path, tiny_wan_folder: Path) -> None:
+    """The weights round otherwise; it is the same model, so the file is taken."""
+    config = RuntimeConfig(model_path=str(tiny_wan_folder), device="cpu", quantization="fp8")
+    for ignored, said in (((), "'fp8'"), (("blocks.0.*",), "'fp8 without blocks.0.*'")):
+        rules = prepare(dataclasses.replace(config, quantization_ignored_layers=ignored)).rules
+        assert isinstance(rules, RequestRules)
+        request = GenerationRequest("a", **TINY_SIZES, num_inference_steps=NUM_STEPS, guidance_scale=4.0)
+        request = dataclasses.replace(request, step_cache=f"magcache:file={files}/right.json")
+        [remark] = rules.unused(rules.resolve(request))
+        assert f"calibrated with quantization 'none', run with {said}" in remark
 
 
 def test_on_the_command_line(command: Command, tiny_flags: tuple[str, ...], tiny_wan_folder: Path) -> None:

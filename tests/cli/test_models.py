@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 import runpy
 import struct
 import subprocess
@@ -24,8 +26,11 @@ def test_the_table_fits_a_terminal(command: Command, monkeypatch: pytest.MonkeyP
     assert shown.code == 0
     assert max(map(len, shown.out.splitlines())) <= 80
     rows = shown.out.splitlines()
-    assert "inside" in next(row for row in rows if " shapes " in row)
-    assert all(model.model_path in shown.out for model in published_models())
+    for model in published_models():
+        # Side by side, whatever the longest path is.
+        row, below = next(pair for pair in itertools.pairwise(rows) if f" {model.model_path} " in pair[0])
+        assert re.fullmatch(r".* \d+ [GM]B +\d+ [GM]B *", row)
+        assert ("download" if model.download_gb else "inside") in below
     assert all(preset.name in shown.out for preset in sampling_presets())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 from cli_support import Command
 from sample_media import make_media
 
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.media import Audio
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.session.outputs import Outputs
-from diffusion_runtime.session.resume import find_finished
+from diffusion_runtime.session.resume import find_finished, output_identity
 
 
 def written() -> list[str]:
@@ -79,6 +81,29 @@ def test_another_attention_is_another_recipe(command: Command, tiny_flags: tuple
     assert command(*arguments).code == 0
     assert command(*arguments, "--attention-backend", "reference", "--resume").code == 2
     assert command(*arguments, "--attention-backend", "torch_sdpa", "--resume").out == ""
+
+
+def test_other_weights_and_another_decoder_are_another_recipe() -> None:
+    recipe = {"request": {"prompt": "a"}, "model": {"family": "wan"}, "attention": []}
+    plain = RuntimeConfig(device="cpu")
+    known = output_identity({**recipe, "runtime": dataclasses.asdict(plain)})
+    # Of an earlier version, and of another machine.
+    assert output_identity(recipe) == known
+    others = RuntimeConfig(device="cuda", self_check=False, model_path=plain.model_path)
+    assert output_identity({**recipe, "runtime": dataclasses.asdict(others)}) == known
+    for changes in (
+        {"lora": ["style.safetensors"]},
+        {"lora": [["style.safetensors", 0.5]]},
+        {"vae_decode": "fast"},
+        {"vae_tiling": "on"},
+        {"vae_decoder": "tiny"},
+        {"quantization": "fp8"},
+        {"quantization": "fp8", "quantization_ignored_layers": ["blocks.1.*"]},
+    ):
+        changed = output_identity({**recipe, "runtime": dataclasses.asdict(dataclasses.replace(plain, **changes))})
+        assert changed != known, changes
+        known_too = output_identity({**recipe, "runtime": json.loads(json.dumps(changed["runtime"]))})
+        assert known_too == changed
 
 
 def test_half_of_a_pair_is_made_again(command: Command, tiny_flags: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from sample_media import make_media
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.cli.attention_flags import AttentionFlags
 from diffusion_runtime.cli.settings import Flags, resolve_settings
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError
 
 RECIPE: dict[str, Any] = {
@@ -161,6 +163,38 @@ def test_an_unknown_preset_names_the_nearest(configured: str) -> None:
 )
 def test_degrees_say_how_many_processes(parallel: dict[str, Any], num_processes: int) -> None:
     assert resolve_settings(Flags(prompts=["a"], parallel=parallel)).runtime.parallel.num_processes == num_processes
+
+
+OWN_VALUES: dict[str, Any] = {
+    "lora": [{"path": "style.safetensors", "scale": 0.5, "component": "both"}],
+    "vae_decode": "fast",
+    "vae_tiling": "on",
+    "quantization": "fp8",
+    "quantization_ignored_layers": ["blocks.1.*"],
+}
+
+
+def test_everything_that_changes_the_frames_is_repeated(tmp_path: Path) -> None:
+    def repeated(recorded: dict[str, Any], **flags: Any) -> RuntimeConfig:
+        path = tmp_path / "recorded.png"
+        make_media(num_frames=1, recipe={**RECIPE, "runtime": RECIPE["runtime"] | recorded}).save(path)
+        return resolve_settings(Flags(repeat=str(path), runtime=flags)).runtime
+
+    found = repeated(OWN_VALUES)
+    expected = RuntimeConfig.from_dict(
+        {"model_path": "recorded", "dtype": "bfloat16", "attention_override": "torch_sdpa", **OWN_VALUES}
+    )
+    assert found == expected
+    tiny = {"vae_decoder": "taew2_1.safetensors"}
+    assert repeated(tiny).vae_decoder == "taew2_1.safetensors"
+    # A preview, made again with the model's own decoder; the plain model, whose ignored layers say nothing.
+    assert repeated(tiny, vae_decoder="none").vae_decoder is None
+    plain = repeated(OWN_VALUES, quantization="none")
+    assert (plain.quantization, plain.quantization_ignored_layers) == ("none", ())
+    # The others are the machine's; a new field belongs to one of the two.
+    machine = {"device", "parallel", "self_check"}
+    known = {"model_path", "backend", "dtype", "attention", "attention_override", "vae_decoder", *OWN_VALUES}
+    assert {each.name for each in dataclasses.fields(RuntimeConfig)} == known | machine
 
 
 def test_a_recipe_of_many_processes_is_repeated_by_one(tmp_path: Path) -> None:

@@ -34,6 +34,16 @@ def test_the_attention_table_at_80_columns_breaks_no_word() -> None:
         assert set(str(value).split()) - {"default"} <= set(words)
 
 
+def test_the_attention_table_breaks_no_number() -> None:
+    """`2` at a line's end and `2-23` below would read as steps of their own."""
+    steps = "0-10,12,14-16,18,20,22-23,25,27,29-31,33,35,37,39,41,43,45,47-49"
+    row = {"role": "self", "backend": "torch_sdpa", "count": 114, "layers": "0-5", "steps": steps, "reason": "x" * 40}
+    console = Console(width=80, file=io.StringIO())
+    console.print(attention_table([{"rows": [row]}]))
+    words = console.file.getvalue().replace(",", " ").split()  # type: ignore[attr-defined]
+    assert [word for word in words if word in steps.split(",")] == steps.split(",")
+
+
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_a_plain_table_cuts_nothing_at_any_width(width: int) -> None:
     rows = [

@@ -18,7 +18,7 @@ from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.block_stack import Streams, overwriting
 from diffusion_runtime.denoising.step_cache.calibration import Calibration
 from diffusion_runtime.denoising.step_cache.magcache import MagCache
-from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement
+from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, mean_ratios
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.step_cache import MagCacheOptions
 from diffusion_runtime.step_info import StepInfo
@@ -103,9 +103,12 @@ def test_other_numbers_of_steps_take_the_nearest_ratios(num_steps: int) -> None:
 def test_what_the_calibration_was_not_made_for_is_said() -> None:
     measured = calibration(request={"sampler": "unipc", "height": 480, "seed": 3, "sigmas": None})
     asked = {"num_inference_steps": NUM_STEPS, "sampler": "unipc", "height": 480, "seed": 4, "sigmas": None}
-    assert measured.remarks(asked, ("cond",), "magcache") == []
-    remarks = measured.remarks(asked | {"num_inference_steps": 20, "height": 720}, ("cond", "uncond"), "magcache")
+    assert measured.remarks(asked, ("cond",), "magcache", {}) == []
+    others = asked | {"num_inference_steps": 20, "height": 720}
+    remarks = measured.remarks(others, ("cond", "uncond"), "magcache", {"quantization": "fp8"})
     assert remarks == [
+        "step_cache: magcache: calibrated with quantization 'none', run with 'fp8': the changes from step to step may "
+        "differ",
         "step_cache: magcache: calibrated with 12 steps, run with 20: each step takes what the nearest one measured",
         "step_cache: magcache: calibrated with height 480 (here 720)",
         "step_cache: magcache: the calibration has no steps of uncond, which are all computed; calibrate with guidance",
@@ -121,6 +124,15 @@ def test_ratios_are_those_of_the_residuals() -> None:
     assert measured.ratios == {"cond": pytest.approx({0: 1.0, 1: 0.5, 2: 1.5, 3: 1.0})}
 
 
+def test_ratios_are_means_over_the_prompts() -> None:
+    of_first, of_second = StackMeasurement(), StackMeasurement()
+    of_first.ratios = {"cond": {0: 1.0, 1: 0.5, 2: 0.25}, "uncond": {0: 1.0, 1: 0.75}}
+    of_second.ratios = {"cond": {0: 1.0, 1: 1.5, 2: 0.75}, "uncond": {0: 1.0, 1: 0.25, 2: 0.5}}
+    # A branch that did not run a step counts with 1.
+    expected = {"cond": (1.0, 1.0, 0.5), "uncond": (1.0, 0.5, 0.75)}
+    assert mean_ratios([of_first, of_second], 3) == expected
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +145,9 @@ def test_ratios_are_those_of_the_residuals() -> None:
         ({"ratios": {"cond": [1.0]}}, "'ratios.cond': expected 12 numbers above 0"),
         ({"ratios": {"cond": [*RATIOS[:-1], "1"]}}, "'ratios.cond': expected 12 numbers above 0"),
         ({"ratios": {"cond": [*RATIOS[:-1], -1.0]}}, "'ratios.cond': expected 12 numbers above 0"),
+        ({"ratios": {"\x1b[31m\n": []}}, r"'ratios.\\x1b\[31m\\n': expected 12 numbers above 0"),
+        ({"spectrum": [1.0, 2.0]}, r"'spectrum': expected the numbers A and beta, got \[1.0, 2.0\]"),
+        ({"spectrum": {"A": 1.0}}, "'spectrum': expected the numbers A and beta, got {'A': 1.0}"),
     ],
 )
 def test_files_that_are_no_calibration_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -168,8 +183,10 @@ def test_calibrate_generate_and_refuse(pipeline: Pipeline, tmp_path: Path) -> No
     assert {branch: len(ratios) for branch, ratios in found.ratios.items()} == {"cond": NUM_STEPS, "uncond": NUM_STEPS}
     assert found.prompts == ("a red circle", "a blue star")
     path = tmp_path / "it's, a file.json"
+    # The tiny latents are too small for a spectrum of their own.
+    found = dataclasses.replace(found, spectrum={"A": 15.96, "beta": 2.022})
     path.write_text(json.dumps(found.to_dict()))
-    assert Calibration.read(path, "magcache") == dataclasses.replace(found, spectrum=None)
+    assert Calibration.read(path, "magcache") == found
     quoted = json.dumps(str(path))
 
     def cached(options: str, **changes: Any) -> Any:

@@ -180,8 +180,9 @@ def test_the_fit_finds_the_spectrum_of_noise_made_with_it() -> None:
         ("dct:delta=nan", r"progressive_resolution: dct.delta: expected float, got 'nan'"),
         ("dct:A=3", "dct: A, beta: expected both or none"),
         ("dct:A=-3,beta=2", "dct: A: expected a number above 0 and at most 1e6, got -3"),
+        ("dct:A=3,beta=1e6", "dct: beta: expected a number above 0 and at most 100, got 1e"),
         ("dct:delta", r"progressive_resolution: dct: expected key=value"),
-        ("none:delta=0.1", "unknown value 'none'"),
+        ("none:delta=0.1", "none takes no options"),
     ],
 )
 def test_settings_that_cannot_be(text: str, message: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import imageio_ffmpeg
 import numpy
 import pytest
 from sample_media import make_media
@@ -39,16 +42,24 @@ def test_a_streamed_file_has_the_bytes_of_a_saved_one(tmp_path: Path, file_forma
 
 
 def test_a_clip_that_nobody_handed_over_is_written_at_once(tmp_path: Path) -> None:
-    """And one that is another than the header announced."""
+    """And one that is another than the header announced, or is saved as another format or elsewhere."""
     media = make_media()
     with FileWriter(tmp_path / "a.npy") as writer:
         media.save(tmp_path / "a.npy", writer=writer)
     with FileWriter(tmp_path / "b.npy") as writer:
         hand_over(writer, make_media(fps=9))
         media.save(tmp_path / "b.npy", writer=writer)
-    for name in ("a.npy", "b.npy"):
+    # The bytes of an mp4 under another format's name would be no file at all.
+    with FileWriter(tmp_path / "c.mp4") as writer:
+        hand_over(writer, media)
+        media.save(tmp_path / "c.npy", writer=writer)
+    (tmp_path / "folder").mkdir()
+    with FileWriter(tmp_path / "folder" / "d.npy") as writer:
+        hand_over(writer, media)
+        media.save(tmp_path / "d.npy", writer=writer)
+    for name in ("a.npy", "b.npy", "c.npy", "d.npy"):
         assert numpy.array_equal(numpy.load(tmp_path / name), media.frames)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 9
 
 
 @pytest.mark.parametrize("stops_decoding", [True, False])
@@ -96,6 +107,37 @@ def test_a_decoder_that_fails_leaves_nothing(tmp_path: Path, error: BaseExceptio
 
     with pytest.raises(type(error)):
         decode()
+    assert list(tmp_path.iterdir()) == []
+    assert threads() == []
+
+
+def test_an_encoder_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By memory shortage, a limit on file sizes, or an administrator: ffmpeg then says nothing itself."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Remembered(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            started.append(self)
+
+    # Its first call tries ffmpeg out.
+    imageio_ffmpeg.get_ffmpeg_exe()
+    monkeypatch.setattr(encode.subprocess, "Popen", Remembered)
+    media = make_media()
+
+    def decode_and_save() -> None:
+        with FileWriter(tmp_path / "x.mp4") as writer:
+            take = writer.open(0, media.header)
+            while not started:
+                time.sleep(0.001)
+            started[0].kill()
+            started[0].wait()
+            for index in range(media.num_frames):
+                take(media.frames[index : index + 1])
+            media.save(tmp_path / "x.mp4", writer=writer)
+
+    with pytest.raises(OutputError, match=r"ffmpeg was ended by SIGKILL \(Killed\), without a message; nothing"):
+        decode_and_save()
     assert list(tmp_path.iterdir()) == []
     assert threads() == []
 

@@ -230,6 +230,7 @@ def plan_of_call(
     kv_count: torch.Tensor,
     kv_index: torch.Tensor,
     row_mask: torch.Tensor | None = None,
+    max_blocks_per_query: int | None = None,
     is_dense: bool = False,
 ) -> SparsePlan:
     """A SparsePlan whose batch, heads and tokens are those of a call; for the rest see SparsePlan."""
@@ -246,6 +247,7 @@ def plan_of_call(
         num_grid_tokens=call.grid_layout.num_grid_tokens,
         text_lengths=text_lengths_of(call),
         row_mask=row_mask,
+        max_blocks_per_query=max_blocks_per_query,
         is_dense=is_dense,
     )
 

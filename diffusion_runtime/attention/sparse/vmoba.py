@@ -17,10 +17,12 @@ from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, plan_of_call
-from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of, select_chunks
+from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, listed_blocks
+from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
 
@@ -132,37 +134,28 @@ class VMobaBackend(SparseBackend):
         layout = call.grid_layout
         grid = TokenLayout(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens)
         chunks = call.state.request.compute_once(chunks_of, grid, shape, call.q.device)
+        rule = SelectionRule(
+            options.moba_threshold_type,
+            options.top[kind] if options.moba_select_mode == "topk" else None,
+            options.moba_threshold,
+        )
         means = block_means(call.k, chunks.kv)
-        in_order = chunks.q.order[0, : call.grid_layout.num_grid_tokens].long()
-        batch, num_heads, num_chunks = call.batch, call.num_heads, chunks.num_chunks
-        num_blocks, device = chunks.q.num_blocks, call.q.device
-        num_words = -(-num_chunks // 32)
-        row_mask = torch.empty(batch, num_heads, in_order.shape[0], num_words, dtype=torch.int32, device=device)
-        kv_count = torch.empty(batch, num_heads, num_blocks, dtype=torch.int32, device=device)
-        kv_index = torch.empty(batch, num_heads, num_blocks, num_chunks, dtype=torch.int32, device=device)
-        for sample in range(batch):
-            selected = select_chunks(
-                call.q[sample, in_order].transpose(0, 1),
-                means[sample].repeat_interleave(num_heads // call.num_kv_heads, dim=0),
-                chunks.chunk_of_row,
-                group=options.moba_threshold_type,
-                top=options.top[kind] if options.moba_select_mode == "topk" else None,
-                threshold=options.moba_threshold,
-            )
-            for head in range(num_heads):
-                row_mask[sample, head] = packed_bits(selected[head])
-                listed = selected[head][chunks.rows_of_block].any(dim=1)
-                kv_count[sample, head] = listed.sum(dim=-1, dtype=torch.int32)
-                kv_index[sample, head] = indexes_first(listed)
+        row_mask = chunk_row_mask(call.q, means, chunks.q.order[0], chunks.chunk_of_row, rule)
+        counts = count_rows(row_mask.flatten(0, 1), chunks.q, chunks.num_chunks)
+        kv_count, kv_index = listed_blocks(counts.of_blocks)
+        heads = torch.arange(call.batch * call.num_heads, dtype=torch.int32, device=call.q.device)
+        # A number of chunks over more than one query is an average.
+        bound = rule.top if rule.top is not None and rule.group == "query_head" else chunks.num_chunks
         return plan_of_call(
             self.name,
             call,
             q=chunks.q,
             kv=chunks.kv,
-            group_of=torch.arange(batch * num_heads, dtype=torch.int32, device=device).view(batch, num_heads),
-            kv_count=kv_count.flatten(0, 1),
-            kv_index=kv_index.flatten(0, 1),
+            group_of=heads.view(call.batch, call.num_heads),
+            kv_count=kv_count,
+            kv_index=kv_index,
             row_mask=row_mask,
+            max_blocks_per_query=bound,
         )
 
 
@@ -181,20 +174,3 @@ def chunk_shape(options: VMobaOptions, layout: TokenLayout, kind: ChunkKind) -> 
     if kind == "temporal":
         return max(1, int(options.temporal_chunk_size * height * width))
     return (frames, *options.spatial_chunk_size) if kind == "spatial" else options.st_chunk_size
-
-
-def packed_bits(selected: torch.Tensor) -> torch.Tensor:
-    """bool [rows, n] as int32 [rows, words]: bit b of word w is entry 32 w + b. Bit 31 makes a number negative."""
-    rows, count = selected.shape
-    num_words = -(-count // 32)
-    padded = torch.nn.functional.pad(selected, (0, 32 * num_words - count))
-    bits = 1 << torch.arange(8, device=selected.device)
-    octets = (padded.view(rows, -1, 8) * bits.to(torch.uint8)).sum(dim=-1, dtype=torch.uint8)
-    # Every platform that torch runs on stores the lowest byte first.
-    return octets.view(torch.int32)
-
-
-def indexes_first(listed: torch.Tensor) -> torch.Tensor:
-    """bool [..., n] as int32 [..., n]: the indexes of what is true, ascending; after them, indexes that say nothing."""
-    every = torch.arange(listed.shape[-1], dtype=torch.int32, device=listed.device)
-    return torch.where(listed, every, listed.shape[-1]).sort(dim=-1).values.clamp(max=listed.shape[-1] - 1)

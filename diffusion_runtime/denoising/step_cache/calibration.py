@@ -22,6 +22,8 @@ SCHEMA = "diffusion_runtime.step_cache_calibration/1"
 _AGAIN = "measure this one: diffusion-runtime calibrate PROMPT ... --model-path MODEL -o FILE"
 # Request values that move a model's steps nearer to each other or further apart.
 _COMPARED = ("sampler", "flow_shift", "guidance_scale", "height", "width", "num_frames", "sigmas")
+# Of the model's identity: it rounds what the model computes, and does not make another model of it.
+_QUANTIZATION = "quantization"
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,14 @@ class Calibration:
             request=request if isinstance(request := values.get("request"), dict) else {},
             versions=versions if isinstance(versions := values.get("versions"), dict) else {},
             coefficients=_lists(coefficients, NUM_COEFFICIENTS, f"{where}: key 'coefficients", "numbers"),
+            spectrum=_spectrum(values.get("spectrum"), where),
         )
 
     def check_model(self, model: Mapping[str, str], method: str) -> None:
-        """model: of `model_identity`. Raises RequestError for another one than was measured."""
+        """model: of `model_identity`. Raises RequestError for another one than was measured; another quantization is
+        one of the `remarks`."""
         for key in model:
-            if model[key] != self.model.get(key):
+            if key != _QUANTIZATION and model[key] != self.model.get(key):
                 raise RequestError(
                     f"step_cache: {method}: this calibration is for another model: {key}: expected "
                     f"{shown(model[key])}, got {shown(self.model.get(key))}; {_AGAIN}"
@@ -97,9 +101,19 @@ class Calibration:
         found = {name: TeaCachePolynomial(each, CALIBRATED_THRESHOLD) for name, each in self.coefficients.items()}
         return TeaCachePolynomials("this calibration", "calibrate", found["plain"], found.get("of_ret_steps"))
 
-    def remarks(self, request: Mapping[str, Any], branches: Iterable[str], method: str) -> list[str]:
-        """How a resolved request differs from the one that was measured, as sentences. branches: that it runs."""
+    def remarks(
+        self, request: Mapping[str, Any], branches: Iterable[str], method: str, model: Mapping[str, str]
+    ) -> list[str]:
+        """How a resolved request and its model differ from what was measured, as sentences. branches: that it runs;
+        model: of `model_identity`."""
         where, remarks = f"step_cache: {method}", []
+        # Files of versions without quantization name none.
+        measured, runs = self.model.get(_QUANTIZATION, "none"), model.get(_QUANTIZATION, "none")
+        if measured != runs:
+            remarks.append(
+                f"{where}: calibrated with quantization {shown(measured)}, run with {shown(runs)}: the changes from "
+                "step to step may differ"
+            )
         num_steps = request.get("num_inference_steps")
         if num_steps != self.num_steps:
             remarks.append(
@@ -125,10 +139,33 @@ class Calibration:
         return remarks
 
 
-def model_identity(family: str, config_sha256: str, loras: Iterable[LoraConfig]) -> dict[str, str]:
-    """What says which model it is: the family, the hash of its folder's configs, its LoRA files by name and scale."""
+def model_identity(
+    family: str,
+    config_sha256: str,
+    loras: Iterable[LoraConfig],
+    quantization: str = "none",
+    ignored_layers: Iterable[str] = (),
+) -> dict[str, str]:
+    """What says which model it is: the family, the hash of its folder's configs, its LoRA files by name and scale, and
+    its quantization with the layers that stay as they are."""
     named = [f"{Path(lora.path).name} x {lora.scale:g}" for lora in loras]
-    return {"family": family, "config_sha256": config_sha256, "lora": ", ".join(named)}
+    ignored = ", ".join(ignored_layers)
+    return {
+        "family": family,
+        "config_sha256": config_sha256,
+        "lora": ", ".join(named),
+        _QUANTIZATION: f"{quantization} without {ignored}" if ignored else quantization,
+    }
+
+
+def _spectrum(values: object, where: str) -> dict[str, float] | None:
+    """Raises RequestError."""
+    if values is None:
+        return None
+    spectrum = _floats([values.get("A"), values.get("beta")]) if isinstance(values, dict) else None
+    if spectrum is None:
+        raise RequestError(f"{where}: key 'spectrum': expected the numbers A and beta, got {shown(values)}; {_AGAIN}")
+    return dict(zip(("A", "beta"), spectrum, strict=True))
 
 
 def _lists(
@@ -143,7 +180,7 @@ def _lists(
     for name, numbers in lists.items():
         values = _floats(numbers)
         if values is None or len(values) != count or not all(map(is_valid, values)):
-            raise RequestError(f"{where}.{name[:20]}': expected {count} {expected}; {_AGAIN}")
+            raise RequestError(f"{where}.{shown(name[:20])[1:-1]}': expected {count} {expected}; {_AGAIN}")
         result[name] = values
     return result
 

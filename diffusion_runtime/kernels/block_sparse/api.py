@@ -8,12 +8,12 @@ import torch
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_packing.reference import TAIL_ROWS, PackedTokens, row_width
-from diffusion_runtime.kernels.block_sparse import flash4, triton
+from diffusion_runtime.kernels.block_sparse import flash4, gathered, triton
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
 
-IMPLEMENTATIONS = ("reference", "triton", "flash4")
+IMPLEMENTATIONS = ("reference", "triton", "gathered", "flash4")
 
 
 class BlockSparseResult(NamedTuple):
@@ -63,6 +63,8 @@ def block_sparse_attention(
     elif chosen == "triton":
         out, lse = triton.block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, packed=packed)
         branch = None
+    elif chosen == "gathered":
+        out, lse = gathered.block_sparse_gathered(q, k, v, plan, scale=scale, packed=packed)
     else:
         out, lse = flash4.block_sparse_flash4(q, k, v, plan, scale=scale)
     if branch is not None:
@@ -74,6 +76,8 @@ def refusal(implementation: str, q: torch.Tensor, plan: SparsePlan) -> str | Non
     """Why an implementation cannot compute this plan on these tensors; None when it can."""
     if implementation == "reference":
         return None
+    if implementation == "gathered":
+        return gathered.refusal(q, plan)
     return triton.refusal(q, plan) if implementation == "triton" else flash4.refusal(q, plan)
 
 
@@ -89,7 +93,7 @@ def reads_packed_rows(
 
 def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan) -> str:
     if implementation == "auto":
-        return next(name for name in ("flash4", "triton", "reference") if refusal(name, q, plan) is None)
+        return next(name for name in ("flash4", "gathered", "triton", "reference") if refusal(name, q, plan) is None)
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation: expected auto, {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     reason = refusal(implementation, q, plan)

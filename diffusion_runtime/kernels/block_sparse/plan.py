@@ -29,6 +29,8 @@ class SparsePlan:
     text_lengths: int32 [B], how many of the text tokens that follow in the geometries' order are valid; None for all.
     row_mask: int32 [B, H, S, words], or None. Bit b of word w: whether the query at this position of the order sees
         the key block 32 w + b that its block lists; without it every query sees every block that is listed.
+    max_blocks_per_query: how many key blocks a grid query sees at most, known without reading from the device. A
+        planner that gives it sets no bit of row_mask for a block that is not listed.
     is_dense: every valid query sees every valid key, so a dense kernel gives the same.
     """
 
@@ -44,6 +46,7 @@ class SparsePlan:
     num_grid_tokens: int
     text_lengths: torch.Tensor | None = None
     row_mask: torch.Tensor | None = None
+    max_blocks_per_query: int | None = None
     is_dense: bool = False
 
     @property

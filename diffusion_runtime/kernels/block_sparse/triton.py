@@ -63,16 +63,24 @@ def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
 
 def refusal_of_size(q: torch.Tensor, num_tokens: int) -> str | None:
     """Why no plan of this many tokens can be computed on tensors like q; None when any can."""
-    if not (q.is_cuda or is_interpreted()):
-        return f"needs a CUDA GPU, the tensors are on {q.device}"
-    if q.is_cuda and not serves(detect_hardware(str(q.device))):
-        return "needs sm_80 or newer"
+    reason = refusal_of_device(q)
+    if reason is not None:
+        return reason
     if q.dtype not in DTYPES:
         return f"takes bfloat16, float16 and float32, not {q.dtype}"
     if q.shape[-1] > 256:
         return f"takes head sizes up to 256, not {q.shape[-1]}"
     if num_tokens >= 1 << 23:
         return f"takes fewer than {1 << 23} tokens, not {num_tokens}"
+    return None
+
+
+def refusal_of_device(x: torch.Tensor) -> str | None:
+    """Why no kernel here runs where a tensor is; None when they do."""
+    if not (x.is_cuda or is_interpreted()):
+        return f"needs a CUDA GPU, the tensors are on {x.device}"
+    if x.is_cuda and not serves(detect_hardware(str(x.device))):
+        return "needs sm_80 or newer"
     return None
 
 
@@ -132,7 +140,7 @@ def prepare(
     if scale <= 0:
         # The running maximum is taken before the scale is applied, so the scale must keep the order.
         q_packed, scale = (-q_packed, -scale) if scale < 0 else (torch.zeros_like(q_packed), 1.0)
-    k_rows, v_rows = _rows(packed.k, shape.piece, shape), _rows(packed.v, shape.piece, shape)
+    k_rows, v_rows = rows_of(packed.k, shape.piece, shape), rows_of(packed.v, shape.piece, shape)
     pieces = list_pieces(kernels, plan, shape.piece)
     tiles = list_tiles(plan.q, shape.rows, shape.rest_rows)
     # Padded text rows are written by no tile.
@@ -147,7 +155,7 @@ def prepare(
         rows: int, num_tiles: int, num_text_tiles: int, per_block: int, left: int, rest_of: int, look: bool
     ) -> None:
         kernels.attend[(num_tiles + num_text_tiles, batch * num_heads)](
-            _rows(q_packed, rows, shape),
+            rows_of(q_packed, rows, shape),
             k_rows,
             v_rows,
             packed.k,
@@ -234,7 +242,7 @@ def _has_broken_values(v: torch.Tensor) -> torch.Tensor:
     return (~(low.isfinite() & high.isfinite())).to(torch.int32)[None]
 
 
-def _rows(packed: torch.Tensor, count: int, shape: TileShape) -> Any:
+def rows_of(packed: torch.Tensor, count: int, shape: TileShape) -> Any:
     """What the kernel loads rows from: a descriptor of `count` rows at a time, or the tensor."""
     if not shape.bulk:
         return packed

@@ -25,7 +25,9 @@ def quantize_rows(x: torch.Tensor, *, gelu_from: int | None = None) -> Quantized
         activated = F.gelu(values[:, gelu_from:], approximate="tanh")
         values = torch.cat([values[:, :gelu_from], activated], dim=1)
     largest = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_MAXIMUM)
-    return QuantizedRows((values * (FP8_MAX / largest)).to(torch.float8_e4m3fn), largest / FP8_MAX)
+    # A tensor over a tensor is divided; a number over a tensor would be multiplied by the rounded reciprocal.
+    factors = torch.full_like(largest, FP8_MAX) / largest
+    return QuantizedRows((values * factors).to(torch.float8_e4m3fn), largest / FP8_MAX)
 
 
 def dequantize(rows: QuantizedRows, dtype: torch.dtype) -> torch.Tensor:

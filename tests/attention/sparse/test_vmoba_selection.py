@@ -12,10 +12,11 @@ from sparse_oracle import random_qkv
 from tables import table
 
 from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout, plan_attention
-from diffusion_runtime.attention.sparse import vmoba_chunks as vmoba_selection
 from diffusion_runtime.attention.sparse.vmoba import VMobaOptions, chunk_kind
 from diffusion_runtime.attention.sparse.vmoba_chunks import chunks_of
+from diffusion_runtime.kernels.block_sparse import row_masks
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
+from diffusion_runtime.kernels.chunk_selection import reference
 
 LAYOUT = TokenLayout((3, 5, 4), 2, 1)
 # Ragged in time (2 + 1 frames), in space (3 + 2 by 3 + 1) and in both.
@@ -179,7 +180,8 @@ def test_query_head_groups_do_not_span_heads() -> None:
 def test_entries_are_compared_in_parts_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, _ = random_qkv(LAYOUT, num_heads=4, seed=5)
     whole = [plan_of(q, k, "st", moba_threshold_type=group).row_mask for group in TYPES]
-    monkeypatch.setattr(vmoba_selection, "_CHUNK", 60 * 4 * 3)
+    for module in (reference, row_masks):
+        monkeypatch.setattr(module, "_CHUNK", 60 * 4 * 3)
     for group, expected in zip(TYPES, whole, strict=True):
         assert torch.equal(plan_of(q, k, "st", moba_threshold_type=group).row_mask, expected)  # type: ignore[arg-type]
 
@@ -273,13 +275,11 @@ def test_chunks_hold_every_token_once(kind: str) -> None:
     assert plan.kv.sizes[0].tolist() == [chunks.count(chunk) for chunk in range(max(chunks) + 1)]
 
 
-def test_rows_of_a_block_stay_inside_it() -> None:
+def test_a_block_of_queries_lies_in_one_chunk() -> None:
     chunks = chunks_of(TokenLayout((2, 20, 20)), (2, 12, 12), torch.device("cpu"))
-    offsets = chunks.q.offsets[0].tolist()
     assert chunks.q.max_block_size == 128
-    for rows, (start, stop) in zip(chunks.rows_of_block.tolist(), itertools.pairwise(offsets), strict=True):
-        assert set(rows) == set(range(start, stop))
-        assert len({int(chunks.chunk_of_row[row]) for row in rows}) == 1
+    for start, stop in itertools.pairwise(chunks.q.offsets[0].tolist()):
+        assert len(set(chunks.chunk_of_row[start:stop].tolist())) == 1
 
 
 # --- which chunks where -----------------------------------------------------------------------------------------------

@@ -1,0 +1,117 @@
+"""Gathered attention against the reference; run under the interpreter as a script, or imported on a GPU.
+
+TRITON_INTERPRET=1 python tests/kernels/gathered_cases.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from sparse_oracle import random_qkv  # noqa: E402
+from sparse_plans import row_mask_plan  # noqa: E402
+
+from diffusion_runtime.attention import SparsePlan, TokenLayout  # noqa: E402
+from diffusion_runtime.kernels.block_sparse import row_masks  # noqa: E402
+from diffusion_runtime.kernels.block_sparse.gathered import block_sparse_gathered, units_of  # noqa: E402
+from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference  # noqa: E402
+from diffusion_runtime.kernels.block_sparse.triton import TileShape  # noqa: E402
+
+SMALL = TokenLayout((3, 3, 6))
+LARGE = TokenLayout((5, 12, 14))
+# Bytes of one row of float32 with 16 columns.
+ROW = 64
+
+
+def gathered_plan(layout: TokenLayout, tile: tuple[int, int, int] = (2, 2, 4), batch: int = 2) -> SparsePlan:
+    """A row mask plan whose bits are those of listed blocks alone; the first three queries see nothing."""
+    plan = row_mask_plan(layout, tile, batch=batch, heads=2, kv_heads=1)
+    seen = torch.stack(
+        [torch.stack([plan.row_selection(sample, head) for head in range(2)]) for sample in range(batch)]
+    )
+    mask = row_masks.packed_bits(seen)
+    return dataclasses.replace(plan, row_mask=mask, max_blocks_per_query=int(seen.sum(dim=-1).max()))
+
+
+def check(
+    plan: SparsePlan,
+    layout: TokenLayout,
+    *,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    shape: TileShape | None = None,
+    scale: float = 0.3,
+    budget: int = 1 << 30,
+    device: str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Errors within three times the reference's own from float64; rows that see nothing are 0 and -inf."""
+    plan = plan.to(device)
+    q, k, v = (
+        x.to(device)
+        for x in random_qkv(layout, batch=plan.batch, num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    )
+    exact, exact_lse = block_sparse_reference(q.double(), k.double(), v.double(), plan, scale=scale)
+    rounded, _ = block_sparse_reference(q, k, v, plan, scale=scale)
+    out, lse = block_sparse_gathered(q, k, v, plan, scale=scale, shape=shape, budget=budget)
+    rounding = torch.finfo(dtype).eps
+    own = float((rounded.double() - exact).norm() / exact.norm())
+    empty = exact_lse == float("-inf")
+    assert empty.any(), "the plan has rows that see nothing"
+    assert torch.equal(lse == float("-inf"), empty), "rows that see nothing"
+    assert not out.transpose(1, 2)[empty].any(), "rows that see nothing are 0"
+    assert float((out.double() - exact).norm() / exact.norm()) <= max(3 * own, 4 * rounding)
+    assert float((lse.double() - exact_lse).masked_fill(empty, 0).abs().max()) <= 1e-4 + 8 * rounding
+    return out, lse
+
+
+def check_poisoned_values(plan: SparsePlan, layout: TokenLayout, shape: TileShape | None, device: str) -> None:
+    """NaN and inf in values and keys reach the queries that see them, and no bit of any other changes."""
+    plan = plan.to(device)
+    q, k, v = (x.to(device) for x in random_qkv(layout, batch=plan.batch, num_heads=2, num_kv_heads=1, head_dim=16))
+    clean, _ = block_sparse_gathered(q, k, v, plan, scale=0.25, shape=shape)
+    mask = plan.to_dense_mask().transpose(1, 2)
+    for x, poison in ((v, {0: float("nan"), 29: float("inf")}), (k, {40: float("nan")})):
+        poisoned = x.clone()
+        for key, value in poison.items():
+            poisoned[:, key] = value
+        out, _ = block_sparse_gathered(q, *((k, poisoned) if x is v else (poisoned, v)), plan, scale=0.25, shape=shape)
+        sees = mask[..., list(poison)].any(dim=-1)
+        assert sees.any()
+        assert not sees.all()
+        assert torch.equal(~out.isfinite().all(dim=-1), sees)
+        assert torch.equal(out[~sees], clean[~sees])
+
+
+def main() -> None:
+    """Tiles of more and of fewer rows than a list, bulk copies and pointers; units of heads and of query blocks."""
+    plan = gathered_plan(SMALL)
+    rows = TileShape(16, 16, 4, 2, False), TileShape(8, 32, 4, 2, True)
+    whole = check(plan, SMALL, shape=rows[0])
+    row = ROW * (plan.max_blocks_per_query or 0)
+    for budget, expected in ((3 * 54 * row, 2), (40 * row, 4 * 4), (1, 4 * plan.q.num_blocks)):
+        units = units_of(plan, ROW, budget)
+        assert len(units) == expected, (units, plan.q.num_blocks, plan.q.max_block_size)
+    for budget in (3 * 54 * row, 40 * row):
+        again = check(plan, SMALL, shape=rows[0], budget=budget)
+        assert torch.equal(again[0], whole[0])
+        assert torch.equal(again[1], whole[1])
+    # Blocks of more queries than a tile of bits.
+    one = gathered_plan(SMALL, (3, 3, 4), batch=1)
+    assert one.q.max_block_size > row_masks.tile_of_bits(one.kv.num_blocks)[0]
+    check(one, SMALL, shape=rows[1], scale=-0.3, head_dim=24)
+    check(one, SMALL, shape=rows[0], scale=0.0, dtype=torch.float16)
+    check_poisoned_values(one, SMALL, rows[0], "cpu")
+    counts = row_masks.count_rows_triton(plan.row_mask.flatten(0, 1), plan.q, plan.kv.num_blocks)  # type: ignore[union-attr]
+    expected_counts = row_masks.count_rows_reference(plan.row_mask.flatten(0, 1), plan.q, plan.kv.num_blocks)  # type: ignore[union-attr]
+    assert torch.equal(counts.of_blocks, expected_counts.of_blocks)
+    assert torch.equal(counts.of_rows, expected_counts.of_rows)
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()
