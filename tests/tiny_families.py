@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2
 from tiny_hunyuan_video import write_tiny_hunyuan_video
@@ -15,6 +17,9 @@ from tiny_qwen_image import write_tiny_qwen_image
 from tiny_z_image import write_tiny_z_image
 
 from diffusion_runtime import GenerationRequest, Pipeline
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs
+from diffusion_runtime.text_encoders.interface import TextStream
 
 # Between them every kind of text encoder: UMT5, CLIP, T5, Mistral 3, Qwen 2.5 VL, Llama, ByT5, Gemma 3, Qwen 3.
 WRITERS: Mapping[str, Callable[[Path], Path]] = {
@@ -39,3 +44,30 @@ def small_request(pipeline: Pipeline, num_steps: int = 2) -> GenerationRequest:
 
 def makes_videos(pipeline: Pipeline) -> bool:
     return pipeline.rules.geometry.temporal_factor > 1
+
+
+PROMPTS = ('a red circle and the words "a star" moving left', "a star")
+Given = tuple[torch.Tensor, torch.Tensor, DenoiserInputs]
+
+
+def given_to(pipeline: Pipeline) -> Given:
+    """Latents, unequal timesteps, and text of two lengths with noise where it is padding, so that it would show."""
+    generator = torch.Generator().manual_seed(1)
+    request = small_request(pipeline)
+    assert request.num_frames is not None
+    size = ClipSize(64, 64, request.num_frames, 24)
+    latents = torch.randn(2, *pipeline.rules.geometry.sample_shape(size), generator=generator)
+    text = pipeline.text_encoder.encode(PROMPTS)
+    further = tuple(
+        TextStream(with_noise(stream.embeddings, stream.lengths), stream.lengths) for stream in text.further
+    )
+    noisy = dataclasses.replace(text, embeddings=with_noise(text.embeddings, text.lengths), further=further)
+    guidance = 3.5 if pipeline.rules.embeds_guidance else None
+    return latents, torch.tensor([937.3, 474.65]), DenoiserInputs(noisy, size, guidance=guidance)
+
+
+def with_noise(embeddings: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    noisy = embeddings.clone()
+    for row, length in zip(noisy, lengths, strict=True):
+        row[length:] = torch.randn(row[length:].shape, generator=torch.Generator().manual_seed(length))
+    return noisy

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from test_transformers import given_to
-from tiny_families import small_request
+from tiny_families import given_to, small_request
 
-from diffusion_runtime import Pipeline, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 
@@ -94,3 +93,48 @@ def test_nothing_is_compiled_anew_for_other_prompts_steps_seeds_and_sizes(
         # Frames of 8 bits, rounded.
         assert numpy.abs(ours.frames.astype(int) - theirs.frames.astype(int)).max() <= 1
         assert [row.count for row in ours.attention_report.rows] == [row.count for row in theirs.attention_report.rows]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"step_cache": "easycache:threshold=0.5,warmup=0.2"},
+        {"step_cache": "dbcache:F=1,W=1,R=0.9"},
+        {"cfg_gate": 0.5},
+        {"progressive_resolution": "dct:delta=0.1,A=200,beta=2.4"},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_caches_and_progressive_resolution_run_around_compiled_blocks(
+    values: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = load_pipeline("shapes", device="cpu")
+    assert isinstance(pipeline, Pipeline)
+    request = GenerationRequest("a red circle", height=128, width=128, num_frames=1, num_inference_steps=10, seed=1)
+    request = dataclasses.replace(request, **values)  # type: ignore[arg-type]
+    expected = pipeline(request)
+    blocks = CompiledBlocks("eager")
+    blocks.compile(pipeline.transformer)
+    monkeypatch.setattr(pipeline, "_compiled", blocks)
+    found = pipeline(request)
+    # A batch of both guidance branches and one branch by itself.
+    assert blocks.num_graphs <= 2
+    decided = [[(row.computed, row.reused) for row in made.attention_report.steps] for made in (found, expected)]
+    assert decided[0] == decided[1]
+    assert numpy.abs(found.frames.astype(int) - expected.frames.astype(int)).max() <= 1
+
+
+def test_loras_are_switched_under_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = load_pipeline("shapes", device="cpu")
+    assert isinstance(pipeline, Pipeline)
+    blocks = CompiledBlocks("eager")
+    blocks.compile(pipeline.transformer)
+    monkeypatch.setattr(pipeline, "_compiled", blocks)
+    request = GenerationRequest("a red circle", height=64, width=64, num_frames=1, num_inference_steps=2, seed=1)
+    plain = pipeline(request)
+    pipeline.set_loras(["shapes-fast"])
+    switched = pipeline(request)
+    fresh = load_pipeline("shapes", device="cpu", lora=["shapes-fast"])(request)
+    assert blocks.num_graphs == 1
+    assert numpy.abs(switched.frames.astype(int) - fresh.frames.astype(int)).max() <= 1
+    assert (switched.frames != plain.frames).any()

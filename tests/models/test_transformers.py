@@ -14,18 +14,14 @@ import torch
 from family_cases import FAMILIES, FamilyCase
 from family_parity import relative
 from tables import table
-from tiny_families import small_request
+from tiny_families import given_to
 
 from diffusion_runtime import Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
-from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
 pytestmark = pytest.mark.filterwarnings("ignore")
-PROMPTS = ('a red circle and the words "a star" moving left', "a star")
-Given = tuple[torch.Tensor, torch.Tensor, DenoiserInputs]
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +37,6 @@ def pipeline_of(tiny_folder_of: Callable[[str], Path]) -> Callable[[str], Pipeli
         return pipelines[family]
 
     return pipeline
-
-
-def given_to(pipeline: Pipeline) -> Given:
-    """Latents, unequal timesteps, and text of two lengths with noise where it is padding, so that it would show."""
-    generator = torch.Generator().manual_seed(1)
-    request = small_request(pipeline)
-    assert request.num_frames is not None
-    size = ClipSize(64, 64, request.num_frames, 24)
-    latents = torch.randn(2, *pipeline.rules.geometry.sample_shape(size), generator=generator)
-    text = pipeline.text_encoder.encode(PROMPTS)
-    further = tuple(
-        TextStream(with_noise(stream.embeddings, stream.lengths), stream.lengths) for stream in text.further
-    )
-    noisy = dataclasses.replace(text, embeddings=with_noise(text.embeddings, text.lengths), further=further)
-    guidance = 3.5 if pipeline.rules.embeds_guidance else None
-    return latents, torch.tensor([937.3, 474.65]), DenoiserInputs(noisy, size, guidance=guidance)
-
-
-def with_noise(embeddings: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    noisy = embeddings.clone()
-    for row, length in zip(noisy, lengths, strict=True):
-        row[length:] = torch.randn(row[length:].shape, generator=torch.Generator().manual_seed(length))
-    return noisy
 
 
 def flipped(text: Conditions) -> Conditions:
