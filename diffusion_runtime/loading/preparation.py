@@ -106,7 +106,8 @@ def prepare(
 def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> RuntimeConfig:
     if not isinstance(model, RuntimeConfig):
         return RuntimeConfig(model_path=model, **keywords)
-    given = [name for name, value in keywords.items() if value not in (None, "auto", (), True, "exact", "none")]
+    defaults = {field.name: field.default for field in dataclasses.fields(RuntimeConfig)}
+    given = [name for name, value in keywords.items() if value != defaults[name]]
     if given:
         raise ConfigError(
             f"load_pipeline: {', '.join(given)}: put it into the RuntimeConfig, or give a model path instead"
