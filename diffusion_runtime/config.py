@@ -277,6 +277,10 @@ class RuntimeConfig:
             raise ConfigError(
                 f"vae_decode: unknown value {shown(self.vae_decode)}.{nearest(self.vae_decode, VAE_DECODE_MODES)}"
             )
+        # What YAML makes of a bare on and off.
+        for name, words in (("vae_tiling", ("off", "on")), ("quantization", ("none",)), ("compile", ("off",))):
+            if isinstance(getattr(self, name), bool) and getattr(self, name) < len(words):
+                object.__setattr__(self, name, words[getattr(self, name)])
         if self.vae_tiling not in VAE_TILING_CHOICES:
             raise ConfigError(
                 f"vae_tiling: unknown value {shown(self.vae_tiling)}.{nearest(self.vae_tiling, VAE_TILING_CHOICES)}"
@@ -295,9 +299,6 @@ class RuntimeConfig:
         if self.vae_decoder is not None and self.vae_tiling == "on":
             raise ConfigError("vae_tiling: on is for the model's own decoder, and vae_decoder names another one")
         self._check_quantization()
-        if str(self.compile) == "False":
-            # What YAML makes of a bare off.
-            object.__setattr__(self, "compile", "off")
         if self.compile not in COMPILE_MODES:
             raise ConfigError(
                 f"compile: unknown value {shown(self.compile)}.{nearest(str(self.compile), COMPILE_MODES)}"

@@ -297,6 +297,8 @@ class Pipeline:
                 seeds = [request.seed for request in batch]
                 latents = denoiser.denoise(prompts.conditions, seeds, lambda step, _: done(step.index + 1))
                 on_latents(latents)
+            if self._quantization is not None:
+                self._quantization.counter.stop()
             compile_timings = compile_cost.report(recorder)
             recipes = [
                 {**self.recipe, "request": request.to_dict(), **preset, "notes": list(notes)}

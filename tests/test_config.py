@@ -83,3 +83,22 @@ def test_what_runs_already_must_be_what_was_asked_for() -> None:
         ParallelConfig(num_gpus=4).with_world(2)
     with pytest.raises(ConfigError, match="ulysses_degree 4 does not give 6 processes"):
         ParallelConfig(ulysses_degree=4).with_world(6)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "meant"),
+    [
+        ("vae_tiling", False, "off"),
+        ("vae_tiling", True, "on"),
+        ("compile", False, "off"),
+        ("quantization", False, "none"),
+    ],
+)
+def test_a_bare_on_or_off_of_yaml_is_taken_as_meant(name: str, given: bool, meant: str) -> None:
+    assert getattr(RuntimeConfig.from_dict({name: given}), name) == meant
+
+
+@pytest.mark.parametrize("name", ["compile", "quantization"])
+def test_a_bare_on_says_no_mode(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: unknown value True"):
+        RuntimeConfig.from_dict({name: True})

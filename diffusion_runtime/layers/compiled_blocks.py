@@ -20,6 +20,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention_report import AttentionRecorder
+from diffusion_runtime.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -107,6 +108,9 @@ class _CompiledForward:
         # The block holds this object.
         self._block = weakref.ref(block)
         self._batch_sizes: set[int] = set()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Any:
+        raise ConfigError("a transformer with compiled blocks cannot be copied; load the copy without compile")
 
     def __call__(self, *arguments: Any) -> Any:
         batch_size = arguments[0].shape[0]

@@ -36,6 +36,10 @@ class ProductCounter:
         """From now on, call `record` with how each product is computed."""
         self._record = record
 
+    def stop(self) -> None:
+        """Products of forward passes outside of a generation are not counted."""
+        self._record = lambda _: None
+
     def count(self, implementation: str) -> None:
         self._record(implementation)
 

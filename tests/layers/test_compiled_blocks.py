@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import shutil
 import weakref
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention import AttentionContext, LocalAttention, StepInfo
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -121,3 +123,10 @@ def test_inductor_computes_the_same(tmp_path: object, monkeypatch: pytest.Monkey
     for num_tokens in (7, 12):
         torch.testing.assert_close(run(model, num_tokens, 1), expected(num_tokens, 1), atol=1e-5, rtol=1e-5)
     assert blocks.num_graphs == 1
+
+
+def test_compiled_blocks_refuse_a_copy_that_would_run_the_originals_weights() -> None:
+    model = Model().requires_grad_(False)
+    CompiledBlocks("eager").compile(model)
+    with pytest.raises(ConfigError, match="cannot be copied; load the copy without compile"):
+        copy.deepcopy(model)

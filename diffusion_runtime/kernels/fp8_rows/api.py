@@ -13,6 +13,7 @@ import torch
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.fp8_rows import reference, triton
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows as QuantizedRows
+from diffusion_runtime.kernels.implementation import runs_in_triton
 
 # Numbers per row and rows that the product of torch takes: multiples of this.
 ALIGNMENT = 16
@@ -27,9 +28,10 @@ def quantize_rows(x: torch.Tensor, *, gelu_from: int | None = None) -> Quantized
     """
     if x.ndim < 1:
         raise ConfigError("quantize_rows: expected [..., dim], got a single number")
-    if triton.refusal(x) is None:
-        return triton.quantize_rows(x.reshape(-1, x.shape[-1]), gelu_from=gelu_from)
-    return reference.quantize_rows(x.reshape(-1, x.shape[-1]), gelu_from=gelu_from)
+    rows = x.reshape(-1, x.shape[-1])
+    if runs_in_triton("auto", triton.refusal(rows)):
+        return triton.quantize_rows(rows, gelu_from=gelu_from)
+    return reference.quantize_rows(rows, gelu_from=gelu_from)
 
 
 def product_refusal(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> str | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.kernels.implementation import refusal_of
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Of one program, which keeps its row in registers.
 MAX_DIM = 32768
 _launches = LaunchCache()
@@ -18,12 +16,11 @@ _launches = LaunchCache()
 
 def refusal(x: torch.Tensor) -> str | None:
     """Why tensors like x are not quantised by this implementation; None when they are."""
-    if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return f"needs a CUDA GPU, the tensor is on {x.device}"
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
-        return "needs a GPU of compute capability 8.9 or newer"
-    if x.dtype not in DTYPES:
-        return f"takes bfloat16, float16 and float32, not {x.dtype}"
+    reason = refusal_of(x)
+    if reason is not None:
+        return reason
+    if x.is_cuda and (torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 9)):
+        return "needs a GPU of NVIDIA's of compute capability 8.9 or newer"
     if not 0 < x.shape[-1] <= MAX_DIM:
         return f"takes rows of 1 to {MAX_DIM} numbers, not {x.shape[-1]}"
     return None
