@@ -88,7 +88,7 @@ def meddle() -> None:
 
         return call(self, request, on_progress=watched, open_sink=open_sink)
 
-    def heard_decode(self: Any, latents: Any, bands: Any = None) -> Any:
+    def saving_stream(self: Any, latents: Any, bands: Any = None) -> Any:
         if "latents" in PLAN and os.environ.get("RANK", "0") == "0":
             numpy.save(PLAN["latents"], latents.cpu().numpy())
         return decode(self, latents, bands)
@@ -120,7 +120,7 @@ def meddle() -> None:
 
     generation._report_end = watched_end
     Pipeline.__call__ = watched_call  # type: ignore[method-assign]
-    decoder.stream = heard_decode  # type: ignore[method-assign]
+    decoder.stream = saving_stream  # type: ignore[method-assign]
     generated.publish_pair = watched_publish
 
 
