@@ -264,17 +264,21 @@ def main() -> int:
             rows.append({"name": case.name, "failed": traceback.format_exc()[-500:]})
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
+        if arguments.output:  # after every case: a run that is cut off keeps what it measured
+            write(arguments.output, rows, arguments.device)
+    return int(any("failed" in row for row in rows))
+
+
+def write(path: Path, rows: list[dict[str, Any]], device: str) -> None:
     document = {
         "schema": "diffusion_runtime.sparse_backends_gpu/1",
-        "machine": describe_machine(arguments.device),
+        "machine": describe_machine(device),
         "dtype": "bfloat16",
         "head_dim": HEAD_DIM,
         "rows": rows,
     }
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-    return int(any("failed" in row for row in rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def profile(case: Case, device: str) -> None:
