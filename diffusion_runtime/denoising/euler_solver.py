@@ -6,43 +6,52 @@ than a first command has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
 
-from diffusion_runtime.denoising.known_settings import either, is_nothing, is_number, is_whole, unused
+from diffusion_runtime.untrusted.known_settings import (
+    Allows,
+    are_known,
+    either,
+    is_false,
+    is_nothing,
+    is_number,
+    is_positive,
+    whole,
+)
 
 
 def _is_terminal(value: Any) -> bool:
-    return value is None or (is_number(value) and value < 1)
+    return value is None or (is_positive(value) and value < 1)
 
 
 # Setting of the diffusers class -> the values with which this solver computes what that class computes.
-_KNOWN: Mapping[str, Callable[[Any], bool]] = {
-    "num_train_timesteps": is_whole(2, 100_000),
-    "shift": is_number,
+_KNOWN: Mapping[str, Allows] = {
+    "num_train_timesteps": whole(2, 100_000),
+    "shift": is_positive,
     "shift_terminal": _is_terminal,
-    "invert_sigmas": unused,
-    "stochastic_sampling": unused,
-    "use_karras_sigmas": unused,
-    "use_exponential_sigmas": unused,
-    "use_beta_sigmas": unused,
-    "use_dynamic_shifting": unused,
+    "invert_sigmas": is_false,
+    "stochastic_sampling": is_false,
+    "use_karras_sigmas": is_false,
+    "use_exponential_sigmas": is_false,
+    "use_beta_sigmas": is_false,
+    "use_dynamic_shifting": is_false,
     # What nothing reads with those values.
     "base_shift": lambda value: is_nothing(value) or is_number(value),
     "max_shift": lambda value: is_nothing(value) or is_number(value),
-    "base_image_seq_len": is_whole(1, 1 << 31),
-    "max_image_seq_len": is_whole(1, 1 << 31),
+    "base_image_seq_len": whole(1, 1 << 31),
+    "max_image_seq_len": whole(1, 1 << 31),
     "time_shift_type": either("exponential", "linear"),
 }
 
 
 def takes(settings: Mapping[str, Any], num_steps: int) -> bool:
     """Whether the solver computes what the class of diffusers computes with these settings."""
-    return num_steps >= 1 and all(key in _KNOWN and _KNOWN[key](value) for key, value in settings.items())
+    return num_steps >= 1 and are_known(settings, _KNOWN)
 
 
 class EulerSolver:

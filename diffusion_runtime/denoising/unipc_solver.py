@@ -7,7 +7,7 @@ than a first command has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,38 +15,49 @@ from typing import Any
 import numpy
 import torch
 
-from diffusion_runtime.denoising.known_settings import either, is_nothing, is_number, is_true, is_whole, unused
+from diffusion_runtime.untrusted.known_settings import (
+    Allows,
+    are_known,
+    either,
+    is_false,
+    is_nothing,
+    is_number,
+    is_positive,
+    is_true,
+    several,
+    whole,
+)
 
 # With a noise level of 1 the signal is 0 and its logarithm infinite: the first step starts a little below.
 _FIRST_LEVEL_BELOW_ONE = 1e-6
 _MAX_ORDER = 3
 
 # Setting of the diffusers class -> the values with which this solver computes what that class computes.
-_KNOWN: Mapping[str, Callable[[Any], bool]] = {
-    "num_train_timesteps": is_whole(2, 100_000),
-    "flow_shift": is_number,
-    "solver_order": is_whole(1, _MAX_ORDER),
+_KNOWN: Mapping[str, Allows] = {
+    "num_train_timesteps": whole(2, 100_000),
+    "flow_shift": is_positive,
+    "solver_order": whole(1, _MAX_ORDER),
     # With bh1 the class divides infinity by infinity at a last noise level of 0.
     "solver_type": either("bh2"),
     "lower_order_final": either(True, False),
-    "disable_corrector": lambda value: isinstance(value, list | tuple) and all(type(each) is int for each in value),
+    "disable_corrector": several(whole(0, 100_000)),
     "prediction_type": either("flow_prediction"),
     "use_flow_sigmas": is_true,
     "predict_x0": is_true,
     "final_sigmas_type": either("zero"),
     # What would change the schedule or the prediction.
-    "thresholding": unused,
-    "use_karras_sigmas": unused,
-    "use_exponential_sigmas": unused,
-    "use_beta_sigmas": unused,
-    "use_dynamic_shifting": unused,
-    "rescale_betas_zero_snr": unused,
+    "thresholding": is_false,
+    "use_karras_sigmas": is_false,
+    "use_exponential_sigmas": is_false,
+    "use_beta_sigmas": is_false,
+    "use_dynamic_shifting": is_false,
+    "rescale_betas_zero_snr": is_false,
     "solver_p": is_nothing,
     "trained_betas": is_nothing,
     "shift_terminal": is_nothing,
     # What nothing reads with those values.
-    "beta_start": is_number,
-    "beta_end": is_number,
+    "beta_start": is_positive,
+    "beta_end": is_positive,
     "beta_schedule": either("linear", "scaled_linear", "squaredcos_cap_v2"),
     "dynamic_thresholding_ratio": is_number,
     "sample_max_value": is_number,
@@ -60,7 +71,7 @@ _KNOWN: Mapping[str, Callable[[Any], bool]] = {
 
 def takes(settings: Mapping[str, Any], num_steps: int) -> bool:
     """Whether the solver computes what diffusers' UniPCMultistepScheduler computes with these settings."""
-    return num_steps >= 1 and all(key in _KNOWN and _KNOWN[key](value) for key, value in settings.items())
+    return num_steps >= 1 and are_known(settings, _KNOWN)
 
 
 class UniPCSolver:

@@ -153,7 +153,7 @@ def test_kernels_that_give_other_frames_are_not_used(caplog: pytest.LogCaptureFi
         assert decoder.implementation == "AutoencoderKLWan, wrong"
         assert torch.equal(decoder.decode(random_latents(3)), expected)
         assert decoder.implementation == f"AutoencoderKLWan{left}"
-    assert caplog.text.count("wrong is left out on this machine: its frames are not those of diffusers' module") == 2
+    assert caplog.text.count("wrong is left out on this machine: its frames are not those without fused kernels") == 2
 
 
 class Uncompilable(ChannelsFirstDecoder):
