@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.denoising.euler_solver import EulerSolver, takes
 from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler, build_scheduler
 from diffusion_runtime.errors import RequestError
@@ -35,6 +36,7 @@ class FlowMatchEulerSampler(ScheduleSampler):
         options = {**self.options, "shift": self.flow_shift}
         if takes(options, self.num_steps):
             return EulerSolver(options, self.num_steps, device, self.sigmas)
+        check_diffusers_import()
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
         scheduler: Scheduler = build_scheduler(

@@ -1,5 +1,5 @@
-"""The denoising loop around a solver with the interface of diffusers' schedulers, and how one of diffusers is built from
-a folder's settings."""
+"""The denoising loop around a solver with the interface of diffusers' schedulers, and how one of diffusers is built
+from a folder's settings."""
 
 from __future__ import annotations
 

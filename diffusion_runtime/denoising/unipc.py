@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler, build_scheduler
 from diffusion_runtime.denoising.unipc_solver import UniPCSolver, takes
 
@@ -23,6 +24,7 @@ class UniPCSampler(ScheduleSampler):
         options = {**self.options, **flow}
         if takes(options, self.num_steps):
             return UniPCSolver(options, self.num_steps, device)
+        check_diffusers_import()
         from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
         scheduler: Scheduler = build_scheduler(UniPCMultistepScheduler, options, self.num_steps, device)

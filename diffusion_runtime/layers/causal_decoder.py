@@ -42,8 +42,8 @@ Activation = TypeVar("Activation")
 class LatentFrameDecoder(SampleDecoder):
     """Decodes one latent frame after the other. A chunk is what one latent frame becomes.
 
-    autoencoder: CausalVideoAutoencoder, or diffusers' module of the same structure, in eval mode. `ranks` of `decode` are
-    the processes that each decode a band of rows, from the top.
+    autoencoder: CausalVideoAutoencoder, or diffusers' module of the same structure, in eval mode. `ranks` of `decode`
+    are the processes that each decode a band of rows, from the top.
     """
 
     def __init__(self, autoencoder: Any) -> None:
@@ -222,9 +222,7 @@ class _ChannelsFirstRun(DecoderRun[torch.Tensor]):
         return out.transpose(0, 1)[None]
 
     def add_shortcut(self, x: torch.Tensor, source: torch.Tensor, duplication: Duplication) -> torch.Tensor:
-        frames: torch.Tensor = self._upsampling.add_duplicated_channels_first(
-            x[0].transpose(0, 1), source, duplication
-        )
+        frames: torch.Tensor = self._upsampling.add_duplicated_channels_first(x[0].transpose(0, 1), source, duplication)
         return frames.transpose(0, 1)[None]
 
     def leave(self, norm: Any, conv: Any, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ Qwen-Image have this decoder; what stands in their config.json are the names of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class CausalDecoderNetwork(nn.Module):
         self.conv_in = nn.Conv3d(sizes.z_dim, widths[0], 3)
         self.mid_block = MiddleBlock(widths[0])
         self.up_blocks = nn.ModuleList()
-        for level, (dim_in, dim_out) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+        for level, (dim_in, dim_out) in enumerate(itertools.pairwise(widths)):
             doubles = sizes.doubles_frames[level] if level < len(sizes.dim_mult) - 1 else None
             if sizes.is_residual:
                 self.up_blocks.append(ShortcutUpBlock(dim_in, dim_out, sizes.num_res_blocks, doubles))
@@ -172,4 +173,6 @@ class RepeatedChannels(nn.Module):
 
 
 def _resnets(dim_in: int, dim_out: int, num_res_blocks: int) -> nn.ModuleList:
-    return nn.ModuleList(ResidualBlock(dim_in if index == 0 else dim_out, dim_out) for index in range(num_res_blocks + 1))
+    return nn.ModuleList(
+        ResidualBlock(dim_in if index == 0 else dim_out, dim_out) for index in range(num_res_blocks + 1)
+    )

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
 from diffusion_runtime.generation_pipeline import GenerationPipeline
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.model_folder import ModelFolder, read_index
-from diffusion_runtime.models.diffusers_import import check_diffusers_import
 from diffusion_runtime.models.model_sources import resolve_model_folder
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.parallel.world import World
@@ -55,8 +55,9 @@ def load_pipeline(
     the model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
-    ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers from being
-    imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it does not fit.
+    ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers, which this
+    model needs, from being imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it
+    does not fit.
     """
     keywords = {
         "attention": attention,
@@ -97,12 +98,12 @@ def prepare(
 
     Raises what `load_pipeline` raises before it reads weights, self-checks aside.
     """
-    check_diffusers_import()
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
     folder = ModelFolder(resolve_model_folder(config.model_path, weights=False))
     if _is_passthrough(config.backend, folder):
         # Imported here: its graph breaks import torch's compiler, 1.5 s that a native model does not wait for.
+        check_diffusers_import()
         from diffusion_runtime.loading.passthrough import prepare_passthrough
 
         return prepare_passthrough(config, folder)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
 from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
@@ -58,8 +59,10 @@ class DiffusersComponent:
     def build(self, folder: AnyFolder, *, left_out: tuple[str, ...] = ()) -> Any:
         """The component without weights, on the meta device, from its config.json. left_out: as in `load`.
 
-        Raises ModelLoadError for settings that the installed class does not know or refuses.
+        Raises ModelLoadError for settings that the installed class does not know or refuses, and InstallationError
+        where diffusers cannot be imported.
         """
+        check_diffusers_import()
         # Imported here: it takes a second or two, and more when it is the first part of diffusers.
         component_class = getattr(importlib.import_module(self.module), self.class_name)
         file, settings = read_config(folder, self.name), self._settings(folder)

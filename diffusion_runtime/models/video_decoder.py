@@ -51,7 +51,8 @@ class FusedDecoder:
 @dataclass(frozen=True)
 class Decoders:
     """What can decode for one autoencoder. module: diffusers' module, or an eager decoder with its bits. fused: by
-    preference; empty leaves everything to the module. make_fast: what the `fast` mode uses instead, made when it is asked for."""
+    preference; empty leaves everything to the module. make_fast: what the `fast` mode uses instead, made when it is
+    asked for."""
 
     module: SampleDecoder
     fused: Sequence[FusedDecoder]

@@ -91,4 +91,8 @@ def load_json_tokenizer(folder: Path) -> JsonTokenizer | None:
     # transformers would add them.
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     is_plain = tokenizer.truncation is None and tokenizer.padding is None
-    return JsonTokenizer(tokenizer, settings) if is_plain and special.issuperset(settings[key] for key in _SPECIAL) else None
+    return (
+        JsonTokenizer(tokenizer, settings)
+        if is_plain and special.issuperset(settings[key] for key in _SPECIAL)
+        else None
+    )
