@@ -39,11 +39,11 @@ from diffusion_runtime.attention import (
     list_backends,
 )
 from diffusion_runtime.attention.autotune import time_alternately
-from diffusion_runtime.attention.machine_cache import ENVIRONMENT_VARIABLE
 from diffusion_runtime.benchmark.attention import Effort, benchmark_attention, default_backends
 from diffusion_runtime.benchmark.measurement import AttentionBenchmark
 from diffusion_runtime.benchmark.plot import check_plotting, plot_benchmark
 from diffusion_runtime.benchmark.shapes import find_shapes
+from diffusion_runtime.cache_folder import ENVIRONMENT_VARIABLE
 from diffusion_runtime.hardware import detect_hardware
 
 SCHEMA = "diffusion_runtime.attention_gpu/1"

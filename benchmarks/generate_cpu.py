@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[list[str], float, float | None]] = {
     "help": (["-m", "diffusion_runtime", "generate", "--help"], 0.5, None),
     "import": (["-c", "import diffusion_runtime"], 0.5, None),
     "generate": (["-m", "diffusion_runtime", "generate", PROMPT], 20.0, 2500.0),
+    "generate_fast": (["-m", "diffusion_runtime", "generate", PROMPT, "--preset", "fast"], 8.0, 2500.0),
     "generate_draft": (["-m", "diffusion_runtime", "generate", PROMPT, "--preset", "draft"], 8.0, 2500.0),
     "generate_image": (["-m", "diffusion_runtime", "generate", PROMPT, "--num-frames", "1"], 8.0, 2500.0),
 }

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.interface import Backend
+from diffusion_runtime.cache_folder import cache_root
 from diffusion_runtime.hardware import Hardware
 from diffusion_runtime.untrusted.json_text import read_json_file
 
-ENVIRONMENT_VARIABLE = "DIFFUSION_RUNTIME_CACHE"
 MEASURED_SCHEMA = "diffusion_runtime.measured_attention/1"
 SELF_CHECK_SCHEMA = "diffusion_runtime.self_check/1"
 
@@ -55,15 +55,8 @@ class Choice:
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: DIFFUSION_RUNTIME_CACHE, else diffusion-runtime in the user's cache folder, which is
-    XDG_CACHE_HOME or ~/.cache."""
-    moved = os.environ.get(ENVIRONMENT_VARIABLE)
-    if moved:
-        return Path(moved).expanduser() / "attention"
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification asks to ignore a relative one.
-    user_cache = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
-    return user_cache / "diffusion-runtime" / "attention"
+    """Where measurements are kept."""
+    return cache_root() / "attention"
 
 
 class MeasuredCache:

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
+from diffusion_runtime.denoising.euler_solver import EulerSolver, takes
 from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler, build_scheduler
 from diffusion_runtime.errors import RequestError
 
 
 @dataclass(frozen=True)
 class FlowMatchEulerSampler(ScheduleSampler):
-    """diffusers' FlowMatchEulerDiscreteScheduler in our loop.
+    """Euler steps by our solver, or by diffusers' FlowMatchEulerDiscreteScheduler where the solver does not take the
+    settings.
 
     Raises RequestError for a number of steps that the options do not allow.
     """
@@ -29,10 +32,13 @@ class FlowMatchEulerSampler(ScheduleSampler):
 
     def scheduler(self, device: torch.device) -> Scheduler:
         """See ScheduleSampler.scheduler."""
-        from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-
         # Given at construction: the class shifts its smallest sigma there, and `set_shift` would leave it as it was.
         options = {**self.options, "shift": self.flow_shift}
+        if takes(options, self.num_steps):
+            return EulerSolver(options, self.num_steps, device, self.sigmas)
+        check_diffusers_import()
+        from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
         scheduler: Scheduler = build_scheduler(
             FlowMatchEulerDiscreteScheduler, options, self.num_steps, device, self.sigmas
         )

@@ -1,4 +1,5 @@
-"""The denoising loop around a diffusers scheduler, and how one is built from a folder's settings."""
+"""The denoising loop around a solver with the interface of diffusers' schedulers, and how one of diffusers is built
+from a folder's settings."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ _REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, NotImple
 
 
 class Scheduler(Protocol):
-    """The methods of a diffusers scheduler that this loop uses."""
+    """What this loop uses of a solver, as diffusers' schedulers have it.
+
+    config: has `num_train_timesteps`.
+    """
 
     timesteps: torch.Tensor
     sigmas: torch.Tensor
@@ -34,7 +38,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class ScheduleSampler(Sampler):
-    """A sampler whose steps a diffusers scheduler computes.
+    """A sampler whose steps a Scheduler computes.
 
     num_steps: predictions; flow_shift: s of sigma = s * t / (1 + (s - 1) * t); options: further settings of the
     scheduler class. sigmas: t of every step, None for the scheduler's own spacing.

@@ -17,6 +17,10 @@ def import_failure(module: str, *functions: str) -> str | None:
     import torch
 
     try:
+        if module.split(".")[:2] == ["flash_attn", "cute"]:
+            from diffusion_runtime.kernels.kept_kernels import keep_flash_attention_kernels
+
+            keep_flash_attention_kernels()
         # Backends are chosen where transformers are built, on the meta device; a package's own import must not run on
         # it. A deprecation inside a package is no failure of it, even where warnings are errors.
         with torch.device("cpu"), warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Causal video decoder on the weights of diffusers' AutoencoderKLWan and AutoencoderKLQwenImage, with fused kernels.
+"""Causal video decoder on the weights of AutoencoderKLWan and AutoencoderKLQwenImage, with fused kernels.
 
 The decoder turns one latent frame after the other into frames: the first into one, every later one into as many as its
 time upsamplers make of it. `ChannelsFirstDecoder` gives the very bits of diffusers' module on the same device: its
@@ -20,20 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diffusion_runtime.kernels.causal_conv.api import (
-    HISTORY,
-    NormSilu,
-    add_bias_residual,
-    channels_first_input,
-    channels_last_input,
-)
+from diffusion_runtime.kernels.causal_conv import api as causal_conv
+from diffusion_runtime.kernels.causal_conv import reference as causal_conv_reference
+from diffusion_runtime.kernels.causal_conv.api import HISTORY, NormSilu, channels_last_input
+from diffusion_runtime.kernels.frame_upsampling import api as frame_upsampling
+from diffusion_runtime.kernels.frame_upsampling import reference as frame_upsampling_reference
 from diffusion_runtime.kernels.frame_upsampling.api import (
     Duplication,
-    add_duplicated_channels_first,
     add_duplicated_channels_last,
-    upsample_channels_first,
     upsample_channels_last,
 )
+from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.layers.sample_decoder import SampleDecoder
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.parallel.collectives import RankGroup
@@ -45,21 +42,22 @@ Activation = TypeVar("Activation")
 class LatentFrameDecoder(SampleDecoder):
     """Decodes one latent frame after the other. A chunk is what one latent frame becomes.
 
-    autoencoder: AutoencoderKLWan or AutoencoderKLQwenImage, or a module of the same structure, in eval mode. `ranks` of
-    `decode` are the processes that each decode a band of rows, from the top.
+    autoencoder: CausalVideoAutoencoder, or diffusers' module of the same structure, in eval mode. `ranks` of `decode`
+    are the processes that each decode a band of rows, from the top.
     """
 
     def __init__(self, autoencoder: Any) -> None:
         self._autoencoder = autoencoder
         self._network = autoencoder.decoder
-        self._patch_size = autoencoder.config.get("patch_size") or 1
+        is_ours = isinstance(autoencoder, CausalVideoAutoencoder)
+        self._patch_size = autoencoder.patch_size if is_ours else autoencoder.config.get("patch_size") or 1
         upsamplers = (_upsampler_of(block)[0] for block in self._network.up_blocks)
         doubled = [upsampler for upsampler in upsamplers if upsampler is not None and upsampler.mode == "upsample3d"]
         self.frames_factor = 1 << len(doubled)
 
 
 class ModuleDecoder(LatentFrameDecoder):
-    """The module's own layers, as its `decode` runs them: what the others are compared with."""
+    """The layers of diffusers' module, as its `decode` runs them: what the others are compared with."""
 
     def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
         """See SampleDecoder.decode."""
@@ -143,7 +141,7 @@ class DecoderRun(ABC, Generic[Activation]):
         return self._histories[conv]
 
     def _attend(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        """Attention among the pixels of a frame by diffusers' own module: small, and the same in every layout."""
+        """Attention among the pixels of a frame by the module itself: small, and the same in every layout."""
         with _beyond_bands(self._bands):
             out: torch.Tensor = block(x)
         return out
@@ -178,13 +176,26 @@ class DecoderRun(ABC, Generic[Activation]):
 
 
 class ChannelsFirstDecoder(CausalDecoder[torch.Tensor]):
-    """Bit-identical to diffusers' module on the same device. Activations: [1, channels, frames, height, width]."""
+    """Bit-identical to diffusers' module on the same device. Activations: [1, channels, frames, height, width].
+
+    is_eager: torch's operations alone, on every device: what fused kernels are compared with.
+    """
+
+    def __init__(self, autoencoder: Any, *, is_eager: bool = False) -> None:
+        super().__init__(autoencoder)
+        self._is_eager = is_eager
 
     def begin(self, latents: torch.Tensor, frame: LatentFrame) -> DecoderRun[torch.Tensor]:
-        return _ChannelsFirstRun(latents, frame)
+        return _ChannelsFirstRun(latents, frame, self._is_eager)
 
 
 class _ChannelsFirstRun(DecoderRun[torch.Tensor]):
+    def __init__(self, latents: torch.Tensor, frame: LatentFrame, is_eager: bool) -> None:
+        super().__init__(latents, frame)
+        # Modules of the same functions.
+        self._inputs: Any = causal_conv_reference if is_eager else causal_conv
+        self._upsampling: Any = frame_upsampling_reference if is_eager else frame_upsampling
+
     def enter(self, conv: Any, latents: torch.Tensor) -> torch.Tensor:
         return self._convolve(conv, latents)
 
@@ -203,7 +214,7 @@ class _ChannelsFirstRun(DecoderRun[torch.Tensor]):
         doubles = self._doubles_frames(upsampler)
         if doubles:
             x = self._convolve(upsampler.time_conv, x)
-        larger, conv = upsample_channels_first(x, is_interleaved=doubles), upsampler.resample[1]
+        larger, conv = self._upsampling.upsample_channels_first(x, is_interleaved=doubles), upsampler.resample[1]
         if self._bands is not None:
             larger = with_neighbour_rows(larger, 1, self._bands)
         out = torch.conv2d(larger, conv.weight, conv.bias, padding=(1 if self._bands is None else 0, 1))
@@ -211,7 +222,8 @@ class _ChannelsFirstRun(DecoderRun[torch.Tensor]):
         return out.transpose(0, 1)[None]
 
     def add_shortcut(self, x: torch.Tensor, source: torch.Tensor, duplication: Duplication) -> torch.Tensor:
-        return add_duplicated_channels_first(x[0].transpose(0, 1), source, duplication).transpose(0, 1)[None]
+        frames: torch.Tensor = self._upsampling.add_duplicated_channels_first(x[0].transpose(0, 1), source, duplication)
+        return frames.transpose(0, 1)[None]
 
     def leave(self, norm: Any, conv: Any, x: torch.Tensor) -> torch.Tensor:
         return self._convolve(conv, x, _norm_of(norm))
@@ -222,7 +234,7 @@ class _ChannelsFirstRun(DecoderRun[torch.Tensor]):
         _, channels, _, height, width = x.shape
         history = self._history(conv, (1, channels, HISTORY, height, width), x)
         padding = conv.kernel_size[2] // 2
-        window = channels_first_input(x, history, norm, padding=padding)
+        window = self._inputs.channels_first_input(x, history, norm, padding=padding)
         if self._bands is not None and padding > 0:
             window = with_neighbour_rows(window[..., padding:-padding, :], padding, self._bands)
         # cuDNN convolves without the bias, which torch then adds: one pass with the residual. On a CPU the bias is part
@@ -231,7 +243,8 @@ class _ChannelsFirstRun(DecoderRun[torch.Tensor]):
         out = torch.conv3d(window, conv.weight, None if is_apart else conv.bias)
         if residual is None:
             return out
-        return add_bias_residual(out, conv.bias if is_apart else None, residual)
+        total: torch.Tensor = self._inputs.add_bias_residual(out, conv.bias if is_apart else None, residual)
+        return total
 
 
 @dataclass(frozen=True)
@@ -376,7 +389,7 @@ def _pixels(x: torch.Tensor, conv: Any) -> torch.Tensor:
 
 
 def _beyond_bands(bands: RankGroup | None) -> AbstractContextManager[Any]:
-    """While this is entered, diffusers' layers read the rows beyond the edges of a band."""
+    """While this is entered, modules read the rows beyond the edges of a band."""
     return nullcontext() if bands is None else SpatialParallel(bands)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion_runtime.attention.machine_cache import cache_folder
+from diffusion_runtime.cache_folder import cache_root
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware
@@ -65,7 +65,7 @@ def artefact_folder(hardware: Hardware, model: str) -> Path:
         triton = "none"
     facts = (torch.__version__, triton, hardware.platform, hardware.device_name, str(hardware.capability), model)
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    return cache_folder().parent / "compiled" / name
+    return cache_root() / "compiled" / name
 
 
 def keep_artefacts(device: torch.device, model: str) -> None:

@@ -102,8 +102,10 @@ def prepare_native(
         ),
         attention=planned_attention(layers),
         libraries=(
-            LibraryAttention("text_encoder", "transformers", "its own choice"),
-            LibraryAttention("vae", "diffusers" if tiny is None else TinyDecoder.library, "its own choice"),
+            LibraryAttention("text_encoder", family.text_library(folder, dtype), "its own choice"),
+            LibraryAttention(
+                "vae", family.decoding_library(folder) if tiny is None else TinyDecoder.library, "its own choice"
+            ),
         ),
         degrees=degrees,
         self_checks=self_checks,

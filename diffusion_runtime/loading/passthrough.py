@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from dataclasses import dataclass
 
@@ -16,33 +15,13 @@ from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
-from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import resolve_device, resolve_dtype
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
-from diffusion_runtime.model_folder import ModelFolder, read_index
+from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.model_sources import fetch_weights
-from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.models.weight_files import check_components
-
-_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
-
-
-def is_passthrough(backend: str, folder: ModelFolder) -> bool:
-    """Whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; with `auto` the choice is logged.
-
-    Raises ModelLoadError when there is no model_index.json, or one that cannot be read.
-    """
-    if backend != "auto":
-        return backend == "diffusers"
-    index = read_index(folder)
-    # A folder without either is broken, which our own loading reports better.
-    entry = index.get("transformer") or index.get("unet")
-    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers" or is_supported(str(entry[1])):
-        return False
-    model, pipeline = (str(name)[:MAX_SHOWN_CHARACTERS] for name in (entry[1], index.get("_class_name")))
-    _logger.info("%s: no native model for %s; diffusers' own %s runs it", folder, model, pipeline)
-    return True
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.description import PipelineDescription
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError
 from diffusion_runtime.generation_pipeline import GenerationPipeline
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
-from diffusion_runtime.loading.passthrough import is_passthrough, prepare_passthrough
-from diffusion_runtime.model_folder import ModelFolder
-from diffusion_runtime.models.diffusers_import import check_diffusers_import
+from diffusion_runtime.model_folder import ModelFolder, read_index
 from diffusion_runtime.models.model_sources import resolve_model_folder
+from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.request_rules import RequestRules
+
+_logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
 
 def load_pipeline(
@@ -52,8 +55,9 @@ def load_pipeline(
     the model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
-    ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers from being
-    imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it does not fit.
+    ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers, which this
+    model needs, from being imported; then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it
+    does not fit.
     """
     keywords = {
         "attention": attention,
@@ -94,11 +98,14 @@ def prepare(
 
     Raises what `load_pipeline` raises before it reads weights, self-checks aside.
     """
-    check_diffusers_import()
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
     folder = ModelFolder(resolve_model_folder(config.model_path, weights=False))
-    if is_passthrough(config.backend, folder):
+    if _is_passthrough(config.backend, folder):
+        # Imported here: its graph breaks import torch's compiler, 1.5 s that a native model does not wait for.
+        check_diffusers_import()
+        from diffusion_runtime.loading.passthrough import prepare_passthrough
+
         return prepare_passthrough(config, folder)
     return prepare_native(config, folder, world, is_guided)
 
@@ -113,3 +120,20 @@ def _runtime_config(model: str | RuntimeConfig, keywords: Mapping[str, Any]) -> 
             f"load_pipeline: {', '.join(given)}: put it into the RuntimeConfig, or give a model path instead"
         )
     return model
+
+
+def _is_passthrough(backend: str, folder: ModelFolder) -> bool:
+    """Whether diffusers' own pipeline runs a folder. backend: of RuntimeConfig; with `auto` the choice is logged.
+
+    Raises ModelLoadError when there is no model_index.json, or one that cannot be read.
+    """
+    if backend != "auto":
+        return backend == "diffusers"
+    index = read_index(folder)
+    # A folder without either is broken, which our own loading reports better.
+    entry = index.get("transformer") or index.get("unet")
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers" or is_supported(str(entry[1])):
+        return False
+    model, pipeline = (str(name)[:MAX_SHOWN_CHARACTERS] for name in (entry[1], index.get("_class_name")))
+    _logger.info("%s: no native model for %s; diffusers' own %s runs it", folder, model, pipeline)
+    return True

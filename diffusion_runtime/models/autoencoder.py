@@ -1,4 +1,5 @@
-"""Parts of a folder that diffusers' own classes compute, such as half of the autoencoder in `vae`."""
+"""Parts of a folder that classes of diffusers describe, such as the autoencoder in `vae`: computed by diffusers' class,
+or by a module of ours with the same tensor names where that knows every setting."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
+from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
 from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
@@ -23,15 +26,20 @@ class DiffusersComponent:
 
     name: of its folder. module, class_name: where the class is. idle_settings: keys that published config.json files
     have although nothing reads them, and that some versions of the class do not know -> why they change nothing.
+    encoder_parts: names of its modules that are not read for decoding. decoding_half: settings -> a module of ours that
+    holds the rest, without weights; None where that does not know them all, which leaves them to diffusers' class.
     """
 
     name: str
     module: str
     class_name: str
     idle_settings: Mapping[str, str] = field(default_factory=dict)
+    encoder_parts: tuple[str, ...] = ()
+    decoding_half: Callable[[Mapping[str, Any]], nn.Module | None] = lambda _: None
 
     def check(self, folder: AnyFolder) -> None:
-        """Whether the folder's component is of that class, and can be built; reads json alone, and imports diffusers.
+        """Whether the folder's component is of that class, and can be built; reads json alone, and imports diffusers
+        where no module of ours takes its place.
 
         Raises ModelLoadError that names the file and the key.
         """
@@ -41,17 +49,23 @@ class DiffusersComponent:
                 f"{folder / INDEX_FILE}: key {self.name!r}: expected {self.class_name}, got {found}; no native model "
                 "has that; `--backend diffusers` runs it"
             )
-        self.build(folder)
+        if self._build_decoding_half(folder) is None:
+            self.build(folder)
+
+    def decoding_library(self, folder: AnyFolder) -> str:
+        """Whose attention `load_decoder` loads: "torch" for a module of ours, else "diffusers"."""
+        return "diffusers" if self._build_decoding_half(folder) is None else "torch"
 
     def build(self, folder: AnyFolder, *, left_out: tuple[str, ...] = ()) -> Any:
         """The component without weights, on the meta device, from its config.json. left_out: as in `load`.
 
-        Raises ModelLoadError for settings that the installed class does not know or refuses.
+        Raises ModelLoadError for settings that the installed class does not know or refuses, and InstallationError
+        where diffusers cannot be imported.
         """
+        check_diffusers_import()
         # Imported here: it takes a second or two, and more when it is the first part of diffusers.
         component_class = getattr(importlib.import_module(self.module), self.class_name)
-        file = read_config(folder, self.name)
-        settings = {key: value for key, value in file.settings().items() if key not in self.idle_settings}
+        file, settings = read_config(folder, self.name), self._settings(folder)
         unknown = [key for key in settings if key not in inspect.signature(component_class).parameters]
         if unknown:
             import diffusers
@@ -88,6 +102,37 @@ class DiffusersComponent:
         Raises what `build` raises, and ModelLoadError for weights that do not fit.
         """
         module = self.build(folder, left_out=left_out)
+        self._fill(module, folder, device, dtype, left_out, stays_float32)
+        return module
+
+    def load_decoder(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> Any:
+        """The component without its encoder, as `load` gives it: a module of ours, or else of diffusers.
+
+        Raises what `load` raises.
+        """
+        module = self._build_decoding_half(folder)
+        if module is None:
+            return self.load(folder, device, dtype, left_out=self.encoder_parts)
+        self._fill(module, folder, device, dtype, self.encoder_parts)
+        return module
+
+    def _build_decoding_half(self, folder: AnyFolder) -> nn.Module | None:
+        return self.decoding_half(self._settings(folder))
+
+    def _settings(self, folder: AnyFolder) -> dict[str, Any]:
+        """Those that something reads. Raises ModelLoadError."""
+        settings = read_config(folder, self.name).settings()
+        return {key: value for key, value in settings.items() if key not in self.idle_settings}
+
+    def _fill(
+        self,
+        module: nn.Module,
+        folder: AnyFolder,
+        device: torch.device,
+        dtype: torch.dtype,
+        left_out: tuple[str, ...],
+        stays_float32: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         prefixes = tuple(f"{part}." for part in left_out)
         with Checkpoint(folder / self.name) as checkpoint:
             load_weights(
@@ -99,4 +144,3 @@ class DiffusersComponent:
                 stays_float32=stays_float32,
                 ignored=lambda tensor: tensor.startswith(prefixes),
             )
-        return module

@@ -1,4 +1,4 @@
-"""The decoder of AutoencoderKLWan and AutoencoderKLQwenImage: diffusers' module, or fused kernels on its weights."""
+"""The decoder of AutoencoderKLWan and AutoencoderKLQwenImage: eager, or fused kernels on the same weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder, ChannelsLastDecoder, ModuleDecoder
+from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.models.video_decoder import (
     MIN_DECIBELS,
@@ -17,25 +18,31 @@ from diffusion_runtime.models.video_decoder import (
     has_kernels,
 )
 
+_TILE, _TILE_STRIDE = 256, 192
+
 
 class CausalVideoDecoder(VideoDecoder):
     """Decodes one latent frame after the other, in bands of rows where several processes share it.
 
-    Tiles hold all frames of their part, so that a tile is decoded as the whole would be.
+    Tiles hold all frames of their part, so that a tile is decoded as the whole would be. autoencoder: ours, whose eager
+    decoder has the bits of diffusers' module, or that module.
     """
 
     def __init__(self, autoencoder: Any, restore: Restore, fused: Sequence[FusedDecoder] = ()) -> None:
+        is_ours = isinstance(autoencoder, CausalVideoAutoencoder)
         super().__init__(
             autoencoder,
             restore,
             Decoders(
-                ModuleDecoder(autoencoder),
+                ChannelsFirstDecoder(autoencoder, is_eager=True) if is_ours else ModuleDecoder(autoencoder),
                 fused,
                 lambda: FusedDecoder(ChannelsLastDecoder(autoencoder), MIN_DECIBELS, "fused kernels, fast"),
             ),
             _tiling(autoencoder),
             takes_bands=True,
         )
+        if is_ours:
+            self.library = "torch"
 
 
 def exact_decoder(autoencoder: Any, restore: Restore) -> CausalVideoDecoder:
@@ -52,5 +59,4 @@ def exact_decoder(autoencoder: Any, restore: Restore) -> CausalVideoDecoder:
 def _tiling(autoencoder: Any) -> Tiling:
     """Diffusers' sizes, 256 pixels a side that overlap by 64."""
     pixels = int(autoencoder.spatial_compression_ratio)
-    size, stride = autoencoder.tile_sample_min_height // pixels, autoencoder.tile_sample_stride_height // pixels
-    return Tiling(size, stride, pixels, keeps_ends=True)
+    return Tiling(_TILE // pixels, _TILE_STRIDE // pixels, pixels, keeps_ends=True)

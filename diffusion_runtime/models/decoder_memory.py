@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder
+from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.layers.sample_decoder import Tiling
 
 # What is held at once around the widest convolution: the residual, the normalised input, that with its padding, and the
@@ -26,6 +29,8 @@ def widest_activation(autoencoder: Any) -> float:
     """
     tensors = [*autoencoder.parameters(), *autoencoder.buffers()]
     module = copy.deepcopy(autoencoder, {id(tensor): tensor.to("meta") for tensor in tensors})
+    if isinstance(module, CausalVideoAutoencoder):
+        return _widest_of_frame(module)
     module.use_tiling = module.use_framewise_decoding = False
     largest = 0
 
@@ -43,6 +48,35 @@ def widest_activation(autoencoder: Any) -> float:
     frames, height, width = _PROBE
     goes_by_frame = "feat_cache" in inspect.signature(module.decoder.forward).parameters
     return largest / ((1 if goes_by_frame else frames) * height * width)
+
+
+def _widest_of_frame(module: CausalVideoAutoencoder) -> float:
+    """`widest_activation` of a module on the meta device whose convolutions are called by their weights."""
+    weight = module.post_quant_conv.weight
+    latents = torch.empty(1, weight.shape[1], *_PROBE, dtype=weight.dtype, device="meta")
+    with torch.inference_mode(), _WidestConvolution() as widest:
+        for _ in ChannelsFirstDecoder(module, is_eager=True).decode(latents):
+            pass
+    return widest.numbers / (_PROBE[1] * _PROBE[2])
+
+
+class _WidestConvolution(TorchFunctionMode):
+    """Keeps the largest input, without its padding, or output of the convolutions inside."""
+
+    numbers = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.conv2d, torch.conv3d):
+            channels = max(args[0].shape[1], out.shape[1])
+            self.numbers = max(self.numbers, channels * (out.numel() // out.shape[1]))
+        return out
 
 
 def memory_advice(autoencoder: Any, shape: Sequence[int], dtype: torch.dtype, tiling: Tiling | None) -> str:

@@ -18,7 +18,7 @@ from diffusion_runtime.model_folder import (
     refuse_other_pipelines,
     refuse_unknown_index_keys,
 )
-from diffusion_runtime.models.autoencoder import DiffusersComponent
+from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.checkpoint import (
     Arrange,
     Checkpoint,
@@ -169,6 +169,7 @@ class ModelFamily(Generic[C, G]):
     call its modules. shared_heads: see Model.num_shared_heads. shares_decoding: whether several
     processes decode together, so that every one needs a decoder. decodes_fast: whether that has a `fast` mode;
     has_tiles: whether it can decode in tiles.
+    text_library: whose attention the text encoder runs, for the report.
     tiny_decoders: number of latent channels -> the name of the decoder for previews that TAEHV publishes for them.
     request_fields: those that not every model uses (RequestField.refusal) and this family does, beside the ones that
     loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: what is added to
@@ -194,6 +195,7 @@ class ModelFamily(Generic[C, G]):
     shared_heads: Callable[[C], int | None]
     stays_float32: Callable[[str], bool] = lambda _: False
     load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
+    text_library: Callable[[AnyFolder, torch.dtype], str] = lambda *_: "transformers"
     index_keys: tuple[str, ...] = ()
     shares_decoding: bool = False
     has_tiles: bool = False
@@ -207,12 +209,18 @@ class ModelFamily(Generic[C, G]):
     adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
 
     def open(self, folder: AnyFolder) -> Model[C, G]:
-        """The model in this folder, from its json alone, after `check`. Imports diffusers."""
+        """The model in this folder, from its json alone, after `check`."""
         self.check(folder)
         return self.describe(folder)
 
+    def decoding_library(self, folder: AnyFolder) -> str:
+        """Whose attention the decoder runs, for the report: "diffusers", or "torch" for a module of ours."""
+        found = [each.decoding_library(folder) for each in self.diffusers_components if each.name == COMPONENT]
+        return found[0] if found else "diffusers"
+
     def check(self, folder: AnyFolder) -> None:
-        """Whether everything that the folder's json asks for beside the transformer can be honoured."""
+        """Whether everything that the folder's json asks for beside the transformer can be honoured. Imports diffusers
+        for components that no module of ours computes."""
         refuse_other_pipelines(folder, self.pipeline_classes)
         refuse_unknown_index_keys(folder, self.index_keys)
         for component in self.diffusers_components:

@@ -1,4 +1,4 @@
-"""The decoder of a video autoencoder of diffusers, or kernels of ours on its weights; at once or in tiles.
+"""The decoder of a video autoencoder, or fused kernels on its weights; at once or in tiles.
 
 How latents are normalised, which kernels there are and how large tiles are is what sets models apart.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.kernels.importing import import_failure, raised_line
+from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.layers.fused_norms import fuse_norms, with_shared_weights
 from diffusion_runtime.layers.sample_decoder import SampleDecoder, TiledDecoder, Tiling, WholeDecoder
@@ -39,8 +40,8 @@ NUM_COMPARED = 2
 
 @dataclass(frozen=True)
 class FusedDecoder:
-    """A decoder on the module's weights. min_decibels: what its frames must reach beside the module's, infinity for the
-    same bits. description: for the report."""
+    """A decoder on the same weights. min_decibels: what its frames must reach beside those without fused kernels,
+    infinity for the same bits. description: for the report."""
 
     decoder: SampleDecoder
     min_decibels: float
@@ -49,8 +50,9 @@ class FusedDecoder:
 
 @dataclass(frozen=True)
 class Decoders:
-    """What can decode for one autoencoder. module: its decoder as diffusers runs it. fused: by preference; empty leaves
-    everything to the module. make_fast: what the `fast` mode uses instead, made when it is asked for."""
+    """What can decode for one autoencoder. module: diffusers' module, or an eager decoder with its bits. fused: by
+    preference; empty leaves everything to the module. make_fast: what the `fast` mode uses instead, made when it is
+    asked for."""
 
     module: SampleDecoder
     fused: Sequence[FusedDecoder]
@@ -58,7 +60,7 @@ class Decoders:
 
 
 class VideoDecoder(LatentDecoder):
-    """The first of the fused decoders that agrees with diffusers' module decodes; the module itself where none does.
+    """The first of the fused decoders that agrees with `Decoders.module` decodes; that itself where none does.
 
     The beginning of the first video of every size is decoded by both; a fused decoder that fails there is not used
     again. `implementation` says which one runs. Computes in its weights' dtype.
@@ -159,7 +161,7 @@ class VideoDecoder(LatentDecoder):
 
     def _compare(self, raw: torch.Tensor, bands: RankGroup | None) -> None:
         """Leave out fused decoders up to the first whose frames are what they should be, on all processes alike."""
-        # Frames that are not numbers in diffusers' module as well are no error of a kernel.
+        # Frames that are not numbers without fused kernels as well are no error of a kernel.
         # Tiles are decoded by every process for itself: one whose kernel fails would leave the others waiting.
         ranks = None if self._is_tiled else bands
         expected = torch.cat(list(self._as_tiled(self._module).decode(raw, ranks)), dim=2).nan_to_num()
@@ -203,7 +205,8 @@ class VideoDecoder(LatentDecoder):
         self._describe()
 
     def _describe(self) -> None:
-        parts = [type(self._autoencoder).__name__]
+        is_ours = isinstance(self._autoencoder, CausalVideoAutoencoder)
+        parts = [self._autoencoder.class_name if is_ours else type(self._autoencoder).__name__]
         parts += [self._fused[0].description] if self._fused else []
         if self._is_tiled:
             parts.append(f"in tiles of {self._tiling.size * self._tiling.pixels} pixels")
@@ -242,7 +245,7 @@ def differs_by(expected: torch.Tensor, found: torch.Tensor, min_decibels: float,
         return None
     error = float(((expected.float() - found.float()) / 2).square().mean())
     decibels = -10.0 * math.log10(max(error, 1e-30))
-    return None if decibels >= min_decibels else f"its {what} are not those of diffusers' module ({decibels:.1f} dB)"
+    return None if decibels >= min_decibels else f"its {what} are not those without fused kernels ({decibels:.1f} dB)"
 
 
 def _whole(stream: FrameStream) -> torch.Tensor:

@@ -1,20 +1,22 @@
 """T5 (Raffel et al., arXiv:1910.10683), UMT5 (Chung et al. 2023, arXiv:2304.09151) and ByT5 (Xue et al.,
-arXiv:2105.13626) text encoders: models and tokenizers are transformers'."""
+arXiv:2105.13626) text encoders: models and tokenizers are transformers', but for the UMT5 of umt5_model.py."""
 
 from __future__ import annotations
 
 import html
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError, first_line
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.model_folder import AnyFolder, read_json_in
 from diffusion_runtime.text_encoders.interface import Conditions, EncoderCut, TextEncoder, TextStream
+from diffusion_runtime.text_encoders.json_tokenizer import JsonTokenizer, load_json_tokenizer
 from diffusion_runtime.text_encoders.loading import (
     check_model_type,
     check_vocabulary,
@@ -23,6 +25,7 @@ from diffusion_runtime.text_encoders.loading import (
     quiet_transformers,
 )
 from diffusion_runtime.text_encoders.tokenized import tokenize
+from diffusion_runtime.text_encoders.umt5_model import UMT5Encoder, UMT5Sizes, sizes_of
 
 if TYPE_CHECKING:
     from transformers import ByT5Tokenizer, PreTrainedTokenizerFast, T5EncoderModel, UMT5EncoderModel
@@ -92,21 +95,29 @@ def clean_prompt(prompt: str) -> str:
     return _WHITESPACE.sub(" ", prompt).strip()
 
 
+# (module of ours on the meta device, its folder, device, dtype): reads the weights into it. Raises ModelLoadError.
+Fill: TypeAlias = Callable[[nn.Module, Path, torch.device, torch.dtype], None]
+
 # The length the published Wan transformers were trained with, whatever the tokenizer's own config.
 MAX_TOKENS = 512
 
 
 class UMT5TextEncoder(TextEncoder):
     """`text_encoder/` and `tokenizer/` of a diffusers folder. max_tokens: prompts are padded to it with zeros, which
-    the transformer attends to."""
+    the transformer attends to. model: ours, or transformers'."""
 
-    library = "transformers"
-
-    def __init__(self, model: UMT5EncoderModel, tokenizer: PreTrainedTokenizerFast, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: UMT5Encoder | UMT5EncoderModel,
+        tokenizer: JsonTokenizer | PreTrainedTokenizerFast,
+        max_tokens: int,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
-        self.implementation = str(model.config._attn_implementation)
+        is_ours = isinstance(model, UMT5Encoder)
+        self.library = "torch" if is_ours else "transformers"
+        self.implementation = "sdpa" if is_ours else str(model.config._attn_implementation)
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
@@ -117,9 +128,7 @@ class UMT5TextEncoder(TextEncoder):
         ids = torch.full((len(rows), max(1, *lengths)), self.tokenizer.pad_token_id or 0)
         for row, tokens in zip(ids, rows, strict=True):
             row[: len(tokens.ids)] = torch.tensor(tokens.ids, dtype=torch.long)
-        device = self.model.device
-        mask = torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None]
-        hidden = self.model(ids.to(device), mask.long().to(device)).last_hidden_state
+        hidden = self._hidden(ids, torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None])
         embeddings = hidden.new_zeros(len(rows), self.max_tokens, hidden.shape[-1])
         for index, length in enumerate(lengths):
             embeddings[index, :length] = hidden[index, :length]
@@ -130,19 +139,52 @@ class UMT5TextEncoder(TextEncoder):
             num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
         )
 
+    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """ids: [batch, seq], mask: [batch, seq], both on the CPU. Returns [batch, seq, dim]."""
+        device = self.model.device
+        if isinstance(self.model, UMT5Encoder):
+            ours: torch.Tensor = self.model(ids.to(device), None if bool(mask.all()) else mask.to(device))
+            return ours
+        theirs: torch.Tensor = self.model(ids.to(device), mask.long().to(device)).last_hidden_state
+        return theirs
+
+
+def umt5_library(folder: AnyFolder, dtype: torch.dtype) -> str:
+    """Whose attention `load_umt5` loads: "torch" for a module of ours, else "transformers"."""
+    return "transformers" if _known_umt5(folder, dtype) is None else "torch"
+
+
+def _known_umt5(folder: AnyFolder, dtype: torch.dtype) -> UMT5Sizes | None:
+    """What UMT5Encoder computes as transformers does. That keeps a part of float16 in float32."""
+    return sizes_of(read_json_in(folder, "text_encoder", "config.json")) if dtype != torch.float16 else None
+
 
 def load_umt5(
-    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    fill: Fill | None = None,
 ) -> UMT5TextEncoder:
     """The text encoder of a model folder, from safetensors and without a network.
+
+    fill: reads the weights of a module of ours; None leaves every folder to transformers.
 
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
     check_model_type(folder / "text_encoder", ("umt5",))
+    tokenizer = load_json_tokenizer(folder / "tokenizer") or load_tokenizer(folder / "tokenizer", remedy=_REMEDY)
+    sizes = None if fill is None else _known_umt5(folder, dtype)
+    if sizes is not None and fill is not None:
+        check_vocabulary(folder / "tokenizer", len(tokenizer), sizes.vocab_size)
+        with torch.device("meta"):
+            encoder = UMT5Encoder(sizes)
+        fill(encoder, folder / "text_encoder", device, dtype)
+        return UMT5TextEncoder(encoder, tokenizer, max_tokens)
     # Imported late: transformers takes seconds.
     from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
-    tokenizer = load_tokenizer(folder / "tokenizer", remedy=_REMEDY)
     model = load_encoder(folder / "text_encoder", UMT5EncoderModel, device, dtype)
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
     return UMT5TextEncoder(model, tokenizer, max_tokens)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from diffusion_runtime.text_encoders.json_tokenizer import JsonTokenizer
+
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
@@ -19,7 +21,7 @@ class TokenizedPrompt:
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: JsonTokenizer | PreTrainedTokenizerFast,
     text: str,
     max_tokens: int,
     first: int = 0,

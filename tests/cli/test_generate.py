@@ -26,7 +26,7 @@ def test_a_video_from_a_prompt(command: Command, tiny_flags: Flags) -> None:
         "Attention that ran",
         "self torch_sdpa",
         "cross torch_sdpa",
-        "text_encoder: attention of transformers",
+        "text_encoder: attention of torch (sdpa)",
     ):
         assert said in result.said
     for stage in ("load ", "text ", "denoise ", "decode ", "write ", "total "):

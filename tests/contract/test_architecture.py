@@ -26,7 +26,7 @@ ROWS = [
     {"attention"},
     {"parallel"},
     {"kernels"},
-    {"config", "request", "media", "hardware", "device_guard"},
+    {"config", "request", "media", "hardware", "device_guard", "cache_folder"},
     {"attention_report", "progress", "model_folder", "step_cache", "progressive_resolution", "block_stack"},
     {"token_layout", "step_info", "options"},
     {"untrusted", "request_fields", "samplers"},

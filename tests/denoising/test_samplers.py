@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from tables import table
 
+from diffusion_runtime.denoising import euler_solver, unipc_solver
+from diffusion_runtime.denoising.euler_solver import EulerSolver
 from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.denoising.schedule_loop import build_scheduler, run_schedule
+from diffusion_runtime.denoising.unipc_solver import UniPCSolver
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.samplers import SAMPLERS as REGISTERED
 from diffusion_runtime.step_info import StepInfo
@@ -72,6 +78,41 @@ def test_latents_equal_a_loop_written_out_with_diffusers(name: str) -> None:
     assert len(seen) == len(expected)
     for (_, ours), theirs in zip(seen, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def settings_of_solvers() -> Iterator[tuple[Any, Any, dict[str, Any], int, list[float] | None]]:
+    """Our class, diffusers' class, settings, number of steps, noise levels."""
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    for order, steps, shift in itertools.product((1, 2, 3), (1, 2, 3, 12), (1.0, 20.0)):
+        other = {"num_train_timesteps": 50, "disable_corrector": [0, 2], "lower_order_final": order == 3}
+        for more in ({}, other, {"solver_type": "bh1"}):
+            settings = {**flow, "solver_order": order, "flow_shift": shift, **more}
+            yield UniPCSolver, UniPCMultistepScheduler, settings, steps, None
+    for steps, shift, levels in itertools.product((2, 3, 12), (1.0, 7.5), (None, [0.9, 0.7, 0.2])):
+        for more in ({}, {"num_train_timesteps": 50}, {"shift_terminal": 0.1}, {"use_karras_sigmas": True}):
+            if levels is None or steps == len(levels):
+                yield EulerSolver, FlowMatchEulerDiscreteScheduler, {"shift": shift, **more}, steps, levels
+
+
+def test_our_solvers_give_the_bits_of_diffusers_and_leave_it_what_they_do_not_take() -> None:
+    noise, _ = noise_and_target()
+    device = torch.device("cpu")
+    for solver, scheduler_class, settings, steps, levels in settings_of_solvers():
+        module = unipc_solver if solver is UniPCSolver else euler_solver
+        is_taken = not settings.keys() & {"solver_type", "use_karras_sigmas"}
+        assert module.takes(settings, steps) is is_taken, settings
+        if not is_taken:
+            continue
+        extra = () if levels is None else (levels,)
+        for start in (0, steps // 2):
+            ours = solver(settings, steps, device, *extra)
+            theirs = build_scheduler(scheduler_class, settings, steps, device, levels)
+            assert torch.equal(ours.timesteps, theirs.timesteps), settings
+            assert torch.equal(ours.sigmas, theirs.sigmas), settings
+            found, expected = (
+                run_schedule(each, steps, noise, curved_velocity, None, range(start, steps)) for each in (ours, theirs)
+            )
+            assert found.numpy().tobytes() == expected.numpy().tobytes(), (settings, steps, start)
 
 
 @table("name", SAMPLERS)

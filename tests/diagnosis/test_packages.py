@@ -50,7 +50,7 @@ def test_a_package_that_keeps_diffusers_from_being_imported_is_a_failure_that_sa
     assert problem.is_failure
     assert problem.what == (
         f"package xformers 0.0.35 is installed and cannot be imported: {error}; diffusers imports it wherever it is "
-        "installed, so no model can be loaded. It takes flash-attn-4 4.0.0b36 for FlashAttention-2"
+        "installed, so nothing that needs diffusers can be loaded. It takes flash-attn-4 4.0.0b36 for FlashAttention-2"
     )
     assert problem.fix == "pip uninstall xformers, which keeps the faster fa4; or pip uninstall flash-attn-4"
     (alone,) = package_problems([PackageCheck("xformers", "0.0.35", error="OSError: no CUDA 12")])

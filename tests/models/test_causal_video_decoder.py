@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
+from published_configs import PUBLISHED
 
+import diffusion_runtime
 from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, FusedDecoder, exact_decoder
-from diffusion_runtime.models.video_decoder import by_factor, to_unit_range
+from diffusion_runtime.models.qwen_image.family import AUTOENCODER as QWEN_IMAGE
+from diffusion_runtime.models.video_decoder import by_factor, restore_by_config, to_unit_range
+from diffusion_runtime.models.wan.codec import AUTOENCODER as WAN
+from diffusion_runtime.models.wan.codec import load_decoder
 
+SHAPES = Path(diffusion_runtime.__file__).parent / "assets" / "shapes"
 SIZES: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "z_dim": 16}
 PATCHED: dict[str, Any] = {"patch_size": 2, "in_channels": 12, "out_channels": 12}
 KINDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -21,6 +28,12 @@ KINDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "patched": (AutoencoderKLWan, {"temperal_downsample": [True, True], **PATCHED}),
     "wan 2.2": (AutoencoderKLWan, {"temperal_downsample": [True, True], "is_residual": True, **PATCHED}),
     "qwen-image": (AutoencoderKLQwenImage, {"temperal_downsample": [True, True]}),
+}
+
+PUBLISHED_KINDS = {
+    "wan 2.1": "Wan2.1-T2V-1.3B-Diffusers",
+    "wan 2.2": "Wan2.2-TI2V-5B-Diffusers",
+    "qwen-image": "Qwen-Image",
 }
 
 
@@ -46,8 +59,18 @@ def decibels(expected: torch.Tensor, found: torch.Tensor) -> float:
     return -10.0 * math.log10(float(((expected - found).float() / 2).square().mean()) + 1e-30)
 
 
+def decoding_half(kind: str, module: Any) -> Any:
+    """Ours with the module's weights, built of its config as a folder has it."""
+    component = {AutoencoderKLWan: WAN, AutoencoderKLQwenImage: QWEN_IMAGE}[KINDS[kind][0]]
+    ours = component.decoding_half({key: value for key, value in module.config.items() if key[0] != "_"})
+    tensors = module.state_dict()
+    mine = {name: tensors[name] for name in tensors if not name.startswith(component.encoder_parts)}
+    ours.load_state_dict(mine, assign=True)
+    return ours.eval()
+
+
 def check_every_kind(device: str) -> list[str]:
-    """What is not as promised: bits with channels first, rounding with channels last."""
+    """What is not as promised: bits with channels first, on our modules too, and rounding with channels last."""
     wrong = []
     for kind in KINDS:
         for dtype, bound in ((torch.float32, 90.0 if device == "cpu" else 45.0), (torch.bfloat16, 40.0)):
@@ -58,6 +81,9 @@ def check_every_kind(device: str) -> list[str]:
                 latents = random_latents(num_frames, dtype, device)
                 expected = module.decode(latents, return_dict=False)[0]
                 exact, fast = (torch.cat(list(decoder.decode(latents)), dim=2) for decoder in (first, last))
+                eager = ChannelsFirstDecoder(decoding_half(kind, module), is_eager=True)
+                if not torch.equal(torch.cat(list(eager.decode(latents)), dim=2), expected):
+                    wrong.append(f"{kind} {dtype}, {num_frames} latent frames, our modules: bits differ")
                 if not torch.equal(exact, expected):
                     wrong.append(f"{kind} {dtype}, {num_frames} latent frames: bits differ")
                 if decibels(expected, fast) < bound:
@@ -68,6 +94,35 @@ def check_every_kind(device: str) -> list[str]:
 @torch.inference_mode()
 def test_frames_are_those_of_diffusers() -> None:
     assert check_every_kind("cpu") == []
+
+
+@torch.inference_mode()
+def test_the_embedded_models_decoder_gives_the_bits_of_diffusers() -> None:
+    """As the runtime loads and runs both, with its own mode of convolving."""
+    module = WAN.load(SHAPES, torch.device("cpu"), torch.float32)
+    decoder = load_decoder(SHAPES, torch.device("cpu"), torch.float32)
+    latents = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(1))
+    theirs = CausalVideoDecoder(module, restore_by_config(SHAPES, torch.device("cpu")))
+    assert (decoder.library, theirs.library) == ("torch", "diffusers")
+    assert torch.equal(decoder.decode(latents), theirs.decode(latents))
+
+
+def test_our_modules_are_built_of_published_configs_alone() -> None:
+    """With every tensor of diffusers' decoder, and for nothing that diffusers' class would compute in another way."""
+    for kind, name in PUBLISHED_KINDS.items():
+        # Qwen-Image's are the defaults of its class.
+        config = PUBLISHED[name].get("vae/config.json", {})
+        settings = {key: value for key, value in config.items() if key[0] != "_" and key != "clip_output"}
+        made = KINDS[kind][0]
+        component = {AutoencoderKLWan: WAN, AutoencoderKLQwenImage: QWEN_IMAGE}[made]
+        with torch.device("meta"):
+            theirs = made(**settings).state_dict()
+        ours = component.decoding_half(settings)
+        assert ours is not None, name
+        shapes = {key: value.shape for key, value in theirs.items() if not key.startswith(component.encoder_parts)}
+        assert {key: value.shape for key, value in ours.state_dict().items()} == shapes
+        for odd in ({"attn_scales": [1.0]}, {"dim_mult": [1, 2]}, {"z_dim": "16"}, {"newer": 1}, {"base_dim": 2**31}):
+            assert component.decoding_half({**settings, **odd}) is None, odd
 
 
 @pytest.mark.gpu
@@ -153,7 +208,7 @@ def test_kernels_that_give_other_frames_are_not_used(caplog: pytest.LogCaptureFi
         assert decoder.implementation == "AutoencoderKLWan, wrong"
         assert torch.equal(decoder.decode(random_latents(3)), expected)
         assert decoder.implementation == f"AutoencoderKLWan{left}"
-    assert caplog.text.count("wrong is left out on this machine: its frames are not those of diffusers' module") == 2
+    assert caplog.text.count("wrong is left out on this machine: its frames are not those without fused kernels") == 2
 
 
 class Uncompilable(ChannelsFirstDecoder):

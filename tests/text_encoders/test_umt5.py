@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import MAX_TEXT_TOKENS
 
+import diffusion_runtime
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.text_encoders.t5 import UMT5TextEncoder, load_umt5
+from diffusion_runtime.text_encoders.json_tokenizer import load_json_tokenizer
+from diffusion_runtime.text_encoders.loading import load_tokenizer
+from diffusion_runtime.text_encoders.t5 import UMT5TextEncoder, load_umt5, umt5_library
 
+SHAPES = Path(diffusion_runtime.__file__).parent / "assets" / "shapes"
 PROMPTS = ["a red circle moving left", "", "Two objects: a blue STAR, and a green ring on a striped background"]
 
 
 @pytest.fixture(scope="module")
 def text_encoder(tiny_wan_folder: Path) -> UMT5TextEncoder:
-    return load_umt5(tiny_wan_folder, torch.device("cpu"), torch.float32, max_tokens=MAX_TEXT_TOKENS)
+    return load(tiny_wan_folder)
 
 
 def damaged(copy: Callable[[], Path], name: str, content: bytes | None) -> Path:
@@ -33,8 +42,14 @@ def damaged(copy: Callable[[], Path], name: str, content: bytes | None) -> Path:
     return folder
 
 
-def load(folder: Path) -> UMT5TextEncoder:
-    return load_umt5(folder, torch.device("cpu"), torch.float32, max_tokens=MAX_TEXT_TOKENS)
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> UMT5TextEncoder:
+    """As the runtime does."""
+    fill = fill_text_encoder
+    return load_umt5(folder, torch.device("cpu"), dtype, max_tokens=MAX_TEXT_TOKENS, fill=fill)
+
+
+def load_with_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> UMT5TextEncoder:
+    return load_umt5(folder, torch.device("cpu"), dtype, max_tokens=MAX_TEXT_TOKENS)
 
 
 def test_embeddings_equal_diffusers(text_encoder: UMT5TextEncoder, tiny_wan_folder: Path) -> None:
@@ -45,6 +60,54 @@ def test_embeddings_equal_diffusers(text_encoder: UMT5TextEncoder, tiny_wan_fold
     found = text_encoder.encode(PROMPTS)
     assert found.embeddings.shape == (3, MAX_TEXT_TOKENS, 32)
     torch.testing.assert_close(found.embeddings, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_our_module_gives_the_bits_of_transformers(tiny_wan_folder: Path) -> None:
+    """Of the tiny folder and the embedded model, with padding and without; float16 is left to transformers."""
+    long = [PROMPTS[0], "red " * 100]
+    for folder in (tiny_wan_folder, SHAPES):
+        for dtype, library in ((torch.float32, "torch"), (torch.bfloat16, "torch"), (torch.float16, "transformers")):
+            ours, theirs = load(folder, dtype), load_with_transformers(folder, dtype)
+            assert (ours.library, theirs.library) == (library, "transformers")
+            assert umt5_library(folder, dtype) == library
+            for prompts in (PROMPTS, PROMPTS[:1], long):
+                found, expected = ours.encode(prompts), theirs.encode(prompts)
+                assert torch.equal(found.embeddings, expected.embeddings), (folder, dtype, prompts)
+                assert dataclasses.replace(found, embeddings=expected.embeddings) == expected
+
+
+def test_a_tokenizer_file_is_read_as_transformers_reads_it() -> None:
+    ours, theirs = load_json_tokenizer(SHAPES / "tokenizer"), load_tokenizer(SHAPES / "tokenizer")
+    assert ours is not None
+    assert len(ours) == len(theirs)
+    for name in ("model_max_length", "eos_token_id", "pad_token_id", "unk_token_id"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    draw = random.Random(0)
+    parts = ["red ", "circle", "</s>", "<pad>", "<unk>", " ", "\u00e9", "\u2603", ",", "A", "\U0001f600", "\n"]
+    options: list[dict[str, Any]] = [{}, {"truncation": True, "max_length": 5}, {"add_special_tokens": False}]
+    for _ in range(100):
+        text = "".join(draw.choice(parts) for _ in range(draw.randrange(20)))
+        for option in options:
+            found, expected = (each(text, return_offsets_mapping=True, **option) for each in (ours, theirs))
+            assert found["input_ids"] == expected["input_ids"], (text, option)
+            assert found["offset_mapping"] == expected["offset_mapping"], (text, option)
+
+
+def test_what_only_transformers_knows_is_left_to_it(tiny_wan_copy: Callable[[], Path]) -> None:
+    folder = tiny_wan_copy()
+    shutil.copytree(SHAPES / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
+    config, tokens = folder / "text_encoder" / "config.json", folder / "tokenizer" / "tokenizer_config.json"
+    for path, changed in ((config, {"feed_forward_proj": "relu"}), (config, {"newer": 1}), (config, {"num_heads": 0})):
+        before = path.read_text()
+        path.write_text(json.dumps(json.loads(before) | changed))
+        assert umt5_library(folder, torch.float32) == "transformers", changed
+        path.write_text(before)
+    for changes in ({"padding_side": "left"}, {"extra_special_tokens": ["<x>"]}, {"eos_token": "<unheard of>"}):
+        before = tokens.read_text()
+        tokens.write_text(json.dumps(json.loads(before) | changes))
+        assert load_json_tokenizer(folder / "tokenizer") is None, changes
+        tokens.write_text(before)
+    assert load_json_tokenizer(folder / "tokenizer") is not None
 
 
 def test_padding_is_zero_and_lengths_count_the_rest(text_encoder: UMT5TextEncoder) -> None:
@@ -97,12 +160,12 @@ def test_says_whose_attention_it_runs(text_encoder: UMT5TextEncoder, monkeypatch
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
     text_encoder.encode(PROMPTS)
-    assert (text_encoder.library, text_encoder.implementation) == ("transformers", "sdpa")
+    assert (text_encoder.library, text_encoder.implementation) == ("torch", "sdpa")
     assert len(calls) == 2
 
 
 def test_half_precision_is_what_comes_out(tiny_wan_folder: Path) -> None:
-    encoder = load_umt5(tiny_wan_folder, torch.device("cpu"), torch.bfloat16)
+    encoder = load(tiny_wan_folder, torch.bfloat16)
     assert encoder.encode(PROMPTS).embeddings.dtype == torch.bfloat16
     assert not any(parameter.requires_grad for parameter in encoder.model.parameters())
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import nn
 
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
 from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.published import published_defaults
@@ -18,9 +23,23 @@ from diffusion_runtime.models.video_decoder import read_statistics, restore_by_c
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
+from diffusion_runtime.untrusted.known_settings import whole
+
+_KNOWN = {**KNOWN, "input_channels": whole(1, MAX_SIZE)}
+
+
+def _decoding_half(settings: Mapping[str, Any]) -> nn.Module | None:
+    # The class calls the channels of its frames those of its input.
+    out_channels = settings.get("input_channels", 3)
+    return decoding_half("AutoencoderKLQwenImage", settings, _KNOWN, out_channels=out_channels)
+
 
 AUTOENCODER = DiffusersComponent(
-    COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_qwenimage", "AutoencoderKLQwenImage"
+    COMPONENT,
+    "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
+    "AutoencoderKLQwenImage",
+    encoder_parts=("encoder", "quant_conv"),
+    decoding_half=_decoding_half,
 )
 
 
@@ -30,10 +49,7 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
     restore = restore_by_config(folder, device)
-    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("encoder", "quant_conv"))
-    # Its class counts the encoder's convolutions at every decode.
-    autoencoder.encoder = torch.nn.Identity()
-    return exact_decoder(autoencoder, restore)
+    return exact_decoder(AUTOENCODER.load_decoder(folder, device, dtype), restore)
 
 
 # What the model was trained with (arXiv:2508.02324, figure 7); the 34 tokens before the prompt are not handed on.

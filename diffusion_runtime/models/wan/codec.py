@@ -1,20 +1,22 @@
-"""The Wan autoencoder as diffusers computes it: its decoder behind LatentDecoder, its encoder for a first image."""
+"""The Wan autoencoder: its decoder behind LatentDecoder, and its encoder, diffusers' module, for a first image."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.layers.fused_norms import fuse_norms, use_last_taps, with_shared_weights
-from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
@@ -25,18 +27,46 @@ from diffusion_runtime.models.video_decoder import (
     read_statistics,
     restore_by_config,
 )
+from diffusion_runtime.untrusted.known_settings import Allows, either, whole
 
 logger = logging.getLogger("diffusion_runtime")
+
+_SIZE = whole(1, MAX_SIZE)
+
+_KNOWN: Mapping[str, Allows] = {
+    **KNOWN,
+    "decoder_base_dim": lambda value: value is None or _SIZE(value),
+    "is_residual": either(True, False),
+    "in_channels": _SIZE,
+    "out_channels": _SIZE,
+    "patch_size": lambda value: value is None or _SIZE(value),
+    "scale_factor_temporal": _SIZE,
+    "scale_factor_spatial": _SIZE,
+}
+
+
+def _decoding_half(settings: Mapping[str, Any]) -> nn.Module | None:
+    return decoding_half(
+        "AutoencoderKLWan",
+        settings,
+        _KNOWN,
+        base_dim=settings.get("decoder_base_dim"),
+        out_channels=settings.get("out_channels", 3),
+        patch_size=settings.get("patch_size") or 1,
+        is_residual=settings.get("is_residual", False),
+        spatial_compression_ratio=settings.get("scale_factor_spatial", 8),
+    )
+
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT,
     "diffusers.models.autoencoders.autoencoder_kl_wan",
     "AutoencoderKLWan",
     {"clip_output": "no version of the class has read it: what it decodes is always cut to [-1, 1]"},
+    # The halves of the autoencoder; the one that is not needed is neither built nor read.
+    encoder_parts=("encoder", "quant_conv"),
+    decoding_half=_decoding_half,
 )
-
-# The halves of the autoencoder; the one that is not needed is neither built nor read.
-_ENCODER_PARTS = ("encoder", "quant_conv")
 _DECODER_PARTS = ("decoder", "post_quant_conv")
 
 
@@ -158,7 +188,7 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
     restore = restore_by_config(folder, device)
-    return exact_decoder(AUTOENCODER.load(folder, device, dtype, left_out=_ENCODER_PARTS), restore)
+    return exact_decoder(AUTOENCODER.load_decoder(folder, device, dtype), restore)
 
 
 def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> WanImageConditioner:

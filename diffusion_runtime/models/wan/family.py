@@ -17,6 +17,7 @@ from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
 from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.config import (
@@ -31,7 +32,7 @@ from diffusion_runtime.models.wan.lora_names import LORA_NAMES
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5
+from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5, umt5_library
 
 # Where Wan 2.2's own examples differ. Two experts make 480p as well, which stays the default.
 _EXPERT_DEFAULTS = published_defaults("wan2.2-t2v-a14b", "num_inference_steps", "guidance_scale", "guidance_scale_2")
@@ -42,7 +43,8 @@ _Model = Model[WanTransformerConfig, LatentGeometry]
 
 def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     max_tokens = generation_settings(folder).max_text_tokens
-    return load_umt5(folder, device, dtype, max_tokens=MAX_TOKENS if max_tokens is None else max_tokens)
+    max_tokens = MAX_TOKENS if max_tokens is None else max_tokens
+    return load_umt5(folder, device, dtype, max_tokens=max_tokens, fill=fill_text_encoder)
 
 
 def _adapt(model: _Model) -> _Model:
@@ -111,6 +113,7 @@ FAMILY = ModelFamily(
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
     load_text_encoder=_load_text_encoder,
+    text_library=umt5_library,
     load_decoder=codec.load_decoder,
     tiny_decoders={16: "taew2_1", 48: "taew2_2"},
     load_image_conditioner=codec.load_image_conditioner,

@@ -63,7 +63,7 @@ def test_bfloat16_gives_nearly_the_same_frames(tiny_wan_folder: Path) -> None:
 
 def test_the_report_is_told_who_decodes(tiny_wan_folder: Path) -> None:
     decoder = load_decoder(tiny_wan_folder, CPU, torch.float32)
-    assert (decoder.library, decoder.implementation) == ("diffusers", "AutoencoderKLWan")
+    assert (decoder.library, decoder.implementation) == ("torch", "AutoencoderKLWan")
 
 
 # --- folders that cannot be used --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ IMPORTED_BY_DIFFUSERS = {"xformers": "xformers.ops"}
 
 
 def check_diffusers_import() -> None:
-    """Raises InstallationError where an installed package keeps diffusers, and so every model, from being imported.
+    """Raises InstallationError where an installed package keeps diffusers from being imported. Called before that is.
 
     Imports that package alone, which diffusers would do next, and nothing where it is not installed.
     """
@@ -29,7 +29,7 @@ def blocking_package(name: str, packages: Mapping[str, str], failure: str) -> tu
     """What is wrong, and which package to remove, when `name` cannot be imported. packages: name to version."""
     what = (
         f"package {name} {packages[name]} is installed and cannot be imported: {failure}; diffusers imports it "
-        "wherever it is installed, so no model can be loaded"
+        "wherever it is installed, so nothing that needs diffusers can be loaded"
     )
     if name == "xformers" and "flash-attn-4" in packages and "flash-attn" not in packages:
         # Both bring a package called flash_attn, and xformers takes any of that name for FlashAttention-2.

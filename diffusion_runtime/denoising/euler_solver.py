@@ -1,0 +1,113 @@
+"""Euler steps of flow matching, to the bits of diffusers' FlowMatchEulerDiscreteScheduler.
+
+The class of diffusers is imported for settings that this one does not have (`takes`): importing diffusers takes longer
+than a first command has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+
+from diffusion_runtime.untrusted.known_settings import (
+    Allows,
+    are_known,
+    either,
+    is_false,
+    is_nothing,
+    is_number,
+    is_positive,
+    whole,
+)
+
+
+def _is_terminal(value: Any) -> bool:
+    return value is None or (is_positive(value) and value < 1)
+
+
+# Setting of the diffusers class -> the values with which this solver computes what that class computes.
+_KNOWN: Mapping[str, Allows] = {
+    "num_train_timesteps": whole(2, 100_000),
+    "shift": is_positive,
+    "shift_terminal": _is_terminal,
+    "invert_sigmas": is_false,
+    "stochastic_sampling": is_false,
+    "use_karras_sigmas": is_false,
+    "use_exponential_sigmas": is_false,
+    "use_beta_sigmas": is_false,
+    "use_dynamic_shifting": is_false,
+    # What nothing reads with those values.
+    "base_shift": lambda value: is_nothing(value) or is_number(value),
+    "max_shift": lambda value: is_nothing(value) or is_number(value),
+    "base_image_seq_len": whole(1, 1 << 31),
+    "max_image_seq_len": whole(1, 1 << 31),
+    "time_shift_type": either("exponential", "linear"),
+}
+
+
+def takes(settings: Mapping[str, Any], num_steps: int) -> bool:
+    """Whether the solver computes what the class of diffusers computes with these settings."""
+    return num_steps >= 1 and are_known(settings, _KNOWN)
+
+
+class EulerSolver:
+    """A `Scheduler` for one sample call. settings: those that `takes` allows, by diffusers' names. even: noise levels
+    of the steps before the shift, None for those of the model's training.
+
+    timesteps: [num_steps], sigmas: [num_steps + 1], float32 on the device.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], num_steps: int, device: torch.device, even: Sequence[float] | None = None
+    ) -> None:
+        num_train_timesteps, shift = settings.get("num_train_timesteps", 1000), settings.get("shift", 1.0)
+        levels = (
+            _training_levels(num_train_timesteps, shift, num_steps)
+            if even is None
+            else numpy.array(even).astype(numpy.float32)
+        )
+        levels = _shifted(levels, shift)
+        terminal = settings.get("shift_terminal")
+        if terminal:
+            signal = 1 - levels
+            levels = 1 - signal / (signal[-1] / (1 - terminal))
+        self.config = SimpleNamespace(num_train_timesteps=num_train_timesteps)
+        sigmas = torch.from_numpy(levels).to(dtype=torch.float32, device=device)
+        self.timesteps = sigmas * num_train_timesteps
+        self.sigmas = torch.cat([sigmas, torch.zeros(1, device=device)])
+        self._index = 0
+
+    def set_begin_index(self, begin_index: int) -> None:
+        """See Scheduler.set_begin_index."""
+        self._index = begin_index
+
+    def step(
+        self,
+        model_output: torch.Tensor,
+        timestep: torch.Tensor,  # noqa: ARG002 - steps are counted
+        sample: torch.Tensor,
+        *,
+        return_dict: bool = False,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, ...]:
+        """See Scheduler.step."""
+        width = self.sigmas[self._index + 1] - self.sigmas[self._index]
+        self._index += 1
+        return (sample + width * model_output,)
+
+
+def _training_levels(num_train_timesteps: int, shift: float, num_steps: int) -> numpy.ndarray[Any, Any]:
+    """Evenly from the highest to the lowest noise level of the training, float64; diffusers shifts both ends, and all
+    of them again."""
+    trained = numpy.array([num_train_timesteps, 1], dtype=numpy.float32) / num_train_timesteps
+    highest, lowest = (float(level) * num_train_timesteps for level in _shifted(trained, shift))
+    levels: numpy.ndarray[Any, Any] = numpy.linspace(highest, lowest, num_steps) / num_train_timesteps
+    return levels
+
+
+def _shifted(levels: numpy.ndarray[Any, Any], shift: float) -> numpy.ndarray[Any, Any]:
+    shifted: numpy.ndarray[Any, Any] = shift * levels / (1 + (shift - 1) * levels)
+    return shifted

@@ -1,0 +1,28 @@
+"""Weights of a text encoder that is a module of ours, with transformers' tensor names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from diffusion_runtime.models.checkpoint import Checkpoint, Piece, load_weights, own_pieces
+
+# What transformers calls a file of weights.
+_STEM = "model"
+# The embeddings, and the name that some files have them by.
+_EMBEDDINGS, _ALIAS = "shared.weight", "encoder.embed_tokens.weight"
+
+
+def fill_text_encoder(module: nn.Module, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Fill a module on the meta device, from one file or shards, or a variant of either. Tensors of a decoder, and all
+    others that the encoder does not have, are not read.
+
+    Raises ModelLoadError for files that are missing or damaged, and for weights that are missing or of another shape.
+    """
+    with Checkpoint(folder, _STEM) as checkpoint:
+        pieces = own_pieces(module)
+        if _EMBEDDINGS not in checkpoint.shapes and _ALIAS in checkpoint.shapes:
+            pieces[_EMBEDDINGS] = (Piece(_ALIAS, pieces[_EMBEDDINGS][0].shape),)
+        load_weights(module, checkpoint, pieces, device, dtype, ignored=lambda _: True)
