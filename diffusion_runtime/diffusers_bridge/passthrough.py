@@ -29,7 +29,6 @@ from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
-from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.weight_files import DAMAGED
@@ -172,8 +171,7 @@ class DiffusersPipeline:
 
     def _arguments(self, request: GenerationRequest) -> dict[str, Any]:
         arguments = self.rules.arguments(request)
-        if request.image_path is not None:
-            arguments["image"] = open_picture(request.image_path)
+        arguments |= self.rules.images(request)
         if self.rules.takes("generator"):
             # On the CPU, so that the noise is the same on every device.
             arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)

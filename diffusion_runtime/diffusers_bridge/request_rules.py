@@ -10,7 +10,7 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import PARAMETER_NAME
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest
 from diffusion_runtime.request_rules import with_step_cache
 from diffusion_runtime.step_cache import StepCacheSettings
 
@@ -58,8 +58,9 @@ class PassthroughRules:
         for name, value in request.to_dict().items():
             if value is not None and name not in (*_OURS, "num_frames") and self.interface.parameter(name) is None:
                 raise RequestError(f"{name}: {self.pipeline_class} takes no such value; leave it out")
-        image = self._image(request)
-        self.sizes.check({**self.arguments(request), **({} if image is None else {"image": image})})
+        if request.image_path is None and self.interface.needs_image:
+            raise RequestError(f"image_path: {self.pipeline_class} starts from an image; give one")
+        self.sizes.check({**self.arguments(request), **self.images(request)})
         if request.num_inference_steps is not None:
             self.check_steps(request.num_inference_steps)
         return self._with_step_cache(request)
@@ -90,8 +91,8 @@ class PassthroughRules:
         return ()
 
     def arguments(self, request: GenerationRequest) -> dict[str, Any]:
-        """A resolved request as keyword arguments of the pipeline's call; without image and generator."""
-        fields = {field: value for field, value in request.to_dict().items() if field != "image_path"}
+        """A resolved request as keyword arguments of the pipeline's call; without images and generator."""
+        fields = {field: value for field, value in request.to_dict().items() if field not in IMAGE_FIELDS}
         named = {self.interface.parameter(field): value for field, value in fields.items()}
         return {name: value for name, value in named.items() if name is not None and value is not None}
 
@@ -106,13 +107,14 @@ class PassthroughRules:
         if request.num_frames != 1:
             raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or use 1")
 
-    def _image(self, request: GenerationRequest) -> Any:
-        """The input image; None without one."""
-        if request.image_path is not None:
-            return open_picture(request.image_path)
-        if self.interface.needs_image:
-            raise RequestError(f"image_path: {self.pipeline_class} starts from an image; give one")
-        return None
+    def images(self, request: GenerationRequest) -> dict[str, Any]:
+        """The images of a request, read, as keyword arguments of the pipeline's call."""
+        paths = {field: getattr(request, field) for field in IMAGE_FIELDS}
+        return {
+            self.interface.parameter(field) or field: open_picture(path, field)
+            for field, path in paths.items()
+            if path is not None
+        }
 
 
 def signature_defaults(interface: PipelineInterface) -> dict[str, Any]:

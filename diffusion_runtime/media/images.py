@@ -19,7 +19,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_STRETCH = 0.1
 
 
-def open_picture(path: str) -> Any:
+def open_picture(path: str, field: str = "image_path") -> Any:
     """An image file as Pillow's RGB image of its own size, turned upright by its EXIF orientation.
 
     Grey, palette, CMYK and 16-bit images are converted. Raises RequestError for a file that is missing, damaged or no
@@ -27,7 +27,7 @@ def open_picture(path: str) -> Any:
     """
     from PIL import Image, ImageOps
 
-    source = check_file(path, "image_path", max_bytes=MAX_IMAGE_BYTES, error=RequestError)
+    source = check_file(path, field, max_bytes=MAX_IMAGE_BYTES, error=RequestError)
     try:
         with warnings.catch_warnings():
             # Its limit of 89 megapixels is below what phones take; ours follows, before a pixel is decoded.
@@ -40,25 +40,26 @@ def open_picture(path: str) -> Any:
                 converted = _eight_bits(upright).convert("RGB")
     except Exception as error:  # any exception: a decoder may raise anything on untrusted bytes
         raise RequestError(
-            f"image_path: {source} is not a readable {', '.join(FORMATS)} image: {first_line(error)}"
+            f"{field}: {source} is not a readable {', '.join(FORMATS)} image: {first_line(error)}"
         ) from error
     if is_transparent:
         raise RequestError(
-            f"image_path: {source} has transparent parts; put it on a background, and save it without transparency"
+            f"{field}: {source} has transparent parts; put it on a background, and save it without transparency"
         )
     return converted
 
 
-def check_image(path: str, height: int, width: int) -> None:
-    """Whether a file is an image that a clip of height x width pixels can start from.
+def check_image(path: str, height: int, width: int, field: str = "image_path") -> None:
+    """Whether a file is an image that a clip of height x width pixels can start from or end with. field: of the
+    request, for messages.
 
     Raises RequestError for what `open_picture` refuses, and for sides of another ratio.
     """
-    columns, rows = open_picture(path).size
+    columns, rows = open_picture(path, field).size
     stretch = (columns / rows) / (width / height)
     if not 1 - MAX_STRETCH <= stretch <= 1 / (1 - MAX_STRETCH):
         raise RequestError(
-            f"image_path: {path} is {columns} x {rows} (width x height), the clip {width} x {height}: the ratio of "
+            f"{field}: {path} is {columns} x {rows} (width x height), the clip {width} x {height}: the ratio of "
             "the sides must agree within 10 %. Crop the image, or set --height and --width to fit it"
         )
 
