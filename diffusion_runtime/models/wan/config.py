@@ -212,7 +212,9 @@ def read_geometry(folder: AnyFolder) -> LatentGeometry:
 
 
 def check_pipeline(folder: AnyFolder) -> None:
-    """Whether the folder's pipeline is one for its transformers. Raises ModelLoadError that names file and key."""
+    """Whether the folder's pipeline is one for its transformer. Raises ModelLoadError that names the file and the
+    key."""
+    read_geometry(folder)
     path = folder / INDEX_FILE
     name, pipeline = read_index(folder).get("_class_name"), read_pipeline_config(folder)
     config = read_transformer_config(folder)
