@@ -13,7 +13,7 @@ from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.denoising.step_cache.requested import calibration_of
 from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.media.images import check_image
+from diffusion_runtime.media.images import check_image, picture_remarks
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
@@ -188,8 +188,8 @@ class RequestRules(SamplingRules):
                 raise RequestError(f"{name}: {declared.refusal.format(product=self._product)}")
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
-        """What was not applied of the LoRA files, what a resolved request sets beside the model's defaults and its
-        generation does not use, and what a few-step model was not made for, as sentences."""
+        """What was not applied of the LoRA files or of the images, what a resolved request sets beside the model's
+        defaults and its generation does not use, and what a few-step model was not made for, as sentences."""
         reasons: dict[str | None, str] = {}
         if not self.is_guided(request):
             reasons[GUIDANCE] = "no second branch of guidance runs (a scale of 1 or less)"
@@ -198,7 +198,7 @@ class RequestRules(SamplingRules):
         if request.sigmas is not None:
             reasons[SHIFT] = "sigmas are the noise levels as they run"
         computed = self._computed_defaults(request)
-        remarks = [*self._lora_remarks(request), *self._step_cache_remarks(request)]
+        remarks = [*self._lora_remarks(request), *self._step_cache_remarks(request), *image_remarks(request)]
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
             # An empty text asks for nothing.
@@ -341,6 +341,12 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     if cache.decides_per_branch:
         request = dataclasses.replace(request, guidance_mode="two_pass")
     return dataclasses.replace(request, step_cache=cache.text)
+
+
+def image_remarks(request: GenerationRequest) -> list[str]:
+    """What of its images a request does not use as it stands there."""
+    paths = {name: getattr(request, name) for name in IMAGE_FIELDS}
+    return [remark for name, path in paths.items() if path is not None for remark in picture_remarks(path, name)]
 
 
 def is_set(request: GenerationRequest, name: str) -> bool:

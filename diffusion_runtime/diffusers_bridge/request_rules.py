@@ -11,7 +11,7 @@ from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest
-from diffusion_runtime.request_rules import with_step_cache
+from diffusion_runtime.request_rules import image_remarks, with_step_cache
 from diffusion_runtime.step_cache import StepCacheSettings
 
 # Fields that need no parameter of the pipeline: the file's frame rate, the generator's seed, steps that are reused.
@@ -78,9 +78,10 @@ class PassthroughRules:
         """Whether a resolved request runs two guidance branches; here they never run on processes of their own."""
         return False
 
-    def unused(self, _request: GenerationRequest) -> tuple[str, ...]:
-        """What of the LoRA files was not applied; of the request everything is used, as far as a signature says."""
-        return self.lora_remarks
+    def unused(self, request: GenerationRequest) -> tuple[str, ...]:
+        """What of the LoRA files and of the images was not applied; of the request everything else is used, as far as a
+        signature says."""
+        return (*self.lora_remarks, *image_remarks(request))
 
     def sampling_note(self, _request: GenerationRequest) -> str | None:
         """None: a diffusers pipeline has its own schedule."""
