@@ -105,11 +105,20 @@ class LatentDenoiser:
         }
 
     def _image_condition(self, size: ClipSize) -> ImageCondition | None:
-        path = self.settings.shared.image_path
-        if path is None:
+        shared = self.settings.shared
+        if shared.image_path is None:
             return None
         conditioner = self.image_conditioner()
-        return conditioner.encode(torch.from_numpy(read_image(path, size.height, size.width)), size)
+        image, last_image = (
+            None if path is None else torch.from_numpy(read_image(path, size.height, size.width))
+            for path in (shared.image_path, shared.last_image_path)
+        )
+        assert image is not None
+        condition = conditioner.encode(image, size, last_image)
+        # Afterwards: an encoder may find that its kernels are not to be used here.
+        for part in conditioner.libraries:
+            self.recorder.record_library(part.component, part.library, part.implementation)
+        return condition
 
     def _predict(self, inputs: Mapping[str, DenoiserInputs], state: RequestCache, block_runner: BlockRunner) -> Predict:
         """The transformer as a function of latents and step. inputs: by guidance branch."""

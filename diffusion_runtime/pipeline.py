@@ -20,6 +20,7 @@ from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement,
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.frame_decoding import decode_frames
+from diffusion_runtime.input_files import input_digests
 from diffusion_runtime.latent_denoiser import LatentDenoiser
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
@@ -267,6 +268,8 @@ class Pipeline:
         requests' step cache. on_latents: called with the clean latents, [batch, *sample_shape]."""
         cancellations = Cancellations(len(batch), on_progress)
         watch = None if on_progress is None else cancellations.watch
+        digests = input_digests(settings.shared)
+        inputs = {"inputs": digests} if digests else {}
         recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
         self._note_remarks(batch, settings, remarks, recorder)
         if self._quantization is not None:
@@ -301,7 +304,7 @@ class Pipeline:
                 self._quantization.counter.stop()
             compile_timings = compile_cost.report(recorder)
             recipes = [
-                {**self.recipe, "request": request.to_dict(), **preset, "notes": list(notes)}
+                {**self.recipe, "request": request.to_dict(), **inputs, **preset, "notes": list(notes)}
                 for request, notes in zip(batch, prompts.notes, strict=True)
             ]
             frames: dict[int, torch.Tensor] = {}

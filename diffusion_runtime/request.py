@@ -229,6 +229,18 @@ class GenerationRequest:
             refusal="this model makes {product} from text alone; leave it out",
         ).as_metadata(),
     )
+    # The image that it ends with, for models that take one as well.
+    last_image_path: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="The image a video ends with, for models that take one beside --image-path.",
+            check=ImageFile(),
+            panel=WHAT,
+            pipeline_parameters=("last_image",),
+            may_stay_none=True,
+            refusal="this model takes no image to end with; leave it out",
+        ).as_metadata(),
+    )
     # Of the CPU generator that draws the noise, so that every device starts alike.
     seed: int = field(
         default=0,
@@ -314,6 +326,12 @@ def _replaces_levels(level: Mapping[str, Any], earlier: Any) -> bool:
 # By name, in the order of the class.
 REQUEST_FIELDS: Mapping[str, RequestField] = MappingProxyType(
     {item.name: RequestField.of(item.metadata) for item in dataclasses.fields(GenerationRequest)}
+)
+
+
+# Those that name an image file, in the order of the class.
+IMAGE_FIELDS: tuple[str, ...] = tuple(
+    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile)
 )
 
 

@@ -13,11 +13,12 @@ from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.denoising.step_cache.requested import calibration_of
 from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.media.images import check_image
+from diffusion_runtime.media.images import check_image, picture_remarks
+from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.progressive_resolution import LatentSpectrum, ProgressiveSettings
-from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
+from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
 from diffusion_runtime.samplers import SAMPLERS
 from diffusion_runtime.step_cache import (
@@ -32,12 +33,12 @@ from diffusion_runtime.step_cache import (
 @dataclass(frozen=True, kw_only=True)
 class RequestRules(SamplingRules):
     """What a model says about requests: how it is sampled, its defaults and presets, whether guidance can be asked for
-    at all (Model.takes_guidance), which of the fields that not every model uses it does (model_fields), whether it
-    needs an image, and its attention layers, with or without weights around them, whose options may ask for a number of
-    steps. sampling_presets: of its family; few_steps: what the model, or a LoRA of it, was distilled to, None for many
-    steps. loras: the LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured
-    it. teacache: what TeaCache's authors published for it. identity: of `model_identity`, computed when a calibration
-    is compared with it. num_blocks: of its transformer, None where that is not known.
+    at all (Model.takes_guidance), which of the fields that not every model uses it does (model_fields), which of those
+    for images it needs, and its attention layers, with or without weights around them, whose options may ask for a
+    number of steps. sampling_presets: of its family; few_steps: what the model, or a LoRA of it, was distilled to, None
+    for many steps. loras: the LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody
+    measured it. teacache: what TeaCache's authors published for it. identity: of `model_identity`, computed when a
+    calibration is compared with it. num_blocks: of its transformer, None where that is not known.
     """
 
     defaults: Mapping[str, Any]
@@ -45,7 +46,7 @@ class RequestRules(SamplingRules):
     attention_layers: tuple[AttentionLayer, ...]
     takes_guidance: bool = True
     model_fields: frozenset[str] = frozenset()
-    needs_image: bool = False
+    needed_images: frozenset[str] = frozenset()
     sampling_presets: tuple[SamplingPreset, ...] = ()
     few_steps: FewSteps | None = None
     loras: tuple[Lora, ...] = ()
@@ -84,13 +85,28 @@ class RequestRules(SamplingRules):
             )
         # Building the sampler raises for what it cannot do.
         settings.build_sampler()
-        if request.image_path is None and self.needs_image:
-            raise RequestError("image_path: this model makes videos from an image; give one: --image-path FILE")
-        if request.image_path is not None:
-            check_image(request.image_path, settings.size.height, settings.size.width)
+        self._check_images(request, settings.size)
         for layer in self.attention_layers:
             layer.check_request(settings.num_inference_steps)
         return self._with_step_cache(self._with_progressive_resolution(request))
+
+    def _check_images(self, request: GenerationRequest, size: ClipSize) -> None:
+        """Raises RequestError for an image that is missing or cannot be used."""
+        if request.image_path is None and "image_path" in self.needed_images:
+            raise RequestError("image_path: this model makes videos from an image; give one: --image-path FILE")
+        if request.last_image_path is None and "last_image_path" in self.needed_images:
+            raise RequestError(
+                "last_image_path: this model makes videos between two images; give the one to end with: "
+                "--last-image-path FILE"
+            )
+        if request.last_image_path is not None and size.num_frames < 2:
+            raise RequestError(
+                "last_image_path: a clip of one frame has no other to end with; leave it out, or give more num_frames"
+            )
+        for name in IMAGE_FIELDS:
+            path = getattr(request, name)
+            if path is not None:
+                check_image(path, size.height, size.width, name)
 
     def try_scheduler(self) -> None:
         """Raises ModelLoadError for scheduler settings of the folder that cannot be used. Nothing is tried for a folder
@@ -172,8 +188,8 @@ class RequestRules(SamplingRules):
                 raise RequestError(f"{name}: {declared.refusal.format(product=self._product)}")
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
-        """What was not applied of the LoRA files, what a resolved request sets beside the model's defaults and its
-        generation does not use, and what a few-step model was not made for, as sentences."""
+        """What was not applied of the LoRA files or of the images, what a resolved request sets beside the model's
+        defaults and its generation does not use, and what a few-step model was not made for, as sentences."""
         reasons: dict[str | None, str] = {}
         if not self.is_guided(request):
             reasons[GUIDANCE] = "no second branch of guidance runs (a scale of 1 or less)"
@@ -182,7 +198,7 @@ class RequestRules(SamplingRules):
         if request.sigmas is not None:
             reasons[SHIFT] = "sigmas are the noise levels as they run"
         computed = self._computed_defaults(request)
-        remarks = [*self._lora_remarks(request), *self._step_cache_remarks(request)]
+        remarks = [*self._lora_remarks(request), *self._step_cache_remarks(request), *image_remarks(request)]
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
             # An empty text asks for nothing.
@@ -325,6 +341,12 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     if cache.decides_per_branch:
         request = dataclasses.replace(request, guidance_mode="two_pass")
     return dataclasses.replace(request, step_cache=cache.text)
+
+
+def image_remarks(request: GenerationRequest) -> list[str]:
+    """What of its images a request does not use as it stands there."""
+    paths = {name: getattr(request, name) for name in IMAGE_FIELDS}
+    return [remark for name, path in paths.items() if path is not None for remark in picture_remarks(path, name)]
 
 
 def is_set(request: GenerationRequest, name: str) -> bool:

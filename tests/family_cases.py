@@ -107,11 +107,13 @@ FAMILIES = {
             *misfits(("patch_size", [1, 2]), ("patch_size", 2), ("num_layers", 0), ("num_layers", "2")),
             *misfits(("attention_head_dim", 15), ("freq_dim", 7), ("ffn_dim", 1.5), ("eps", "small")),
             *misfits(("cross_attn_norm", 1), ("qk_norm", "rms_norm")),
-            *(
-                Refusal({key: value}, rf"config.json: key '{key}' is {value}: this is an image-conditioned")
-                for key, value in (("image_dim", 1280), ("added_kv_proj_dim", 64), ("pos_embed_seq_len", 514))
-            ),
-            Refusal({"in_channels": 36}, r"'in_channels' \(36\) and 'out_channels' \(16\) differ"),
+            # Image to video: channels beside the latents, and tokens of an image encoder.
+            Refusal({"in_channels": 36}, "'_class_name': expected WanImageToVideoPipeline, got 'WanPipeline'"),
+            in_file(INDEX, r"16 in_channels has no room for an image", _class_name="WanImageToVideoPipeline"),
+            Refusal({"in_channels": 48}, r"'in_channels' \(48\) .* expected equal .* 4 of a mask and 16 of encoded"),
+            *misfits(("out_channels", 17), ("added_kv_proj_dim", 65), ("pos_embed_seq_len", 514)),
+            Refusal({"image_dim": 24}, "keys 'image_dim' and 'added_kv_proj_dim' belong together.* 24 and None"),
+            Refusal({"image_dim": 24, "added_kv_proj_dim": 64}, "key 'image_dim': expected null where in_channels"),
             # Two experts and the boundary between them belong together.
             Refusal(EXPERTS, "model_index.json: keys 'transformer_2' and 'boundary_ratio'", INDEX),
             in_file(INDEX, "model_index.json: keys 'transformer_2' and 'boundary_ratio'", boundary_ratio=0.875),

@@ -110,6 +110,32 @@ _WAN_14B = {
     "pos_embed_seq_len": None,
 }
 _WAN_CLASSES = ("WanPipeline", "WanTransformer3DModel", "AutoencoderKLWan", "UniPCMultistepScheduler")
+_WAN_IMAGE_CLASSES = ("WanImageToVideoPipeline", *_WAN_CLASSES[1:])
+_WAN_I2V = {**_WAN_14B, "added_kv_proj_dim": 5120, "image_dim": 1280, "in_channels": 36}
+_CLIP_FILES: Files = {
+    "image_encoder/config.json": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 1280,
+        "image_size": 224,
+        "intermediate_size": 5120,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "patch_size": 14,
+    },
+    "image_processor/preprocessor_config.json": {
+        "crop_size": {"height": 224, "width": 224},
+        "do_center_crop": True,
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "resample": 3,
+        "rescale_factor": 0.00392156862745098,
+        "size": {"shortest_edge": 224},
+    },
+}
 
 _KL_VAE: dict[str, Any] = {
     "_class_name": "AutoencoderKL",
@@ -441,6 +467,50 @@ PUBLISHED: Mapping[str, Files] = {
         "scheduler/scheduler_config.json": _UNIPC_22,
         "text_encoder/config.json": {"model_type": "umt5"},
         "tokenizer/tokenizer_config.json": {"model_max_length": 512},
+    },
+    "Wan2.2-I2V-A14B-Diffusers": {
+        "model_index.json": _index(
+            *_WAN_IMAGE_CLASSES,
+            **_WAN_TEXT,
+            boundary_ratio=0.9,
+            image_encoder=[None, None],
+            image_processor=[None, None],
+            transformer_2=["diffusers", "WanTransformer3DModel"],
+        ),
+        "transformer/config.json": {**_WAN_14B, "in_channels": 36},
+        "transformer_2/config.json": {**_WAN_14B, "in_channels": 36},
+        "vae/config.json": _WAN_VAE,
+        "scheduler/scheduler_config.json": _UNIPC_22,
+        "text_encoder/config.json": {"model_type": "umt5"},
+        "tokenizer/tokenizer_config.json": {"model_max_length": 512},
+    },
+    "Wan2.1-I2V-14B-480P-Diffusers": {
+        "model_index.json": _index(
+            *_WAN_IMAGE_CLASSES,
+            **_WAN_TEXT,
+            image_encoder=["transformers", "CLIPVisionModel"],
+            image_processor=["transformers", "CLIPImageProcessor"],
+        ),
+        "transformer/config.json": _WAN_I2V,
+        "vae/config.json": _WAN_VAE,
+        "scheduler/scheduler_config.json": _UNIPC,
+        "text_encoder/config.json": {"model_type": "umt5"},
+        "tokenizer/tokenizer_config.json": {"model_max_length": 512},
+        **_CLIP_FILES,
+    },
+    "Wan2.1-FLF2V-14B-720P-diffusers": {
+        "model_index.json": _index(
+            *_WAN_IMAGE_CLASSES,
+            **_WAN_TEXT,
+            image_encoder=["transformers", "CLIPVisionModel"],
+            image_processor=["transformers", "CLIPProcessor"],
+        ),
+        "transformer/config.json": {**_WAN_I2V, "pos_embed_seq_len": 514},
+        "vae/config.json": _WAN_VAE,
+        "scheduler/scheduler_config.json": _UNIPC,
+        "text_encoder/config.json": {"model_type": "umt5"},
+        "tokenizer/tokenizer_config.json": {"model_max_length": 512},
+        **_CLIP_FILES,
     },
     "Wan2.2-TI2V-5B-Diffusers": {
         "model_index.json": _index(

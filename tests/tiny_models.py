@@ -15,6 +15,7 @@ WORDS = tuple(
 )
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 MAX_TEXT_TOKENS = 24
+IMAGE_DIM = 24
 
 # Pixels and frames of a clip that is quick on two cores: 2 x 4 x 4 latents, 2 x 2 x 2 tokens.
 TINY_SIZES: dict[str, int] = {"height": 32, "width": 32, "num_frames": 5}
@@ -29,34 +30,40 @@ def write_tiny_wan(
     num_layers: int = 2,
     boundary_ratio: float | None = None,
     takes_image: bool = False,
+    condition: str = "",
 ) -> Path:
     """Write a whole Wan folder and return its path.
 
     scheduler: `unipc` or `flow_match_euler`. vae: `patched` (the embedded model's layout, quick), `plain` (as in
     Wan 2.1) or `residual` (as in Wan 2.2 TI2V). boundary_ratio: of a second transformer, None for one alone.
-    takes_image: whether each token has a timestep, as in Wan 2.2 TI2V.
+    takes_image: whether each token has a timestep, as in Wan 2.2 TI2V. condition: what stands beside the latents of an
+    image-to-video model: "clip" (as in Wan 2.2 I2V), "clip and tokens" of an image encoder (as in Wan 2.1 I2V), or
+    "clip and tokens of two images" (FLF2V); empty for text to video.
     The weights depend on nothing but the arguments. About 1 MB.
     """
     import torch
-    from diffusers import WanPipeline
+    from diffusers import WanImageToVideoPipeline, WanPipeline
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipeline = WanPipeline(
-            tokenizer=tiny_tokenizer(),
-            text_encoder=_text_encoder(),
-            transformer=_transformer(num_layers),
-            vae=_vae(vae),
-            scheduler=_scheduler(scheduler, flow_shift),
-            transformer_2=None if boundary_ratio is None else _transformer(num_layers),
-            boundary_ratio=boundary_ratio,
-            expand_timesteps=takes_image,
-        )
+        parts = {
+            "tokenizer": tiny_tokenizer(),
+            "text_encoder": _text_encoder(),
+            "transformer": _transformer(num_layers, condition),
+            "vae": _sensitive_to_images(_vae(vae)) if condition else _vae(vae),
+            "scheduler": _scheduler(scheduler, flow_shift),
+            "transformer_2": None if boundary_ratio is None else _transformer(num_layers, condition),
+        }
+        made = WanImageToVideoPipeline if condition else WanPipeline
+        encoder = _image_encoder() if "tokens" in condition else {}
+        pipeline = made(**parts, **encoder, boundary_ratio=boundary_ratio, expand_timesteps=takes_image)
     pipeline.save_pretrained(folder)
-    # Prompts of 512 tokens would take most of the time of a tiny model.
-    (folder / "generation.json").write_text(json.dumps({"max_text_tokens": MAX_TEXT_TOKENS}))
+    # Prompts of 512 tokens would take most of the time of a tiny model; diffusers tells image tokens from those of the
+    # text by that number.
+    max_text_tokens = 512 if "tokens" in condition else MAX_TEXT_TOKENS
+    (folder / "generation.json").write_text(json.dumps({"max_text_tokens": max_text_tokens}))
     return folder
 
 
@@ -87,29 +94,60 @@ def _text_encoder() -> Any:
     return UMT5EncoderModel(config).eval()
 
 
-def _transformer(num_layers: int) -> Any:
+def _image_encoder() -> dict[str, Any]:
+    """5 tokens of an image."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    config = CLIPVisionConfig(
+        hidden_size=IMAGE_DIM,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
+
+
+def _transformer(num_layers: int, condition: str = "") -> Any:
     import torch
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel(
         num_attention_heads=4,
         attention_head_dim=16,
-        in_channels=16,
+        in_channels=36 if condition else 16,
         out_channels=16,
         text_dim=32,
         freq_dim=32,
         ffn_dim=96,
         num_layers=num_layers,
         rope_max_seq_len=64,
+        image_dim=IMAGE_DIM if "tokens" in condition else None,
+        added_kv_proj_dim=64 if "tokens" in condition else None,
+        pos_embed_seq_len=10 if "two images" in condition else None,
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norm weights of exactly one and small cross-attentions would hide a norm or a prompt that is left out.
-            if "norm" in name:
+            if "norm" in name or "pos_embed" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             if ".attn2.to_out" in name or name.startswith("proj_out"):
                 parameter.mul_(3.0)
     return model.eval()
+
+
+def _sensitive_to_images(vae: Any) -> Any:
+    """What a random encoder makes of an image is hardly more than its biases: without them, and far larger."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in vae.named_parameters():
+            if name.startswith(("encoder.", "quant_conv.")):
+                parameter.mul_(0.0 if name.endswith("bias") else 30.0 if "conv_out" in name else 1.0)
+    return vae
 
 
 def _vae(kind: str) -> Any:

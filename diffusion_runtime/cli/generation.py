@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.generation_pipeline import GenerationRules
     from diffusion_runtime.loading import Prepared
     from diffusion_runtime.parallel.world import World
+    from diffusion_runtime.request import GenerationRequest
     from diffusion_runtime.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.generate/1"
@@ -131,7 +132,7 @@ def _generate(
     # The requests are checked against the model before its weights are read, which may take minutes.
     prepared, items = _prepare(settings, outputs, coordinator.world)
     description = prepared.description
-    _warn_of_another_model(settings, description, terminal)
+    _warn_of_changed_files(settings, [item.request for item in items if item.failure is None], description, terminal)
     if description.degrees.num_processes > 1:
         degrees = description.degrees
         terminal.say(f"{degrees.num_processes} processes: {degrees} ({degrees.reason})")
@@ -211,11 +212,19 @@ def _skip_finished(
     return waiting, tuple(done)
 
 
-def _warn_of_another_model(settings: Settings, description: PipelineDescription, terminal: Terminal) -> None:
+def _warn_of_changed_files(
+    settings: Settings, requests: Sequence[GenerationRequest], description: PipelineDescription, terminal: Terminal
+) -> None:
+    """Say which of the model and the images of the recipe of --from are no longer what they were."""
+    from diffusion_runtime.input_files import changed_inputs
+
     now = description.to_dict()["model"]
-    then = settings.repeated_model
+    then = settings.repeated.get("model") or {}
+    changed = list(changed_inputs(settings.repeated, requests))
     if then.get("path") == now["path"] and then.get("config_sha256") not in (None, now["config_sha256"]):
-        terminal.warn(f"{now['path']} has changed since the file of --from was made; the result will differ")
+        changed.insert(0, now["path"])
+    for path in changed:
+        terminal.warn(f"{path} has changed since the file of --from was made; the result will differ")
 
 
 def resolve_all(rules: GenerationRules, settings: Settings, outputs: Outputs) -> list[Item]:

@@ -49,14 +49,14 @@ class Settings:
     """requests: one per prompt and seed, prompts outermost. preset: the name that was given, None for none.
 
     file_presets: names that the config file defines; the values of the chosen one are in `requests` already.
-    repeated_model: the model section of the recipe of --from. notes: remarks for standard error.
+    repeated: the recipe of --from. notes: remarks for standard error.
     """
 
     runtime: RuntimeConfig
     requests: tuple[GenerationRequest, ...]
     preset: str | None = None
     file_presets: tuple[str, ...] = ()
-    repeated_model: Mapping[str, Any] = field(default_factory=dict)
+    repeated: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def on_processes(self, num_processes: int) -> Settings:
@@ -121,7 +121,7 @@ def resolve_settings(flags: Flags) -> Settings:
         requests=tuple(requests),
         preset=flags.preset,
         file_presets=tuple(config.presets),
-        repeated_model=recipe.get("model") or {},
+        repeated=recipe,
         notes=tuple(notes),
     )
 

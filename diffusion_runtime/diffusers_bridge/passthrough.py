@@ -26,10 +26,10 @@ from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.size_rules import traits_of
 from diffusion_runtime.diffusers_bridge.step_cache import CachedDenoisers
 from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.input_files import input_digests
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
-from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.weight_files import DAMAGED
@@ -143,7 +143,7 @@ class DiffusersPipeline:
             release_device_memory(self.device)
 
     def _generate(self, request: GenerationRequest, on_progress: OnProgress | None) -> GeneratedMedia:
-        arguments = self._arguments(request)
+        inputs, arguments = input_digests(request), self._arguments(request)
         advice = "These need less: a smaller height, width or num_frames, or dtype bfloat16"
         observer = DenoisingObserver(self.pipeline, self.device, on_progress)
         interface = self.rules.interface
@@ -162,7 +162,12 @@ class DiffusersPipeline:
         return GeneratedMedia(
             frames=frames,
             fps=request.fps or 1,
-            recipe={**self.recipe, "request": self._made(request, frames.shape).to_dict(), "notes": notes},
+            recipe={
+                **self.recipe,
+                "request": self._made(request, frames.shape).to_dict(),
+                **({"inputs": inputs} if inputs else {}),
+                "notes": notes,
+            },
             attention_report=AttentionReport(
                 report.rows, (*report.libraries, *self._libraries), report.notes, cached.steps
             ),
@@ -172,8 +177,7 @@ class DiffusersPipeline:
 
     def _arguments(self, request: GenerationRequest) -> dict[str, Any]:
         arguments = self.rules.arguments(request)
-        if request.image_path is not None:
-            arguments["image"] = open_picture(request.image_path)
+        arguments |= self.rules.images(request)
         if self.rules.takes("generator"):
             # On the CPU, so that the noise is the same on every device.
             arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)

@@ -10,8 +10,8 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import PARAMETER_NAME
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.request import GenerationRequest
-from diffusion_runtime.request_rules import with_step_cache
+from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest
+from diffusion_runtime.request_rules import image_remarks, with_step_cache
 from diffusion_runtime.step_cache import StepCacheSettings
 
 # Fields that need no parameter of the pipeline: the file's frame rate, the generator's seed, steps that are reused.
@@ -58,8 +58,9 @@ class PassthroughRules:
         for name, value in request.to_dict().items():
             if value is not None and name not in (*_OURS, "num_frames") and self.interface.parameter(name) is None:
                 raise RequestError(f"{name}: {self.pipeline_class} takes no such value; leave it out")
-        image = self._image(request)
-        self.sizes.check({**self.arguments(request), **({} if image is None else {"image": image})})
+        if request.image_path is None and self.interface.needs_image:
+            raise RequestError(f"image_path: {self.pipeline_class} starts from an image; give one")
+        self.sizes.check({**self.arguments(request), **self.images(request)})
         if request.num_inference_steps is not None:
             self.check_steps(request.num_inference_steps)
         return self._with_step_cache(request)
@@ -77,9 +78,10 @@ class PassthroughRules:
         """Whether a resolved request runs two guidance branches; here they never run on processes of their own."""
         return False
 
-    def unused(self, _request: GenerationRequest) -> tuple[str, ...]:
-        """What of the LoRA files was not applied; of the request everything is used, as far as a signature says."""
-        return self.lora_remarks
+    def unused(self, request: GenerationRequest) -> tuple[str, ...]:
+        """What of the LoRA files and of the images was not applied; of the request everything else is used, as far as a
+        signature says."""
+        return (*self.lora_remarks, *image_remarks(request))
 
     def sampling_note(self, _request: GenerationRequest) -> str | None:
         """None: a diffusers pipeline has its own schedule."""
@@ -90,8 +92,8 @@ class PassthroughRules:
         return ()
 
     def arguments(self, request: GenerationRequest) -> dict[str, Any]:
-        """A resolved request as keyword arguments of the pipeline's call; without image and generator."""
-        fields = {field: value for field, value in request.to_dict().items() if field != "image_path"}
+        """A resolved request as keyword arguments of the pipeline's call; without images and generator."""
+        fields = {field: value for field, value in request.to_dict().items() if field not in IMAGE_FIELDS}
         named = {self.interface.parameter(field): value for field, value in fields.items()}
         return {name: value for name, value in named.items() if name is not None and value is not None}
 
@@ -106,13 +108,14 @@ class PassthroughRules:
         if request.num_frames != 1:
             raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or use 1")
 
-    def _image(self, request: GenerationRequest) -> Any:
-        """The input image; None without one."""
-        if request.image_path is not None:
-            return open_picture(request.image_path)
-        if self.interface.needs_image:
-            raise RequestError(f"image_path: {self.pipeline_class} starts from an image; give one")
-        return None
+    def images(self, request: GenerationRequest) -> dict[str, Any]:
+        """The images of a request, read, as keyword arguments of the pipeline's call."""
+        paths = {field: getattr(request, field) for field in IMAGE_FIELDS}
+        return {
+            self.interface.parameter(field) or field: open_picture(path, field)
+            for field, path in paths.items()
+            if path is not None
+        }
 
 
 def signature_defaults(interface: PipelineInterface) -> dict[str, Any]:

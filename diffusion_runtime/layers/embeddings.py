@@ -1,5 +1,5 @@
-"""Input and output of a transformer: patchify and unpatchify; embeddings of timestep, text, guidance scale and pooled
-vector."""
+"""Input and output of a transformer: patchify and unpatchify; embeddings of timestep, text, image, guidance scale and
+pooled vector."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.layers.linear import FeedForward, Linear
+from diffusion_runtime.layers.norm import LayerNorm
 
 MAX_PERIOD = 10000.0
 
@@ -106,6 +107,23 @@ class TextEmbedding(FeedForward):
 
     def __init__(self, text_dim: int, dim: int) -> None:
         super().__init__(text_dim, dim, dim)
+
+
+class ImageEmbedding(nn.Module):
+    """Projects the tokens of an image encoder to the transformer's width: two layers between norms, with the exact form
+    of GELU."""
+
+    def __init__(self, image_dim: int, dim: int) -> None:
+        super().__init__()
+        self.norm_in = LayerNorm(image_dim, 1e-5)
+        self.up = Linear(image_dim, image_dim)
+        self.down = Linear(image_dim, dim)
+        self.norm_out = LayerNorm(dim, 1e-5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., image_dim] to [..., dim]."""
+        out: torch.Tensor = self.norm_out(self.down(F.gelu(self.up(self.norm_in(x)))))
+        return out
 
 
 class ConditionEmbedding(nn.Module):

@@ -156,7 +156,7 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         takes_guidance=model.takes_guidance,
         guidance_offset=model.family.guidance_offset,
         model_fields=_model_fields(model),
-        needs_image=model.needs_image,
+        needed_images=frozenset(name for name, is_needed in model.images.items() if is_needed),
         attention_layers=(),
         sampling_presets=sampling_presets,
         spectrum=read_spectrum(model.folder),
@@ -168,11 +168,10 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
 def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
     """The request fields that not every model uses and this one does."""
     facts = {
-        "image_path": model.takes_image,
         "true_cfg_scale": model.embeds_guidance,
         "guidance_scale_2": len(model.transformer_components) > 1,
     }
-    return frozenset(model.family.request_fields) | {name for name, holds in facts.items() if holds}
+    return frozenset((*model.family.request_fields, *model.images, *(name for name, holds in facts.items() if holds)))
 
 
 def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:

@@ -51,8 +51,8 @@ class Model(Generic[C, G]):
 
     embeds_guidance: the transformer takes the guidance scale as an input; `guidance_scale` is then that, and
     `true_cfg_scale` is the scale of classifier-free guidance. takes_guidance: False for a model that was distilled to
-    run without, and whose authors' pipeline leaves the scale unread. takes_image, needs_image: whether requests may,
-    and must, bring an image that the video starts from.
+    run without, and whose authors' pipeline leaves the scale unread. images: the fields of images that requests may
+    set, image_path and last_image_path -> whether they must.
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
     make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
@@ -80,8 +80,7 @@ class Model(Generic[C, G]):
     arrange: Arrange | None = None
     embeds_guidance: bool = False
     takes_guidance: bool = True
-    takes_image: bool = False
-    needs_image: bool = False
+    images: Mapping[str, bool] = field(default_factory=dict)
 
     def build_transformer(self, policy: AttentionPolicy) -> DiffusionTransformer:
         """The transformer without weights, on the meta device.

@@ -11,6 +11,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
@@ -26,10 +27,11 @@ _PLAIN_REQUEST = GenerationRequest("(no request)")
 
 @dataclass(frozen=True)
 class ImageCondition:
-    """The image that a video starts from, as a transformer takes it.
+    """The images that a video starts from, and may end with, as a transformer takes them.
 
-    latents: [batch, channels, 1, height, width], normalised. embeddings: [batch, tokens, dim] of an image encoder,
-    None for models without one.
+    latents: the first latent frame, [batch, channels, 1, height, width], normalised; of models that take a condition of
+    every frame beside the latents, [batch, condition channels, frames, height, width]. embeddings: [batch, tokens, dim]
+    of an image encoder, None for models without one.
     """
 
     latents: torch.Tensor
@@ -168,6 +170,12 @@ class ImageConditioner(ABC):
         """The same in its quickest mode, whose latents differ by rounding; itself where it has none."""
         return self
 
+    @property
+    def libraries(self) -> tuple[LibraryAttention, ...]:
+        """What computes it, for the report of attention that a library runs itself."""
+        return ()
+
     @abstractmethod
-    def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
-        """image: [height, width, 3], uint8, already of the clip's size. Returns a batch of one."""
+    def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
+        """image, last_image: [height, width, 3], uint8, already of the clip's size; the clip starts from the first and
+        ends with the last, which only some models take. Returns a batch of one."""

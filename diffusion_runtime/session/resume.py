@@ -1,7 +1,7 @@
 """Resume: which results of an interrupted run exist already (`--resume`).
 
-A result is done when its file and its sidecar are both there and were made by the same request, model, LoRA files,
-quantization, decoder and attention.
+A result is done when its file and its sidecar are both there and were made by the same request and images, model, LoRA
+files, quantization, decoder and attention.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ def find_finished(
     missing, which a process that was killed while writing may leave, is removed when it is the request's. Raises
     UsageError for a name that a file with another recipe has, which the result could not get.
     """
+    from diffusion_runtime.input_files import input_digests
     from diffusion_runtime.media import numbered
 
     taken: set[Path] = set()
     finished: list[Path | None] = []
     numbers = _numbers_in(outputs.folder)
-    all_wanted = [output_identity({**description, "request": request.to_dict()}) for request in requests]
+    all_wanted = [
+        output_identity({**description, "request": request.to_dict(), "inputs": input_digests(request)})
+        for request in requests
+    ]
     for request, wanted in zip(requests, all_wanted, strict=True):
         target = outputs.target(request)
         found, unrelated, is_free = None, [], False
@@ -78,6 +82,7 @@ def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {**dataclasses.asdict(RuntimeConfig()), **(runtime if isinstance(runtime, Mapping) else {})}
     kept = {
         "request": recipe.get("request"),
+        "inputs": recipe.get("inputs", {}),
         "runtime": {key: chosen[key] for key in _RUNTIME_KEYS},
         "model": {key: model.get(key) for key in _MODEL_KEYS} if isinstance(model, Mapping) else None,
         "attention": [{key: row.get(key) for key in _ATTENTION_KEYS} for row in rows if isinstance(row, Mapping)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -114,21 +115,58 @@ def test_a_video_from_an_image(image_to_video: Path, tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "red.json")["request"]["image_path"] == "red.png"
 
 
+def test_a_changed_image_is_told_and_its_video_is_not_taken_for_this_one(
+    image_to_video: Path, command: Command
+) -> None:
+    sizes = ("--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "1", "--format", "npy")
+    given = ("generate", "a star", "--model-path", str(image_to_video), *sizes, "--image-path", "star.gif")
+    Image.new("RGB", (64, 64), "red").save("star.gif", save_all=True, append_images=[Image.new("RGB", (64, 64))])
+    made = command(*given, "-o", "made/")
+    assert "image_path: star.gif: it is animated: its first frame is used" in made.said
+    digest = hashlib.sha256(Path("star.gif").read_bytes()).hexdigest()
+    assert read_recipe(made.out.strip())["inputs"] == {"image_path": digest}
+    assert "has changed" not in command("generate", "--from", made.out.strip()).err
+    assert command(*given, "-o", "made/", "--resume").out == ""
+    Image.new("RGB", (64, 64), "blue").save("star.gif")
+    Image.new("RGB", (64, 64), "blue").save("other.png")
+    again = command("generate", "--from", made.out.strip())
+    assert again.code == 0
+    assert "star.gif has changed since the file of --from was made; the result will differ" in again.said
+    other = command("generate", "--from", made.out.strip(), "--image-path", "other.png")
+    assert "has changed" not in other.err
+    resumed = command(*given, "-o", "made/", "--resume")
+    assert resumed.code == 2
+    assert "was not made by this command" in resumed.said
+
+
+def test_one_image_path_is_one_image(image_to_video: Path, command: Command) -> None:
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (64, 64)).save(name)
+    two = ("--image-path", "a.png", "--image-path", "b.png")
+    result = command("generate", "a star", "--model-path", str(image_to_video), *two)
+    assert result.code == 2, result.err
+    assert "--image-path" in result.said
+    last = ("--image-path", "a.png", "--last-image-path", "b.png", "--height", "64", "--width", "64")
+    result = command("generate", "a star", "--model-path", str(image_to_video), *last)
+    assert result.code == 2
+    assert "last_image_path: this model takes no image to end with; leave it out" in result.said
+
+
 @pytest.mark.parametrize(
     ("image", "said"),
     [
         ("missing.png", "no such file"),
         ("folder", "this is a folder"),
-        ("notes.png", "is not a readable PNG, JPEG, WEBP image"),
+        ("notes.png", "is not a readable PNG, JPEG, WEBP, GIF image"),
         ("wide.png", "wide.png is 128 x 64 (width x height), the clip 64 x 64"),
-        ("anim.gif", "is not a readable PNG, JPEG, WEBP image"),
+        ("drawing.bmp", "is not a readable PNG, JPEG, WEBP, GIF image"),
     ],
 )
 def test_images_that_no_video_can_start_from(image: str, said: str, image_to_video: Path, command: Command) -> None:
     Path("folder").mkdir()
     Path("notes.png").write_text("not an image")
     Image.new("RGB", (128, 64)).save("wide.png")
-    Image.new("RGB", (64, 64)).save("anim.gif")
+    Image.new("RGB", (64, 64)).save("drawing.bmp")
     sizes = ("--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "2")
     result = command("generate", "a star", "--model-path", str(image_to_video), *sizes, "--image-path", image)
     assert result.code == 2, result.err

@@ -18,7 +18,7 @@ ROWS = [
     {"description"},
     {"diffusers_bridge"},
     {"pipeline", "generation_pipeline"},
-    {"request_rules", "one_generation", "latent_denoiser", "prompt_encoding", "frame_decoding"},
+    {"request_rules", "input_files", "one_generation", "latent_denoiser", "prompt_encoding", "frame_decoding"},
     {"batch_settings"},
     {"models"},
     {"text_encoders", "denoising", "memory"},

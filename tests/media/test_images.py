@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 from tables import table
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media import images
-from diffusion_runtime.media.images import check_image, open_picture, read_image
+from diffusion_runtime.media.images import check_image, open_picture, picture_remarks, read_image
 
 
 def write(path: Path, width: int, height: int, mode: str = "RGB") -> str:
@@ -41,7 +41,7 @@ def test_sides_of_another_ratio_are_refused(tmp_path: Path, height: int, width: 
 def test_files_that_are_no_images_are_refused(tmp_path: Path) -> None:
     text = tmp_path / "a.png"
     text.write_text("no picture")
-    with pytest.raises(RequestError, match="not a readable PNG, JPEG, WEBP image"):
+    with pytest.raises(RequestError, match="not a readable PNG, JPEG, WEBP, GIF image"):
         check_image(str(text), 32, 32)
     with pytest.raises(RequestError, match="no such file"):
         check_image(str(tmp_path / "missing.png"), 32, 32)
@@ -128,9 +128,41 @@ def test_a_picture_with_transparent_parts_is_refused(tmp_path: Path) -> None:
             check_image(str(path), 32, 48)
 
 
+def test_an_animation_gives_its_first_frame_and_says_so(tmp_path: Path) -> None:
+    later = Image.new("RGB", (48, 32), "yellow")
+    for name in ("a.gif", "a.png", "a.webp"):
+        path = tmp_path / name
+        three_colours().save(path, save_all=True, append_images=[later], **({"lossless": True} if "w" in name else {}))
+        assert numpy.array_equal(read_image(str(path), 32, 48), numpy.asarray(three_colours()))
+        assert picture_remarks(str(path), "image_path") == (
+            f"image_path: {path}: it is animated: its first frame is used",
+        )
+    three_colours().save(tmp_path / "still.gif")
+    assert picture_remarks(str(tmp_path / "still.gif"), "image_path") == ()
+
+
+def test_colours_of_another_profile_become_srgb_ones(tmp_path: Path) -> None:
+    """One whose red is sRGB's green, and the other way round. A picture that says it is sRGB stays as it is, and so
+    does one with a damaged profile, which is said."""
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    swapped = srgb.replace(b"rXYZ", b"____").replace(b"gXYZ", b"rXYZ").replace(b"____", b"gXYZ")
+    swapped = swapped.replace("sRGB".encode("utf-16-be"), "mine".encode("utf-16-be"))
+    red, green, blue = three_colours().split()
+    Image.merge("RGB", (green, red, blue)).save(tmp_path / "swapped.png", icc_profile=swapped)
+    found = read_image(str(tmp_path / "swapped.png"), 32, 48).astype(int)
+    assert numpy.abs(found - numpy.asarray(three_colours()).astype(int)).max() <= 3
+    (remark,) = picture_remarks(str(tmp_path / "swapped.png"), "last_image_path")
+    assert remark.startswith("last_image_path: ")
+    assert remark.endswith("swapped.png: its colours were converted from their own profile to sRGB")
+    for name, given, said in (("own.png", srgb, 0), ("damaged.png", srgb[:60], 1)):
+        three_colours().save(tmp_path / name, icc_profile=given)
+        assert numpy.array_equal(read_image(str(tmp_path / name), 32, 48), numpy.asarray(three_colours()))
+        assert len(picture_remarks(str(tmp_path / name), "image_path")) == said
+
+
 def test_a_photo_that_is_cut_off_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "cut.jpg"
     three_colours().resize((480, 320)).save(path)
     path.write_bytes(path.read_bytes()[:-400])
-    with pytest.raises(RequestError, match="not a readable PNG, JPEG, WEBP image"):
+    with pytest.raises(RequestError, match="not a readable PNG, JPEG, WEBP, GIF image"):
         check_image(str(path), 32, 48)

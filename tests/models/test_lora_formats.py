@@ -209,6 +209,26 @@ def test_image_attention_that_the_model_lacks_is_counted_and_said(tmp_path: Path
     assert "5 of its 7 keys were not applied: they are for the image attention of Wan 2.1 I2V" in remark
 
 
+def test_a_patch_embedding_of_other_inputs_is_counted_and_said(tmp_path: Path) -> None:
+    """A LoRA of a text-to-video model on one of image to video, or the other way round."""
+    rows, *inputs = WEIGHTS["Wan"]["patch_embedding.weight"].shape
+    columns = inputs[0] * inputs[1] * inputs[2] * inputs[3]
+    known = low_rank("diffusion_model.blocks.0.self_attn.q", 16, 16)
+    for other in (columns + 80, columns - 8):
+        lora = bind(
+            file_of(tmp_path, known | low_rank("diffusion_model.patch_embedding", other, rows)),
+            LoraConfig("a"),
+            target("Wan"),
+        )
+        assert (lora.num_applied, lora.num_keys) == (2, 4)
+        (remark,) = lora.remarks
+        assert "2 of its 4 keys were not applied: they are for the patch embedding of a model with other inp" in remark
+    # Of another width, it is another model's.
+    tensors = known | low_rank("diffusion_model.patch_embedding", columns, rows + 8)
+    with pytest.raises(ModelLoadError, match="1 of its 2 modules have other sizes"):
+        bind(file_of(tmp_path, tensors), LoraConfig("a"), target("Wan"))
+
+
 def low_rank(key: str, in_dim: int, out_dim: int, rank: int = RANK) -> Tensors:
     return {f"{key}.lora_down.weight": random(rank, in_dim), f"{key}.lora_up.weight": random(out_dim, rank)}
 

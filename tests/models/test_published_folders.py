@@ -19,18 +19,21 @@ from diffusion_runtime.models.registry import family_for_folder
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 # Read by transformers, which keeps every key.
-LIBRARY_FILES = ("text_encoder", "tokenizer", "image_encoder", "feature_extractor")
+LIBRARY_FILES = ("text_encoder", "tokenizer", "image_encoder", "feature_extractor", "image_processor")
 
 
 def dry_run(folder: Path) -> str:
     return inspect_pipeline(RuntimeConfig(str(folder), device="cpu", dtype="bfloat16")).family
 
 
-# Parameters of the transformers; Wan2.2-T2V-A14B's are two.
+# Parameters of the transformers; those of Wan 2.2 A14B are two.
 NUM_PARAMETERS = {
     "Wan2.1-T2V-1.3B-Diffusers": 1_418_996_800,
     "Wan2.2-T2V-A14B-Diffusers": 2 * 14_288_491_584,
     "Wan2.2-TI2V-5B-Diffusers": 4_999_787_712,
+    "Wan2.2-I2V-A14B-Diffusers": 2 * 14_288_901_184,
+    "Wan2.1-I2V-14B-480P-Diffusers": 16_394_878_784,
+    "Wan2.1-FLF2V-14B-720P-diffusers": 16_395_536_704,
     "HunyuanVideo": 12_821_012_544,
     "HunyuanVideo-1.5-Diffusers-480p_t2v": 8_326_608_160,
     "HunyuanVideo-1.5-Diffusers-480p_i2v": 8_326_608_160,
@@ -86,7 +89,7 @@ def test_a_decoder_of_another_class_ends_a_dry_run(tmp_path: Path) -> None:
     ("name", "pipeline"),
     [
         ("Wan2.1-T2V-1.3B-Diffusers", "WanVideoToVideoPipeline"),
-        ("Wan2.1-T2V-1.3B-Diffusers", "WanImageToVideoPipeline"),
+        ("Wan2.1-T2V-1.3B-Diffusers", "WanVACEPipeline"),
         ("HunyuanVideo", "HunyuanVideoImageToVideoPipeline"),
         ("LTX-2", "LTX2ImageToVideoPipeline"),
     ],
@@ -102,8 +105,8 @@ def test_a_folder_of_another_pipeline_is_refused_with_what_runs_it(name: str, pi
 @table(
     ("name", "changes"),
     [
-        ("Wan2.1-T2V-1.3B-Diffusers", {"image_dim": 1280, "added_kv_proj_dim": 1536, "in_channels": 36}),
-        ("Wan2.2-T2V-A14B-Diffusers", {"in_channels": 36}),
+        # Wan 2.1 Fun-Control: a control video beside the image.
+        ("Wan2.1-T2V-1.3B-Diffusers", {"in_channels": 48}),
         ("HunyuanVideo", {"in_channels": 33, "image_condition_type": "latent_concat"}),
         ("FLUX.1-dev", {"in_channels": 384, "out_channels": 64}),
         ("FLUX.2-dev", {"in_channels": 256, "out_channels": 128}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cli_support import REPOSITORY
+from PIL import Image
 from tiny_families import WRITERS
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2_klein
@@ -28,6 +30,10 @@ MODELS = {model.name: model for model in published_models() if model.model_path 
 KINDS: dict[str, Callable[[Path], Path]] = {
     "wan2.2-ti2v-5b": partial(write_tiny_wan, takes_image=True),
     "wan2.2-t2v-a14b": partial(write_tiny_wan, boundary_ratio=0.875),
+    "wan2.2-i2v-a14b": partial(write_tiny_wan, boundary_ratio=0.9, condition="clip"),
+    "wan2.1-i2v-14b-480p": partial(write_tiny_wan, condition="clip and tokens"),
+    "wan2.1-i2v-14b-720p": partial(write_tiny_wan, condition="clip and tokens"),
+    "wan2.1-flf2v-14b-720p": partial(write_tiny_wan, condition="clip and tokens of two images"),
     "flux.1-schnell": partial(write_tiny_flux1, embeds_guidance=False, shifts_by_size=False),
     "flux.2-klein-4b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
@@ -36,6 +42,8 @@ KINDS: dict[str, Callable[[Path], Path]] = {
 # scale from its folder, which is tiny here: its files are compared with the family's own.
 OTHER = {
     "wan2.2-t2v-a14b": {"height", "width"},
+    "wan2.1-i2v-14b-720p": {"height", "width"},
+    "wan2.1-flf2v-14b-720p": {"height", "width"},
     "hunyuan-video-1.5-t2v": {"height", "width", "guidance_scale"},
     "hunyuan-video-1.5-i2v": {"height", "width", "guidance_scale"},
 }
@@ -103,4 +111,6 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
         assert request.height is not None
         assert request.width is not None
         assert request.height % multiple == request.width % multiple == 0
-        rules.resolve(request)
+        image = tmp_path / "image.png"
+        Image.new("RGB", (request.width, request.height)).save(image)
+        rules.resolve(dataclasses.replace(request, **dict.fromkeys(rules.needed_images, str(image))))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.model_folder import AnyFolder, read_config
@@ -15,6 +16,8 @@ from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.text_encoders import siglip
+from diffusion_runtime.text_encoders.image_preparation import PicturePreparation
+from diffusion_runtime.text_encoders.image_preparation import read_preparation as read_preparation_file
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15", "AutoencoderKLHunyuanVideo15"
@@ -73,7 +76,12 @@ class HunyuanVideo15ImageConditioner(ImageConditioner):
         self._first_frame = first_frame
         self._siglip = encoder
 
-    def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
+    @property
+    def libraries(self) -> tuple[LibraryAttention, ...]:
+        """See ImageConditioner.libraries."""
+        return (LibraryAttention("image_encoder", self._siglip.library, self._siglip.implementation),)
+
+    def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
         """See ImageConditioner.encode."""
         return ImageCondition(self._first_frame.encode(image), self._siglip.encode(image))
 
@@ -86,6 +94,6 @@ def load_image_conditioner(
     return HunyuanVideo15ImageConditioner(load_encoder(folder, device, dtype), encoder)
 
 
-def read_preparation(folder: AnyFolder) -> siglip.PicturePreparation:
+def read_preparation(folder: AnyFolder) -> PicturePreparation:
     """How SigLIP's picture is prepared. Raises ModelLoadError that names the file and the key."""
-    return siglip.read_preparation(folder / "feature_extractor" / "preprocessor_config.json")
+    return read_preparation_file(folder / "feature_extractor" / "preprocessor_config.json")

@@ -43,8 +43,7 @@ def _adapt(model: _Model) -> _Model:
     return dataclasses.replace(
         model,
         defaults={**model.defaults, "height": height, "width": width, **guidance},
-        takes_image=model.config.starts_from_image,
-        needs_image=model.config.starts_from_image,
+        images={"image_path": True} if model.config.starts_from_image else {},
     )
 
 

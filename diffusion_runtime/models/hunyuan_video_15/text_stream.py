@@ -14,6 +14,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.layers.embeddings import ImageEmbedding
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.norm import LayerNorm
 from diffusion_runtime.layers.token_refiner import TokenRefiner, UnrefinedText
@@ -58,22 +59,6 @@ class GlyphEmbedding(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., glyph_dim] to [..., dim]."""
         out: torch.Tensor = self.down(F.gelu(self.middle(F.gelu(self.up(self.norm(x))))))
-        return out
-
-
-class ImageEmbedding(nn.Module):
-    """Tokens of an image encoder, taken to the transformer's width by two layers between norms."""
-
-    def __init__(self, image_dim: int, dim: int) -> None:
-        super().__init__()
-        self.norm_in = LayerNorm(image_dim, _EPS)
-        self.up = Linear(image_dim, image_dim)
-        self.down = Linear(image_dim, dim)
-        self.norm_out = LayerNorm(dim, _EPS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., image_dim] to [..., dim]."""
-        out: torch.Tensor = self.norm_out(self.down(F.gelu(self.up(self.norm_in(x)))))
         return out
 
 

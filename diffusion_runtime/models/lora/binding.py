@@ -189,6 +189,10 @@ class _Binding:
                 self.unmatched.append(shown_name(module.name))
             return False
         weights = [_weight_name(each.module, shapes) or "" for each in rows]
+        other = self._other_inputs(module, rows, shapes[weights[0]])
+        if other is not None:
+            self.absent.setdefault(other, set()).update(module.keys)
+            return False
         self._place_all(component, module, rows, weights, module.weight)
         if module.bias:
             biases = [f"{each.module}.bias" for each in rows]
@@ -199,6 +203,12 @@ class _Binding:
                 )
             self._place_all(component, module, rows, biases, module.bias)
         return True
+
+    def _other_inputs(self, module: ModuleChange, rows: Sequence[Rows], shape: tuple[int, ...]) -> str | None:
+        """What a module is that differs from this model's, of that shape, in the width of its inputs alone, where the
+        family declares that its models differ there; None otherwise."""
+        fits = all(adapter.rows == shape[0] and adapter.columns != _columns(shape) for adapter in module.weight)
+        return self.target.names.resized.get(rows[0].module) if module.weight and fits else None
 
     def _rows(self, component: str, module: ModuleChange) -> tuple[Rows, ...]:
         """The modules of the checkpoint that one of the file stands for."""

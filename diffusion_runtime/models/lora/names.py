@@ -38,14 +38,17 @@ class LoraNames:
     title: the family's name, for messages. same: modules that the authors and diffusers call alike. originals: the
     authors' name of a module -> diffusers' module, or the ones whose rows it holds, one after the other. absent:
     modules of diffusers' that other models of the family have -> which those are; a file for them is applied without
-    them. widths, num_blocks: of the published models, the width of the transformer and how many blocks it has of the
-    kind that it has most of, or of another kind; they tell families apart that use the same names.
+    them. resized: modules whose inputs are not as wide in all models of the family -> what such a module of another
+    width is; a file for that is applied without it. widths, num_blocks: of the published models, the width of the
+    transformer and how many blocks it has of the kind that it has most of, or of another kind; they tell families apart
+    that use the same names.
     """
 
     title: str
     same: tuple[str, ...] = ()
     originals: Originals = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
+    resized: Mapping[str, str] = field(default_factory=dict)
     widths: frozenset[int] = frozenset()
     num_blocks: frozenset[int] = frozenset()
 

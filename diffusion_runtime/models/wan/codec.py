@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.layers.fused_norms import fuse_norms, use_last_taps, with_shared_weights
@@ -80,11 +81,16 @@ class FusedEncoder:
     description: str
 
 
+# Frames that the first clip of a size is compared on: those of one latent frame without a history, and one with.
+_NUM_COMPARED = 5
+
+
 class WanImageConditioner(ImageConditioner):
     """AutoencoderKLWan's encoder: an image as the first latent frame of a video.
 
     The first of the fused encoders whose latents are those of diffusers' module encodes; the module itself where none
-    does. The first image of every size is encoded by both. fused: by preference. `implementation` says which one runs.
+    does. The first image of every size is encoded by both, of a clip its beginning. fused: by preference.
+    `implementation` says which one runs. one_frame: whether it encodes images, each by itself, and no clips.
     """
 
     library = "diffusers"
@@ -95,13 +101,16 @@ class WanImageConditioner(ImageConditioner):
         mean: tuple[float, ...],
         std: tuple[float, ...],
         fused: Sequence[FusedEncoder] | None = None,
+        *,
+        one_frame: bool = True,
     ) -> None:
         weight = next(autoencoder.parameters())
         self._autoencoder = autoencoder
         self._statistics = mean, std
         self._mean = torch.tensor(mean, device=weight.device).view(1, -1, 1, 1, 1)
         self._std = torch.tensor(std, device=weight.device).view(1, -1, 1, 1, 1)
-        self._fused = list(_exact_encoders(autoencoder) if fused is None else fused)
+        self._one_frame = one_frame
+        self._fused = list(_exact_encoders(autoencoder, one_frame=one_frame) if fused is None else fused)
         self._compared: set[tuple[int, ...]] = set()
 
     @property
@@ -112,24 +121,39 @@ class WanImageConditioner(ImageConditioner):
 
     def fast(self) -> WanImageConditioner:
         """See ImageConditioner.fast."""
-        encoder = _fused_encoder(self._autoencoder, is_exact=False, one_tap=True)
-        fused = FusedEncoder(encoder, MIN_DECIBELS, "norm and SiLU fused, one tap, fast")
-        return WanImageConditioner(self._autoencoder, *self._statistics, [fused])
+        encoder = _fused_encoder(self._autoencoder, is_exact=False, one_tap=self._one_frame)
+        description = f"norm and SiLU fused, {'one tap, ' if self._one_frame else ''}fast"
+        fused = FusedEncoder(encoder, MIN_DECIBELS, description)
+        return WanImageConditioner(self._autoencoder, *self._statistics, [fused], one_frame=self._one_frame)
 
-    def encode(self, image: torch.Tensor, size: ClipSize) -> ImageCondition:
-        """See ImageConditioner.encode. The mode of the encoder's distribution, normalised in float32."""
+    @property
+    def libraries(self) -> tuple[LibraryAttention, ...]:
+        """See ImageConditioner.libraries."""
+        return (LibraryAttention("vae encoder", self.library, self.implementation),)
+
+    def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
+        """See ImageConditioner.encode."""
+        return ImageCondition(self.encode_frames(as_pixels(image)[:, None]))
+
+    def encode_frames(self, frames: torch.Tensor) -> torch.Tensor:
+        """The mode of the encoder's distribution, normalised in float32, [1, channels, latent frames, height, width].
+
+        frames: [3, frames, height, width] in [-1, 1].
+        """
         weight = next(self._autoencoder.parameters())
-        pixels = image.to(weight.device, torch.float32).div(127.5).sub(1.0).permute(2, 0, 1)[None, :, None]
         with torch.inference_mode(), OneDnnConvolutions():
-            mode = self._encode(pixels.to(weight.dtype))
-        return ImageCondition((mode.float() - self._mean) / self._std)
+            mode = self._encode(frames[None].to(weight.device, weight.dtype))
+        return (mode.float() - self._mean) / self._std
 
     def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
         size = tuple(pixels.shape[-2:])
-        if self._fused and size in self._compared:
-            return _mode(self._fused[0].autoencoder, pixels)
-        self._compared.add(size)
-        return self._compare(pixels, _mode(self._autoencoder, pixels))
+        if self._fused and size not in self._compared:
+            self._compared.add(size)
+            beginning = pixels[:, :, :_NUM_COMPARED]
+            modes = self._compare(beginning, _mode(self._autoencoder, beginning))
+            if beginning.shape == pixels.shape:
+                return modes
+        return _mode(self._fused[0].autoencoder if self._fused else self._autoencoder, pixels)
 
     def _compare(self, pixels: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
         """Leave out fused encoders up to the first whose latents are what they should be. Returns those that count: an
@@ -161,15 +185,23 @@ def _mode(autoencoder: Any, pixels: torch.Tensor) -> torch.Tensor:
     return mode
 
 
-def _exact_encoders(autoencoder: Any) -> list[FusedEncoder]:
+def as_pixels(image: torch.Tensor) -> torch.Tensor:
+    """[height, width, 3], uint8, as [3, height, width] in [-1, 1], float32."""
+    return image.to(torch.float32).div(127.5).sub(1.0).permute(2, 0, 1)
+
+
+def _exact_encoders(autoencoder: Any, *, one_frame: bool) -> list[FusedEncoder]:
     """Where the weights are on a CUDA GPU and Triton can be imported. Whether a convolution of one tap has the bits of
     one with zeros before it is for the comparison to say."""
     if not has_kernels(autoencoder):
         return []
     bits = "norm and SiLU fused, bit-identical"
+    whole = FusedEncoder(_fused_encoder(autoencoder, is_exact=True, one_tap=False), math.inf, bits)
+    if not one_frame:
+        return [whole]
     return [
         FusedEncoder(_fused_encoder(autoencoder, is_exact=True, one_tap=True), math.inf, f"{bits}, one tap"),
-        FusedEncoder(_fused_encoder(autoencoder, is_exact=True, one_tap=False), math.inf, bits),
+        whole,
     ]
 
 
@@ -191,7 +223,10 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     return exact_decoder(AUTOENCODER.load_decoder(folder, device, dtype), restore)
 
 
-def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> WanImageConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
+def load_image_conditioner(
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, one_frame: bool = True
+) -> WanImageConditioner:
+    """The encoder of a diffusers folder's `vae`. one_frame: of WanImageConditioner. Raises what load_decoder raises."""
     mean, std = read_statistics(folder)
-    return WanImageConditioner(AUTOENCODER.load(folder, device, dtype, left_out=_DECODER_PARTS), mean, std)
+    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=_DECODER_PARTS)
+    return WanImageConditioner(autoencoder, mean, std, one_frame=one_frame)

@@ -35,9 +35,15 @@ _KEYS = (
     "eps",
     # The length of diffusers' table of rotary positions; here they are computed for the size at hand.
     "rope_max_seq_len",
+    # Of image-to-video checkpoints with an image encoder.
+    "image_dim",
+    "added_kv_proj_dim",
+    "pos_embed_seq_len",
 )
-# Settings that only image-conditioned checkpoints have.
-_IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+# The pipelines of folders that make videos from text, and from an image; the second name of the former is FastVideo's
+# where the sampler is dmd, which diffusers has no class for.
+TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline")
+IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class WanTransformerConfig:
     patch: latents per token in (frames, height, width). num_waves: channels of the sinusoidal timestep.
     norm_cross: whether a layer norm with weights stands before the cross-attention. eps: of every norm.
     has_gate: whether blocks have the gate of Video Sparse Attention; only the names of the weights say it.
+    condition_channels: of the mask and the encoded images that stand beside the latents in image-to-video models.
+    image_dim: width of an image encoder's tokens, None without one; num_placed_tokens: how many tokens of two images
+    have a learned position, None where there is one image.
     """
 
     num_layers: int
@@ -60,6 +69,9 @@ class WanTransformerConfig:
     norm_cross: bool
     eps: float
     has_gate: bool = False
+    condition_channels: int = 0
+    image_dim: int | None = None
+    num_placed_tokens: int | None = None
 
     @property
     def dim(self) -> int:
@@ -70,14 +82,29 @@ class WanTransformerConfig:
         """Numbers in a patch of latents."""
         return self.num_channels * math.prod(self.patch)
 
+    @property
+    def in_channels(self) -> int:
+        """Of the latents and the condition beside them."""
+        return self.num_channels + self.condition_channels
+
+    @property
+    def images(self) -> dict[str, bool]:
+        """The image fields of a request that the condition is made of, and whether it needs them."""
+        if self.condition_channels == 0:
+            return {}
+        if self.image_dim is None:
+            return {"image_path": True, "last_image_path": False}
+        return {"image_path": True} if self.num_placed_tokens is None else {"image_path": True, "last_image_path": True}
+
 
 @dataclass(frozen=True)
 class WanPipelineConfig:
     """What model_index.json says. boundary: the timestep in [0, 1000] above which the first of two experts predicts,
-    None for one transformer. takes_image: whether a video may start from an image, at timestep 0."""
+    None for one transformer. keeps_first_frame: whether a video may start from an image as its first latent frame, at
+    timestep 0."""
 
     boundary: float | None
-    takes_image: bool
+    keeps_first_frame: bool
 
 
 def read_pipeline_config(folder: AnyFolder) -> WanPipelineConfig:
@@ -91,40 +118,38 @@ def read_pipeline_config(folder: AnyFolder) -> WanPipelineConfig:
             f"{path}: keys 'transformer_2' and 'boundary_ratio' belong together: two experts and the noise level "
             f"between them; got {shown(file.values.get('transformer_2'))} and {shown(ratio)}"
         )
-    takes_image = file.flag("expand_timesteps", False)
+    keeps_first_frame = file.flag("expand_timesteps", False)
     if ratio is None:
-        return WanPipelineConfig(None, takes_image)
-    if takes_image:
+        return WanPipelineConfig(None, keeps_first_frame)
+    if keeps_first_frame:
         raise file.error("expand_timesteps", "false in a model of two experts", True)
     boundary = file.number("boundary_ratio")
     if not 0 < boundary < 1:
         raise file.error("boundary_ratio", "a number between 0 and 1", ratio)
-    return WanPipelineConfig(1000 * boundary, takes_image)
+    return WanPipelineConfig(1000 * boundary, keeps_first_frame)
 
 
 def read_transformer_config(folder: AnyFolder, component: str = "transformer") -> WanTransformerConfig:
     """config.json of a transformer in a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, component)
-    _refuse_image_conditioned(file)
-    file.refuse_unknown((*_KEYS, *_IMAGE_KEYS))
+    file.refuse_unknown(_KEYS)
     qk_norm = file.values.get("qk_norm", _QK_NORM)
     if qk_norm != _QK_NORM:
         raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
-    num_channels = file.whole_number("in_channels")
-    out_channels = file.whole_number("out_channels", num_channels)
-    if out_channels != num_channels:
-        raise ModelLoadError(
-            f"{file.path}: keys 'in_channels' ({num_channels}) and 'out_channels' ({out_channels}) differ: this is not "
-            "a text-to-video checkpoint, the only kind this family runs natively; `--backend diffusers` runs it"
-        )
+    in_channels = file.whole_number("in_channels")
+    num_channels = file.whole_number("out_channels", in_channels)
+    if num_channels > in_channels:
+        raise file.error("out_channels", f"at most in_channels, {in_channels}", num_channels)
     patch = file.whole_numbers("patch_size", 3)
     head_dim, num_waves = file.whole_number("attention_head_dim"), file.whole_number("freq_dim")
     for key, value in (("attention_head_dim", head_dim), ("freq_dim", num_waves)):
         if value % 2:
             raise file.error(key, "an even number", value)
+    num_heads = file.whole_number("num_attention_heads")
+    image_dim, num_placed_tokens = _read_image_tokens(file, num_heads * head_dim, in_channels - num_channels)
     return WanTransformerConfig(
         num_layers=file.layer_count("num_layers"),
-        num_heads=file.whole_number("num_attention_heads"),
+        num_heads=num_heads,
         head_dim=head_dim,
         ffn_dim=file.whole_number("ffn_dim"),
         num_channels=num_channels,
@@ -133,7 +158,30 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
         patch=(patch[0], patch[1], patch[2]),
         norm_cross=file.flag("cross_attn_norm", True),
         eps=file.number("eps", 1e-6),
+        condition_channels=in_channels - num_channels,
+        image_dim=image_dim,
+        num_placed_tokens=num_placed_tokens,
     )
+
+
+def _read_image_tokens(file: ConfigFile, dim: int, condition_channels: int) -> tuple[int | None, int | None]:
+    """image_dim and num_placed_tokens. dim: of the transformer."""
+    keys = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+    image_dim, added_dim, num_placed = (
+        None if file.values.get(key) is None else file.whole_number(key) for key in keys
+    )
+    if added_dim not in (None, dim):
+        raise file.error("added_kv_proj_dim", f"{dim}, the transformer's width", added_dim)
+    if (image_dim is None) != (added_dim is None):
+        raise ModelLoadError(
+            f"{file.path}: keys 'image_dim' and 'added_kv_proj_dim' belong together: the tokens of an image, and the "
+            f"attention to them; got {shown(image_dim)} and {shown(added_dim)}"
+        )
+    if num_placed is not None and (image_dim is None or num_placed % 2):
+        raise file.error("pos_embed_seq_len", "an even number, the tokens of two images, beside image_dim", num_placed)
+    if image_dim is not None and condition_channels == 0:
+        raise file.error("image_dim", "null where in_channels are those of the latents alone", image_dim)
+    return image_dim, num_placed
 
 
 def read_geometry(folder: AnyFolder) -> LatentGeometry:
@@ -141,24 +189,48 @@ def read_geometry(folder: AnyFolder) -> LatentGeometry:
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("z_dim", 16)
     if num_channels != transformer.num_channels:
-        raise file.error("z_dim", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
-    if read_pipeline_config(folder).takes_image and transformer.patch[0] != 1:
+        raise file.error("z_dim", f"{transformer.num_channels}, the transformer's out_channels", num_channels)
+    temporal_factor = file.whole_number("scale_factor_temporal", 4)
+    path = folder / "transformer" / "config.json"
+    if transformer.condition_channels not in (0, temporal_factor + num_channels):
         raise ModelLoadError(
-            f"{folder / 'transformer' / 'config.json'}: key 'patch_size': expected 1 latent frame a token in a model "
-            f"that starts from an image, got {transformer.patch[0]}"
+            f"{path}: keys 'in_channels' ({transformer.in_channels}) and 'out_channels' ({num_channels}): expected "
+            f"equal numbers (text to video), or {temporal_factor} of a mask and {num_channels} of encoded images more "
+            "(image to video); `--backend diffusers` runs what diffusers has a pipeline for"
+        )
+    if read_pipeline_config(folder).keeps_first_frame and transformer.patch[0] != 1:
+        raise ModelLoadError(
+            f"{path}: key 'patch_size': expected 1 latent frame a token in a model that starts from an image, got "
+            f"{transformer.patch[0]}"
         )
     return LatentGeometry(
         num_channels=num_channels,
         spatial_factor=file.whole_number("scale_factor_spatial", 8),
-        temporal_factor=file.whole_number("scale_factor_temporal", 4),
+        temporal_factor=temporal_factor,
         patch=transformer.patch,
     )
 
 
-def _refuse_image_conditioned(file: ConfigFile) -> None:
-    for key in _IMAGE_KEYS:
-        if file.values.get(key) is not None:
-            raise ModelLoadError(
-                f"{file.path}: key {shown(key)} is {shown(file.values[key])}: this is an image-conditioned checkpoint, "
-                "and this family runs text-to-video ones; `--backend diffusers` runs it"
-            )
+def check_pipeline(folder: AnyFolder) -> None:
+    """Whether the folder's pipeline is one for its transformer. Raises ModelLoadError that names the file and the
+    key."""
+    read_geometry(folder)
+    path = folder / INDEX_FILE
+    name, pipeline = read_index(folder).get("_class_name"), read_pipeline_config(folder)
+    config = read_transformer_config(folder)
+    if pipeline.keeps_first_frame and config.condition_channels:
+        raise ModelLoadError(
+            f"{path}: key 'expand_timesteps': expected false in a model with {config.in_channels} in_channels, which "
+            "takes its image beside the latents"
+        )
+    starts_from_image = config.condition_channels > 0 or pipeline.keeps_first_frame
+    if name == IMAGE_PIPELINE and not starts_from_image:
+        raise ModelLoadError(
+            f"{path}: key '_class_name': expected {TEXT_PIPELINES[0]}, got {shown(name)}: a transformer with "
+            f"{config.in_channels} in_channels has no room for an image"
+        )
+    if name in TEXT_PIPELINES and config.condition_channels > 0:
+        raise ModelLoadError(
+            f"{path}: key '_class_name': expected {IMAGE_PIPELINE}, got {shown(name)}: a transformer with "
+            f"{config.in_channels} in_channels makes videos from an image"
+        )

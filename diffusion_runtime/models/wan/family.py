@@ -1,5 +1,5 @@
-"""The Wan family: text to video by one transformer, by two experts (2.2 A14B), or by one that also starts from an image
-(2.2 TI2V)."""
+"""The Wan family: text to video by one transformer or by two experts (2.2 A14B), image to video by either (I2V, FLF2V),
+and by one that does both (2.2 TI2V)."""
 
 from __future__ import annotations
 
@@ -10,33 +10,44 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.checkpoint import Piece
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
 from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.models.wan import codec
+from diffusion_runtime.models.wan.clip_condition import load_clip_conditioner
 from diffusion_runtime.models.wan.config import (
     GATE,
+    IMAGE_PIPELINE,
+    TEXT_PIPELINES,
     WanTransformerConfig,
+    check_pipeline,
     read_geometry,
     read_pipeline_config,
     read_transformer_config,
 )
+from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
 from diffusion_runtime.models.wan.lora_names import LORA_NAMES
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
+from diffusion_runtime.text_encoders.clip_image import check_clip_image_encoder
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5, umt5_library
 
-# Where Wan 2.2's own examples differ. Two experts make 480p as well, which stays the default.
-_EXPERT_DEFAULTS = published_defaults("wan2.2-t2v-a14b", "num_inference_steps", "guidance_scale", "guidance_scale_2")
-_IMAGE_DEFAULTS = published_defaults("wan2.2-ti2v-5b", "height", "width", "num_frames", "fps")
+# Where the examples of other models' authors differ. Those of 14 B make 480p as well, which stays the default.
+_SAMPLING = ("num_inference_steps", "guidance_scale", "guidance_scale_2")
+_EXPERT_DEFAULTS = published_defaults("wan2.2-t2v-a14b", *_SAMPLING)
+_IMAGE_EXPERT_DEFAULTS = published_defaults("wan2.2-i2v-a14b", *_SAMPLING)
+_IMAGE_DEFAULTS = published_defaults("wan2.1-i2v-14b-480p", *_SAMPLING[:2])
+_TWO_IMAGES_DEFAULTS = published_defaults("wan2.1-flf2v-14b-720p", *_SAMPLING[:2])
+_FIRST_FRAME_DEFAULTS = published_defaults("wan2.2-ti2v-5b", "height", "width", "num_frames", "fps")
 
 _Model = Model[WanTransformerConfig, LatentGeometry]
 
@@ -47,13 +58,43 @@ def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dty
     return load_umt5(folder, device, dtype, max_tokens=max_tokens, fill=fill_text_encoder)
 
 
+def _check_parts(folder: AnyFolder) -> None:
+    check_pipeline(folder)
+    read_statistics(folder)
+    config = read_transformer_config(folder)
+    if config.image_dim is not None:
+        placed = config.num_placed_tokens
+        check_clip_image_encoder(folder, config.image_dim, None if placed is None else placed // 2)
+
+
 def _adapt(model: _Model) -> _Model:
-    """What the folder's pipeline asks for: two experts, or an image to start from."""
+    """What the folder's pipeline asks for: two experts, or images to start from and to end with."""
+    return _with_experts(_with_images(model))
+
+
+def _with_images(model: _Model) -> _Model:
+    config, keeps_first_frame = model.config, read_pipeline_config(model.folder).keeps_first_frame
+    if keeps_first_frame:
+        return dataclasses.replace(
+            model, images={"image_path": False}, defaults={**model.defaults, **_FIRST_FRAME_DEFAULTS}
+        )
+    if not config.images:
+        return model
+
+    def load_conditioner(device: torch.device, dtype: torch.dtype) -> ImageConditioner:
+        factor, has_tokens = model.geometry.temporal_factor, config.image_dim is not None
+        return load_clip_conditioner(model.folder, device, dtype, temporal_factor=factor, has_tokens=has_tokens)
+
+    own = _IMAGE_DEFAULTS if config.num_placed_tokens is None else _TWO_IMAGES_DEFAULTS
+    return dataclasses.replace(
+        model, images=config.images, defaults={**model.defaults, **own}, load_image_conditioner=load_conditioner
+    )
+
+
+def _with_experts(model: _Model) -> _Model:
     pipeline = read_pipeline_config(model.folder)
     model = dataclasses.replace(
         model,
-        takes_image=pipeline.takes_image,
-        defaults={**model.defaults, **(_IMAGE_DEFAULTS if pipeline.takes_image else {})},
         pieces=lambda _: _pieces_with_gates(model.config),
         prepare=_add_gates,
         is_ignored=lambda name: name.endswith(IGNORED_SUFFIXES),
@@ -62,6 +103,11 @@ def _adapt(model: _Model) -> _Model:
         return model
     boundary = pipeline.boundary
     second = read_transformer_config(model.folder, COMPONENTS[1])
+    if (second.num_channels, second.images) != (model.config.num_channels, model.config.images):
+        raise ModelLoadError(
+            f"{model.folder / COMPONENTS[1] / 'config.json'}: key 'in_channels': expected the inputs of the first "
+            f"expert, {model.config.in_channels} channels, got {second.in_channels}"
+        )
     configs = dict(zip(COMPONENTS, (model.config, second), strict=True))
 
     def experts(policy: AttentionPolicy) -> WanExperts:
@@ -69,7 +115,7 @@ def _adapt(model: _Model) -> _Model:
 
     return dataclasses.replace(
         model,
-        defaults={**model.defaults, **_EXPERT_DEFAULTS},
+        defaults={**model.defaults, **(_IMAGE_EXPERT_DEFAULTS if model.config.images else _EXPERT_DEFAULTS)},
         transformer_components=COMPONENTS,
         make_transformer=experts,
         modules=_experts_of,
@@ -96,11 +142,10 @@ def _pieces_with_gates(config: WanTransformerConfig) -> Mapping[str, tuple[Piece
 FAMILY = ModelFamily(
     name="wan",
     transformer_classes=("WanTransformer3DModel",),
-    # The second one is FastVideo's name of the first where the sampler is dmd; diffusers has no such class.
-    pipeline_classes=("WanPipeline", "WanDMDPipeline"),
+    pipeline_classes=(*TEXT_PIPELINES, IMAGE_PIPELINE),
     index_keys=("boundary_ratio", "expand_timesteps"),
     diffusers_components=(codec.AUTOENCODER,),
-    roles=(("self", "self"), ("cross", "cross")),
+    roles=(("self", "self"), ("cross", "cross"), (IMAGE_ROLE, "cross")),
     shares_decoding=True,
     has_tiles=True,
     decodes_fast=True,
@@ -117,6 +162,6 @@ FAMILY = ModelFamily(
     load_decoder=codec.load_decoder,
     tiny_decoders={16: "taew2_1", 48: "taew2_2"},
     load_image_conditioner=codec.load_image_conditioner,
-    check_parts=read_statistics,
+    check_parts=_check_parts,
     adapt=_adapt,
 )

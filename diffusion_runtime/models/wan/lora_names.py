@@ -6,7 +6,7 @@ from diffusion_runtime.models.lora.names import LoraNames, block_names
 from diffusion_runtime.models.wan.config import GATE
 
 _PARTS = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
-# A second cross-attention, over an image, in Wan 2.1 I2V alone.
+# A second cross-attention, over an image, in Wan 2.1 I2V and FLF2V alone.
 _IMAGE_PARTS = {"k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
 _IMAGE_EMBEDDER = {
     "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
@@ -46,6 +46,7 @@ LORA_NAMES = LoraNames(
         **{f"blocks.{{}}.attn2.{part}": _IMAGE for part in _IMAGE_PARTS.values()},
         **dict.fromkeys(_IMAGE_EMBEDDER.values(), _IMAGE),
     },
+    resized={"patch_embedding": "the patch embedding of a model with other inputs (text to video, or image to video)"},
     widths=frozenset({1536, 3072, 5120}),
     num_blocks=frozenset({30, 40}),
 )

@@ -4,8 +4,10 @@
 
 A block is self-attention over the frames x height x width grid, cross-attention to the text, and a feed-forward
 network; the timestep shifts, scales and gates the first and the last. A video that starts from an image has that image
-as its first latent frame, whose tokens are at timestep 0 all along. Shapes in this file:
-B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+as its first latent frame, whose tokens are at timestep 0 all along (Wan 2.2 TI2V); or the encoded clip of all that is
+known, and a mask that says what is, beside its latents (I2V, FLF2V), and in Wan 2.1 an image encoder's tokens in a
+cross-attention of their own. Shapes in this file:
+B batch, S grid tokens, L text tokens, I image tokens, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.layers import LocalAttention, USPAttention
+from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
 from diffusion_runtime.layers.linear import FeedForward, Linear
@@ -34,12 +36,15 @@ from diffusion_runtime.layers.rope import grid_rotations, norm_and_rotate
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.cross_attention import (
+    CrossKeys,
+    KeysAndValues,
+    WanCrossAttention,
+    WanImageEmbedding,
+)
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
-
-# Of a text, for one block: both [B, L, heads, head_dim].
-_KeysAndValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class WanSelfAttention(nn.Module):
@@ -72,32 +77,6 @@ class WanSelfAttention(nn.Module):
         return out
 
 
-class WanCrossAttention(nn.Module):
-    """Attention from the grid's tokens to the text."""
-
-    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.q = Linear(config.dim, config.dim)
-        self.kv = Linear(config.dim, 2 * config.dim)
-        self.norm_q = RMSNorm(config.dim, config.eps)
-        self.norm_k = RMSNorm(config.dim, config.eps)
-        self.out = Linear(config.dim, config.dim)
-        layer = LayerInfo(index, config.num_layers, "cross", f"{prefix}blocks.{index}.cross_attention")
-        self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
-
-    def keys_and_values(self, text: torch.Tensor) -> _KeysAndValues:
-        """Of text [B, L, D]: both [B, L, heads, head_dim]. They depend on nothing that changes from step to step."""
-        k, v = norm_and_rotate(self.kv(text).unflatten(-1, (2, self.num_heads, -1)), (self.norm_k,), None)
-        return k, v
-
-    def forward(self, x: torch.Tensor, keys_and_values: _KeysAndValues, context: AttentionContext) -> torch.Tensor:
-        """x: [B, S, D]; context.layout: the text."""
-        (q,) = norm_and_rotate(self.q(x).unflatten(-1, (1, self.num_heads, -1)), (self.norm_q,), None)
-        out: torch.Tensor = self.out(self.attention(q, *keys_and_values, context).flatten(2))
-        return out
-
-
 class WanBlock(nn.Module):
     """modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
 
@@ -110,13 +89,13 @@ class WanBlock(nn.Module):
         self.cross_attention = WanCrossAttention(config, index, policy, prefix)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, x: torch.Tensor, inputs: _BlockInputs, keys_and_values: _KeysAndValues) -> torch.Tensor:
-        """x: [B, S, D], overwritten and returned. keys_and_values: of the text, for this block."""
+    def forward(self, x: torch.Tensor, inputs: _BlockInputs, keys: CrossKeys) -> torch.Tensor:
+        """x: [B, S, D], overwritten and returned. keys: of text and image, for this block."""
         runs = [(run.tokens, (self.modulation + run.time).unbind(1)) for run in inputs.runs]
         branch = _modulated(x, [(tokens, rows[0], rows[1]) for tokens, rows in runs], self.eps)
         branch = self.self_attention(branch, inputs.rotations, inputs.grid_context)
         normalized = self._cross_normed(x, branch, [(tokens, rows[2]) for tokens, rows in runs])
-        branch = self.cross_attention(normalized, keys_and_values, inputs.text_context)
+        branch = self.cross_attention(normalized, keys, inputs.text_context, inputs.image_context)
         branch = _modulated(x, [(tokens, rows[3], rows[4]) for tokens, rows in runs], self.eps, branch)
         branch = self.feed_forward(branch)
         for tokens, rows in runs:
@@ -172,13 +151,15 @@ class _BlockInputs:
 
     runs: of tokens that share a timestep, in order.
     rotations: [S, head_dim / 2], complex.
-    grid_context, text_context: the forward pass as self-attention and cross-attention see it.
+    grid_context, text_context, image_context: the forward pass as self-attention and the cross-attentions see it;
+    None without tokens of an image.
     """
 
     runs: tuple[_Run, ...]
     rotations: torch.Tensor
     grid_context: AttentionContext
     text_context: AttentionContext
+    image_context: AttentionContext | None
 
 
 class WanTransformer(DiffusionTransformer):
@@ -191,10 +172,11 @@ class WanTransformer(DiffusionTransformer):
         super().__init__()
         self.config = config
         self.geometry = geometry
-        self.patch_embedding = PatchEmbedding(config.num_channels, config.dim, config.patch)
+        self.patch_embedding = PatchEmbedding(config.in_channels, config.dim, config.patch)
         self.time_embedding = TimestepEmbedding(config.num_waves, config.dim)
         self.time_projection = Linear(config.dim, 6 * config.dim)
         self.text_embedding = TextEmbedding(config.text_dim, config.dim)
+        self.image_embedding = None if config.image_dim is None else WanImageEmbedding(config)
         self.blocks = nn.ModuleList(WanBlock(config, index, policy, prefix) for index in range(config.num_layers))
         self.out_modulation = nn.Parameter(torch.zeros(2, config.dim))
         self.out = Linear(config.dim, config.patch_channels)
@@ -212,18 +194,19 @@ class WanTransformer(DiffusionTransformer):
         text = inputs.text.embeddings
         dtype = self.out.weight.dtype
         sharding = context.sharding
-        x = sharding.shard(self.patch_embedding(_with_image(latents, inputs.image).to(dtype)))
+        x = sharding.shard(self.patch_embedding(self._with_image(latents, inputs.image).to(dtype)))
+        image_tokens = self._image_tokens(inputs.image)
         block_inputs = _BlockInputs(
             runs=self._runs(timestep, grid, inputs.image, sharding),
             rotations=self._rotations(grid, context),
             grid_context=context.with_layout(TokenLayout(grid)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
+            image_context=None
+            if image_tokens is None
+            else context.with_layout(TokenLayout.text(image_tokens.shape[1])),
         )
-        keys_and_values = self._keys_and_values(text, context)
-        blocks = (
-            overwriting(block, block_inputs, of_block)
-            for block, of_block in zip(self.blocks, keys_and_values, strict=True)
-        )
+        keys = map(CrossKeys, self._text_keys(text, context), self._image_keys(image_tokens, context))
+        blocks = (overwriting(block, block_inputs, of_block) for block, of_block in zip(self.blocks, keys, strict=True))
         (x,) = context.run_blocks(blocks, (x,), math.prod(grid), lambda: self._modulated_input(timestep))
         runs = []
         for run in block_inputs.runs:
@@ -233,7 +216,28 @@ class WanTransformer(DiffusionTransformer):
         return unpatchify(tokens, grid, self.config.patch).to(latents.dtype)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        return _with_image(latents, inputs.image)
+        if self.config.condition_channels or inputs.image is None:
+            return latents
+        return self._with_image(latents, inputs.image)
+
+    def _with_image(self, latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:
+        """Latents [B, channels, frames, height, width] whose first frame is the image's, where there is one; in a model
+        with channels for a condition, with that behind them."""
+        if self.config.condition_channels:
+            if image is None:
+                raise RequestError("image_path: this checkpoint makes videos from an image; give one")
+            return torch.cat([latents, image.latents.to(latents.device, latents.dtype)], dim=1)
+        if image is None:
+            return latents
+        return torch.cat([image.latents.to(latents.device, latents.dtype), latents[:, :, 1:]], dim=2)
+
+    def _image_tokens(self, image: ImageCondition | None) -> torch.Tensor | None:
+        """Of the image encoder, [B, I, image_dim]; None in models without one."""
+        if self.image_embedding is None:
+            return None
+        assert image is not None
+        assert image.embeddings is not None, "this model takes the tokens of an image encoder"
+        return image.embeddings
 
     def _runs(
         self,
@@ -242,8 +246,10 @@ class WanTransformer(DiffusionTransformer):
         image: ImageCondition | None,
         sharding: SequenceSharding,
     ) -> tuple[_Run, ...]:
-        """The tokens of an image at timestep 0, and the rest at `timestep`; those of them that this process holds."""
-        num_tokens, num_image_tokens = math.prod(grid), 0 if image is None else grid[1] * grid[2]
+        """The tokens of an image that is the first frame at timestep 0, and the rest at `timestep`; those of them that
+        this process holds."""
+        keeps_first_frame = image is not None and not self.config.condition_channels
+        num_tokens, num_image_tokens = math.prod(grid), grid[1] * grid[2] if keeps_first_frame else 0
         image_tokens = sharding.local(slice(0, num_image_tokens), num_tokens)
         later = sharding.local(slice(num_image_tokens, num_tokens), num_tokens)
         if num_image_tokens == 0:
@@ -278,14 +284,27 @@ class WanTransformer(DiffusionTransformer):
         run = self._run(slice(0), timestep)
         return ModulatedInput(self.time_embedding(timestep).float()[:, None], run.time.flatten(1)[:, None])
 
-    def _keys_and_values(self, embeddings: torch.Tensor, context: AttentionContext) -> tuple[_KeysAndValues, ...]:
+    def _text_keys(self, embeddings: torch.Tensor, context: AttentionContext) -> tuple[KeysAndValues, ...]:
         """Every block's keys and values of a text [B, L, text_dim]."""
 
-        def project() -> tuple[_KeysAndValues, ...]:
+        def project() -> tuple[KeysAndValues, ...]:
             text = self.text_embedding(embeddings.to(self.out.weight.dtype))
             return tuple(block.cross_attention.keys_and_values(text) for block in self._blocks())
 
         return cached_for_prompt("text_projection", embeddings, context, project)
+
+    def _image_keys(self, tokens: torch.Tensor | None, context: AttentionContext) -> tuple[KeysAndValues | None, ...]:
+        """Every block's keys and values of an image encoder's tokens [B, I, image_dim]."""
+        embedding = self.image_embedding
+        if tokens is None or embedding is None:
+            return (None,) * self.num_blocks
+
+        def project() -> tuple[KeysAndValues, ...]:
+            image = embedding(tokens.to(self.out.weight.dtype))
+            layers = (block.cross_attention.image for block in self._blocks())
+            return tuple(layer.keys_and_values(image) for layer in layers if layer is not None)
+
+        return cached_for_prompt("image_projection", tokens, context, project)
 
     def _blocks(self) -> Iterator[WanBlock]:
         return (block for block in self.blocks if isinstance(block, WanBlock))
@@ -296,10 +315,3 @@ class WanTransformer(DiffusionTransformer):
         for block in self._blocks():
             with torch.device("meta"):
                 block.self_attention.gate = Linear(self.config.dim, self.config.dim)
-
-
-def _with_image(latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:
-    """Latents [B, channels, frames, height, width] whose first frame is the image's, where there is one."""
-    if image is None:
-        return latents
-    return torch.cat([image.latents.to(latents.device, latents.dtype), latents[:, :, 1:]], dim=2)

@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diffusion_runtime.models.checkpoint import Piece
-from diffusion_runtime.models.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
+from diffusion_runtime.models.pieces import (
+    NamedPieces,
+    feed_forward_pieces,
+    layer_norm_pieces,
+    linear_pieces,
+    two_layer_pieces,
+)
 from diffusion_runtime.models.wan.config import GATE, WanTransformerConfig
 
 # Left over in some published checkpoints, and read by nothing.
 IGNORED_SUFFIXES = ("norm_added_q.weight",)
 
 # Parts whose parameters stay float32 in a model of any dtype.
-_FLOAT32_PARTS = frozenset({"time_embedding", "modulation", "out_modulation", "cross_norm"})
+_FLOAT32_PARTS = frozenset({"time_embedding", "modulation", "out_modulation", "cross_norm", "norm_in", "norm_out"})
 
 
 def stays_float32(name: str) -> bool:
@@ -29,7 +35,7 @@ def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, .
     dim = config.dim
     pieces: dict[str, tuple[Piece, ...]] = {
         "patch_embedding.projection.weight": (
-            Piece("patch_embedding.weight", (dim, config.num_channels, *config.patch)),
+            Piece("patch_embedding.weight", (dim, config.in_channels, *config.patch)),
         ),
         "patch_embedding.projection.bias": (Piece("patch_embedding.bias", (dim,)),),
         "out_modulation": (Piece("scale_shift_table", (1, 2, dim)),),
@@ -39,9 +45,22 @@ def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, .
     pieces.update(linear_pieces("time_projection", [(f"{embedder}.time_proj", 6 * dim)], dim))
     pieces.update(two_layer_pieces("text_embedding", f"{embedder}.text_embedder", config.text_dim, dim))
     pieces.update(linear_pieces("out", [("proj_out", config.patch_channels)], dim))
+    pieces.update(_image_embedding("image_embedding", f"{embedder}.image_embedder", config))
     for index in range(config.num_layers):
         pieces.update(_block(f"blocks.{index}", config))
     return pieces
+
+
+def _image_embedding(ours: str, theirs: str, config: WanTransformerConfig) -> Iterator[NamedPieces]:
+    image_dim = config.image_dim
+    if image_dim is None:
+        return
+    yield from layer_norm_pieces(f"{ours}.norm_in", f"{theirs}.norm1", image_dim)
+    yield from linear_pieces(f"{ours}.up", [(f"{theirs}.ff.net.0.proj", image_dim)], image_dim)
+    yield from linear_pieces(f"{ours}.down", [(f"{theirs}.ff.net.2", config.dim)], image_dim)
+    yield from layer_norm_pieces(f"{ours}.norm_out", f"{theirs}.norm2", config.dim)
+    if config.num_placed_tokens is not None:
+        yield f"{ours}.positions", (Piece(f"{theirs}.pos_embed", (1, config.num_placed_tokens, image_dim)),)
 
 
 def _block(name: str, config: WanTransformerConfig) -> Iterator[NamedPieces]:
@@ -56,6 +75,10 @@ def _block(name: str, config: WanTransformerConfig) -> Iterator[NamedPieces]:
     yield from linear_pieces(f"{ours}.q", [(f"{theirs}.to_q", dim)], dim)
     yield from linear_pieces(f"{ours}.kv", [(f"{theirs}.to_k", dim), (f"{theirs}.to_v", dim)], dim)
     yield from _attention_rest(ours, theirs, dim)
+    if config.image_dim is not None:
+        added = [(f"{theirs}.add_k_proj", dim), (f"{theirs}.add_v_proj", dim)]
+        yield from linear_pieces(f"{ours}.image.kv", added, dim)
+        yield f"{ours}.image.norm_k.weight", (Piece(f"{theirs}.norm_added_k.weight", (dim,)),)
     if config.norm_cross:
         yield f"{name}.cross_norm.weight", (Piece(f"{name}.norm2.weight", (dim,)),)
         yield f"{name}.cross_norm.bias", (Piece(f"{name}.norm2.bias", (dim,)),)

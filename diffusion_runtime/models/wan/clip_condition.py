@@ -1,0 +1,72 @@
+"""The condition beside the latents in Wan's image-to-video models (I2V, FLF2V): a clip of what is known, and a mask.
+
+The clip is the first image, zeros (grey) up to the end, and the last image where there is one, encoded as a video of
+its length is. The mask has a channel for each frame of a latent frame: 1 where the frame is known.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_runtime.attention_report import LibraryAttention
+from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
+from diffusion_runtime.models.wan.codec import WanImageConditioner, as_pixels, load_image_conditioner
+from diffusion_runtime.text_encoders.clip_image import ClipImageEncoder, load_clip_image_encoder
+
+
+class WanClipConditioner(ImageConditioner):
+    """encoder: of clips. temporal_factor: frames of a latent frame. tokens: the image encoder of Wan 2.1, None where a
+    model has none."""
+
+    def __init__(
+        self, encoder: WanImageConditioner, temporal_factor: int, tokens: ClipImageEncoder | None = None
+    ) -> None:
+        self._encoder = encoder
+        self._temporal_factor = temporal_factor
+        self._tokens = tokens
+
+    @property
+    def libraries(self) -> tuple[LibraryAttention, ...]:
+        """See ImageConditioner.libraries."""
+        if self._tokens is None:
+            return self._encoder.libraries
+        return (
+            *self._encoder.libraries,
+            LibraryAttention("image_encoder", self._tokens.library, self._tokens.implementation),
+        )
+
+    def fast(self) -> WanClipConditioner:
+        """See ImageConditioner.fast."""
+        return WanClipConditioner(self._encoder.fast(), self._temporal_factor, self._tokens)
+
+    def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
+        """See ImageConditioner.encode."""
+        frames = torch.zeros(3, size.num_frames, *image.shape[:2])
+        frames[:, 0] = as_pixels(image)
+        if last_image is not None:
+            frames[:, -1] = as_pixels(last_image)
+        latents = self._encoder.encode_frames(frames)
+        # The first latent frame is one frame, which stands for all of its channels.
+        mask = latents.new_zeros(1, self._temporal_factor, *latents.shape[2:])
+        mask[:, :, 0] = 1.0
+        if last_image is not None:
+            mask[:, -1, -1] = 1.0
+        return ImageCondition(torch.cat([mask, latents], dim=1), self._image_tokens(image, last_image))
+
+    def _image_tokens(self, image: torch.Tensor, last_image: torch.Tensor | None) -> torch.Tensor | None:
+        """Of the image encoder, those of the last image behind those of the first, [1, tokens, dim]."""
+        if self._tokens is None:
+            return None
+        images = [image] if last_image is None else [image, last_image]
+        return torch.cat([self._tokens.encode(each) for each in images], dim=1)
+
+
+def load_clip_conditioner(
+    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, temporal_factor: int, has_tokens: bool
+) -> WanClipConditioner:
+    """The encoder of a diffusers folder's `vae`, and with has_tokens its `image_encoder`. Raises ModelLoadError."""
+    tokens = load_clip_image_encoder(folder, device, dtype) if has_tokens else None
+    encoder = load_image_conditioner(folder, device, dtype, one_frame=False)
+    return WanClipConditioner(encoder, temporal_factor, tokens)

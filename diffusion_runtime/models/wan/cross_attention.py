@@ -1,0 +1,100 @@
+"""Cross-attention of Wan: to the text, and in Wan 2.1 I2V and FLF2V to the tokens of one or two images as well.
+
+Shapes: B batch, S grid tokens, L text tokens, I image tokens, D width (num_heads * head_dim).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.layers import LocalAttention
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.layers.embeddings import ImageEmbedding
+from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.layers.rope import norm_and_rotate
+from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.step_info import LayerInfo
+
+# Attention to the tokens of an image.
+IMAGE_ROLE = "wan.image_cross"
+
+# Of a text or of an image's tokens, for one block: both [B, L or I, heads, head_dim]. They depend on nothing that
+# changes from step to step.
+KeysAndValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CrossKeys:
+    """Keys and values of one block. image: of models with an image encoder."""
+
+    text: KeysAndValues
+    image: KeysAndValues | None
+
+
+class WanImageEmbedding(ImageEmbedding):
+    """positions: learned ones of the tokens of two images, which are added first; None in models of one image."""
+
+    def __init__(self, config: WanTransformerConfig) -> None:
+        assert config.image_dim is not None
+        super().__init__(config.image_dim, config.dim)
+        placed = config.num_placed_tokens
+        self.positions = None if placed is None else nn.Parameter(torch.zeros(1, placed, config.image_dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, I, image_dim] to [B, I, D]."""
+        return super().forward(x if self.positions is None else x + self.positions)
+
+
+class WanImageCrossAttention(nn.Module):
+    """Attention to the tokens of an image, with the queries of the attention to the text."""
+
+    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.kv = Linear(config.dim, 2 * config.dim)
+        self.norm_k = RMSNorm(config.dim, config.eps)
+        layer = LayerInfo(index, config.num_layers, IMAGE_ROLE, f"{prefix}blocks.{index}.cross_attention.image")
+        self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
+
+    def keys_and_values(self, image: torch.Tensor) -> KeysAndValues:
+        """Of an image's tokens [B, I, D]."""
+        k, v = norm_and_rotate(self.kv(image).unflatten(-1, (2, self.num_heads, -1)), (self.norm_k,), None)
+        return k, v
+
+
+class WanCrossAttention(nn.Module):
+    """Attention to the text and, added to it, to the tokens of an image in models with an image encoder."""
+
+    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.q = Linear(config.dim, config.dim)
+        self.kv = Linear(config.dim, 2 * config.dim)
+        self.norm_q = RMSNorm(config.dim, config.eps)
+        self.norm_k = RMSNorm(config.dim, config.eps)
+        self.out = Linear(config.dim, config.dim)
+        layer = LayerInfo(index, config.num_layers, "cross", f"{prefix}blocks.{index}.cross_attention")
+        self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
+        self.image = None if config.image_dim is None else WanImageCrossAttention(config, index, policy, prefix)
+
+    def keys_and_values(self, text: torch.Tensor) -> KeysAndValues:
+        """Of text [B, L, D]."""
+        k, v = norm_and_rotate(self.kv(text).unflatten(-1, (2, self.num_heads, -1)), (self.norm_k,), None)
+        return k, v
+
+    def forward(
+        self, x: torch.Tensor, keys: CrossKeys, context: AttentionContext, image_context: AttentionContext | None
+    ) -> torch.Tensor:
+        """x: [B, S, D]; context.layout: the text; image_context.layout: the tokens of the image."""
+        (q,) = norm_and_rotate(self.q(x).unflatten(-1, (1, self.num_heads, -1)), (self.norm_q,), None)
+        attended = self.attention(q, *keys.text, context)
+        if self.image is not None and keys.image is not None:
+            attended = attended + self.image.attention(q, *keys.image, image_context)
+        out: torch.Tensor = self.out(attended.flatten(2))
+        return out
