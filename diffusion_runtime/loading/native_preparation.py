@@ -107,7 +107,7 @@ def prepare_native(
         ),
         degrees=degrees,
         self_checks=self_checks,
-        quantization=None if quantization is None else quantization.describe(model.modules(transformer)),
+        quantization=quantization.describe(model.modules(transformer)),
     )
     return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny, quantization)
 

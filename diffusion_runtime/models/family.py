@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -26,12 +27,14 @@ from diffusion_runtime.models.checkpoint import (
     WeightChange,
     load_weights,
     rewrite_weights,
+    stored_weight,
 )
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
 from diffusion_runtime.models.lora.binding import LoraTarget
 from diffusion_runtime.models.lora.names import LoraNames
+from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 # The transformer's config and the latents' geometry of a family.
@@ -91,25 +94,47 @@ class Model(Generic[C, G]):
         with torch.device("meta"):
             return self.make_transformer(policy)
 
+    def has_quantized_weights(self) -> bool:
+        """Whether weights of its transformers are quantised in their files. Reads the heads of files; raises
+        ModelLoadError for those that cannot be read."""
+        found = False
+        for component in self.transformer_components:
+            with self._checkpoint(component) as checkpoint:
+                found |= any(checkpoint.quantized(name) for name in checkpoint.shapes)
+        return found
+
+    def _checkpoint(
+        self,
+        component: str,
+        changes: Sequence[WeightChange] = (),
+        kept: dict[str, torch.Tensor] | None = None,
+    ) -> Checkpoint:
+        return Checkpoint(self.folder / component, changes=changes, kept=kept, reads_fp8=True)
+
     def load_transformer(
         self,
         transformer: DiffusionTransformer,
         device: torch.device,
         dtype: torch.dtype,
         changes: Sequence[WeightChange] = (),
+        quantization: Quantization | None = None,
     ) -> DiffusionTransformer:
         """Read the weights into what `build_transformer` returned: in eval mode, without gradients.
 
-        changes: made to the checkpoint's tensors as they are read, such as a LoRA. Raises ModelLoadError for files that
-        are missing, damaged or not this model's, and for changes made for another model.
+        changes: made to the checkpoint's tensors as they are read, such as a LoRA. quantization: keeps the layers that
+        are quantised in the files as they are; None dequantises them. Raises ModelLoadError for files that are missing,
+        damaged or not this model's, and for changes made for another model.
         """
         for component, module in self.modules(transformer).items():
-            with Checkpoint(self.folder / component, changes=changes) as checkpoint:
+            with self._checkpoint(component, changes) as checkpoint:
                 self.prepare(module, checkpoint.shapes)
+                pieces = self.pieces(component)
+                if quantization is not None:
+                    quantization.keep_stored(module, functools.partial(stored_weight, checkpoint, pieces))
                 load_weights(
                     module,
                     checkpoint,
-                    self.pieces(component),
+                    pieces,
                     device,
                     dtype,
                     self.family.stays_float32,
@@ -142,7 +167,7 @@ class Model(Generic[C, G]):
         for component, module in self.modules(transformer).items():
             if not changed[component]:
                 continue
-            with Checkpoint(self.folder / component, changes=changes, kept=kept[component]) as checkpoint:
+            with self._checkpoint(component, changes, kept[component]) as checkpoint:
                 rewrite_weights(module, checkpoint, self.pieces(component), changed[component], self.arrange)
 
 
