@@ -81,8 +81,8 @@ class PreparedModel:
         checked = self._check_attention()
         description, opened = checked.description, self.model
         fetch_weights(config.model_path, opened.folder)
-        check_component_files(opened.folder)
-        is_quantized = opened.has_quantized_weights()
+        check_component_files(opened.folder, [file.component for file in opened.transformer_files])
+        is_quantized = opened.check_weights(checked.transformer)
         if is_quantized and config.compile != "off":
             raise ConfigError(
                 f"compile: {config.compile}: the transformer's weights are quantised in their files, and such layers "

@@ -21,7 +21,7 @@ from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.kernels.fp8_rows.api import QuantizedRows, quantize_rows
 from diffusion_runtime.layers.fp8_linear import WEIGHT_DTYPE, quantized_weights
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.models.stored_tensors import StoredRows, plain_rows, stored_rows
+from diffusion_runtime.models.stored_tensors import Rows, StoredRows, plain_rows, stored_rows
 from diffusion_runtime.models.tensor_files import SafetensorsFile, TensorFile
 from diffusion_runtime.models.weight_files import find_weight_files, listed, refuse_other_than_fp8, refuse_quantised
 
@@ -34,6 +34,8 @@ class Piece:
     shape: tuple[int, ...]
 
 
+# Opens files, which are closed with the stack, and gives their tensors by name.
+Source: TypeAlias = Callable[[contextlib.ExitStack], Rows]
 # (module, name of a parameter, its values): changes the values in place.
 Arrange: TypeAlias = Callable[[nn.Module, str, torch.Tensor], None]
 
@@ -63,7 +65,7 @@ class Checkpoint:
     of either such as `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they
     are read: each adds to the tensor as it is in the file, and the sum is rounded once. kept: tensors as they are in
     the file, which is not read for them again; those that are read, and are not quantised, are added. reads_fp8:
-    whether weights may be stored in 8 bits.
+    whether weights may be stored in 8 bits. source: opens the tensors where they are in other files.
 
     Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised otherwise, or Git-LFS
     pointers.
@@ -77,15 +79,20 @@ class Checkpoint:
         changes: Sequence[WeightChange] = (),
         kept: dict[str, torch.Tensor] | None = None,
         reads_fp8: bool = False,
+        source: Source | None = None,
     ) -> None:
         self.folder = folder
+        self.is_elsewhere = source is not None
         self._changes = changes
         self._changed = frozenset().union(*(change.changed(folder.name) for change in changes))
         self._kept = kept
         self._stack = contextlib.ExitStack()
         try:
-            files = [self._open(path, reads_fp8) for path in find_weight_files(folder, stem)]
-            self._rows = stored_rows(files) if reads_fp8 else plain_rows(files)
+            if source is None:
+                files = [self._open(path, reads_fp8) for path in find_weight_files(folder, stem)]
+                self._rows = stored_rows(files) if reads_fp8 else plain_rows(files)
+            else:
+                self._rows = source(self._stack)
             self.shapes = {name: _shape(rows) for name, rows in self._rows.items()}
             for change in changes:
                 change.check(folder.name, self.shapes)
@@ -187,9 +194,9 @@ def load_weights(
 
     Raises ModelLoadError that lists what is missing, unexpected or of another shape.
     """
+    check_names(module, checkpoint, pieces, ignored)
     scale_of = quantized_weights(module)
     parameters = {name: value for name, value in module.state_dict().items() if name not in scale_of.values()}
-    _check_names(checkpoint, [piece for name in parameters for piece in pieces[name]], ignored)
     state = {}
     for name, parameter in parameters.items():
         if name in scale_of:
@@ -286,7 +293,15 @@ def own_pieces(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
     return {name: (Piece(name, tuple(tensor.shape)),) for name, tensor in module.state_dict().items()}
 
 
-def _check_names(checkpoint: Checkpoint, expected: list[Piece], ignored: Callable[[str], bool]) -> None:
+def check_names(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    pieces: Mapping[str, tuple[Piece, ...]],
+    ignored: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Raises what load_weights raises for tensors that are missing, unexpected or of another shape."""
+    scales = quantized_weights(module).values()
+    expected = [piece for name in module.state_dict() if name not in scales for piece in pieces[name]]
     shapes = checkpoint.shapes
     wanted = {piece.name for piece in expected}
     problems = []
@@ -304,6 +319,5 @@ def _check_names(checkpoint: Checkpoint, expected: list[Piece], ignored: Callabl
     if reshaped:
         problems.append(f"{len(reshaped)} tensors have another shape than config.json says: {listed(reshaped)}")
     if problems:
-        raise ModelLoadError(
-            f"{checkpoint.folder}: the weights do not fit config.json beside them. " + ". ".join(problems)
-        )
+        whose = "of the model's folder" if checkpoint.is_elsewhere else "beside them"
+        raise ModelLoadError(f"{checkpoint.folder}: the weights do not fit config.json {whose}. " + ". ".join(problems))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from diffusion_runtime.models.checkpoint import (
     Checkpoint,
     Piece,
     WeightChange,
+    check_names,
     load_weights,
     rewrite_weights,
     stored_weight,
@@ -35,6 +37,8 @@ from diffusion_runtime.models.interface import DiffusionTransformer, ImageCondit
 from diffusion_runtime.models.lora.binding import LoraTarget
 from diffusion_runtime.models.lora.names import LoraNames
 from diffusion_runtime.models.quantization import Quantization
+from diffusion_runtime.models.tensor_names import Expected
+from diffusion_runtime.models.transformer_files import TransformerFile
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 # The transformer's config and the latents' geometry of a family.
@@ -60,6 +64,7 @@ class Model(Generic[C, G]):
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
     make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
     checkpoint's tensors say; is_ignored: tensors of a checkpoint that nothing reads; arrange: see load_weights.
+    transformer_files: weights that are read from elsewhere than the folder; known_names: the modules of all families.
     """
 
     family: ModelFamily[C, G]
@@ -85,6 +90,8 @@ class Model(Generic[C, G]):
     takes_guidance: bool = True
     takes_image: bool = False
     needs_image: bool = False
+    transformer_files: tuple[TransformerFile, ...] = ()
+    known_names: Callable[[], Sequence[LoraNames]] = lambda: ()
 
     def build_transformer(self, policy: AttentionPolicy) -> DiffusionTransformer:
         """The transformer without weights, on the meta device.
@@ -94,12 +101,31 @@ class Model(Generic[C, G]):
         with torch.device("meta"):
             return self.make_transformer(policy)
 
-    def has_quantized_weights(self) -> bool:
-        """Whether weights of its transformers are quantised in their files. Reads the heads of files; raises
-        ModelLoadError for those that cannot be read."""
+    def with_transformer_files(
+        self, files: Sequence[TransformerFile], known: Callable[[], Sequence[LoraNames]]
+    ) -> Model[C, G]:
+        """The same with weights from elsewhere. known: the names of all families.
+
+        Raises ConfigError for a component that the model does not have, and what opening the files raises."""
+        for file in files:
+            if file.component not in self.transformer_components:
+                raise ConfigError(
+                    f"{file.key}: the model has one transformer, and no {file.component}; leave out "
+                    f"--{file.key.replace('_', '-')}"
+                )
+        model = dataclasses.replace(self, transformer_files=tuple(files), known_names=known)
+        for file in files:
+            model._checkpoint(file.component).close()
+        return model
+
+    def check_weights(self, transformer: DiffusionTransformer) -> bool:
+        """Whether weights of what `build_transformer` returned are quantised in their files. Reads the heads of files;
+        raises ModelLoadError for those that cannot be read or do not fit."""
         found = False
-        for component in self.transformer_components:
+        for component, module in self.modules(transformer).items():
             with self._checkpoint(component) as checkpoint:
+                self.prepare(module, checkpoint.shapes)
+                check_names(module, checkpoint, self.pieces(component), self.is_ignored)
                 found |= any(checkpoint.quantized(name) for name in checkpoint.shapes)
         return found
 
@@ -109,7 +135,13 @@ class Model(Generic[C, G]):
         changes: Sequence[WeightChange] = (),
         kept: dict[str, torch.Tensor] | None = None,
     ) -> Checkpoint:
-        return Checkpoint(self.folder / component, changes=changes, kept=kept, reads_fp8=True)
+        file = next((file for file in self.transformer_files if file.component == component), None)
+        source = None if file is None else file.source(self._expected(component))
+        return Checkpoint(self.folder / component, changes=changes, kept=kept, reads_fp8=True, source=source)
+
+    def _expected(self, component: str) -> Expected:
+        shapes = {piece.name: piece.shape for several in self.pieces(component).values() for piece in several}
+        return Expected(shapes, self.family.lora_names, self.known_names, self.is_ignored)
 
     def load_transformer(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -42,6 +43,15 @@ class StoredRows:
     def dtype_of_float8(self) -> torch.dtype | None:
         """None for numbers of another kind."""
         return _FLOAT8.get(self.kind)
+
+    def some(self, start: int, stop: int) -> StoredRows:
+        """Rows `start` to `stop` of these, which are all of the tensor."""
+        return dataclasses.replace(self, shape=(stop - start, *self.shape[1:]), rows=slice(start, stop))
+
+    def as_shape(self, shape: tuple[int, ...]) -> StoredRows:
+        """These in another shape where the two differ by dimensions of one number alone, as they are otherwise."""
+        same = [size for size in self.shape if size != 1] == [size for size in shape if size != 1]
+        return dataclasses.replace(self, shape=shape) if same else self
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """[*shape] on the CPU: as they are stored, quantised ones in float32. dtype: what they will be converted to.

@@ -217,7 +217,8 @@ def listed(names: Iterable[Any]) -> str:
 TRANSFORMERS = ("transformer", "transformer_2")
 
 # How the files of a component's weights are called, by the library that its class is of.
-_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+COMPONENT_STEM = "diffusion_pytorch_model"
+_STEMS = {"diffusers": COMPONENT_STEM, "transformers": "model"}
 
 
 def check_components(folder: AnyFolder) -> None:
@@ -234,18 +235,31 @@ def check_components(folder: AnyFolder) -> None:
         check_sizes(read_json_in(folder, component, "config.json"), folder / component / "config.json")
 
 
-def refuse_quantised_components(folder: AnyFolder) -> None:
+def refuse_quantised_components(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
     """Raises ModelLoadError for a component whose config.json says that its weights are quantised, other than a
-    transformer in ModelOpt's FP8. Reads json alone."""
+    transformer in ModelOpt's FP8. elsewhere: components whose weights are read from other files. Reads json alone."""
     for component, _ in _with_weights(folder):
-        path = folder / component / "config.json"
-        settings = read_json_in(folder, component, "config.json").get("quantization_config")
-        if settings is not None and not (component in TRANSFORMERS and _is_modelopt_fp8(settings)):
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings
-            raise ModelLoadError(
-                f"{path}: key 'quantization_config': the weights are quantised ({method}), and this runtime does not "
-                f"read them; {UNQUANTISED}"
-            )
+        if component not in elsewhere:
+            settings = read_json_in(folder, component, "config.json")
+            _check_quantization_config(folder / component / "config.json", settings, component)
+
+
+def check_quantization_config(folder: Path, component: str) -> None:
+    """Raises ModelLoadError where config.json in a folder of weights says that they are quantised in a way that is not
+    read."""
+    path = folder / "config.json"
+    if path.exists():
+        _check_quantization_config(path, read_json(path), component)
+
+
+def _check_quantization_config(path: Path, values: Mapping[str, Any], component: str) -> None:
+    settings = values.get("quantization_config")
+    if settings is not None and not (component in TRANSFORMERS and _is_modelopt_fp8(settings)):
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        raise ModelLoadError(
+            f"{path}: key 'quantization_config': the weights are quantised ({method}), and this runtime does not "
+            f"read them; {UNQUANTISED}"
+        )
 
 
 def _is_modelopt_fp8(settings: object) -> bool:
