@@ -405,6 +405,12 @@ class RandomCheckpoint:
         width = target.shape[-1] if target.dim() < 3 else target[0].numel()
         target.normal_(float(is_norm_weight), 0.02 if target.dim() < 2 else width**-0.5, generator=self.generator)
 
+    def quantized(self, _: str) -> tuple[()]:
+        return ()
+
+    def is_changed(self, _: str) -> bool:
+        return False
+
     def __enter__(self) -> RandomCheckpoint:
         return self
 

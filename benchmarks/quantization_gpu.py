@@ -47,9 +47,7 @@ WAN_14B = dataclasses.replace(
 CASES: Mapping[str, FamilyStep] = {**STEPS, "wan14b": WAN_14B}
 
 
-def build(
-    step: FamilyStep, device: torch.device, mode: str
-) -> tuple[DiffusionTransformer, Quantization | None, str | None]:
+def build(step: FamilyStep, device: torch.device, mode: str) -> tuple[DiffusionTransformer, Quantization, str | None]:
     """A family's transformer with random weights, its quantisation, and how much of it that is."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -58,9 +56,8 @@ def build(
         policy = AttentionPolicy(cli=AttentionConfig.parse(None), device=str(device), dtype=DTYPE)
         empty = model.build_transformer(policy)
         quantization = Quantization.of(model.family.name, mode, ())
-        if quantization is not None:
-            quantization.apply(model.modules(empty))
-        described = None if quantization is None else quantization.describe(model.modules(empty))
+        quantization.apply(model.modules(empty))
+        described = quantization.describe(model.modules(empty))
         pieces = model.pieces(model.transformer_components[0])
         shapes = {piece.name: piece.shape for several in pieces.values() for piece in several}
         module = importlib.import_module("diffusion_runtime.models.family")
@@ -81,8 +78,7 @@ def measure(step: FamilyStep, device: torch.device, repeats: int) -> dict[str, A
         model, quantization, described = build(step, device, mode)
         clock.synchronize()
         counts: Counter[str] = Counter()
-        if quantization is not None:
-            quantization.counter.start(lambda how, counts=counts: counts.update([how]))
+        quantization.counter.start(lambda how, counts=counts: counts.update([how]))
         entry: dict[str, Any] = {"build_s": time.perf_counter() - begin, "layers": described}
         found = velocity(model, inputs, states[mode]).float()
         expected = found if expected is None else expected

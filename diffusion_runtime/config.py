@@ -236,6 +236,8 @@ class RuntimeConfig:
     parallel: how the work is spread over processes.
     self_check: whether third-party attention kernels are compared with the definition on this machine's accelerator
         before the weights are read, once per version.
+    transformer_path: a safetensors file, or a folder, with the transformer's weights instead of the model folder's;
+        transformer_2_path: of the second transformer, where there are two. None or `none` for the folder's.
     lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
     LoraConfig values.
     vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together
@@ -256,6 +258,8 @@ class RuntimeConfig:
     attention: Any = None
     attention_override: Any = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    transformer_path: str | None = None
+    transformer_2_path: str | None = None
     lora: Any = ()
     self_check: bool = True
     vae_decode: str = "exact"
@@ -285,9 +289,14 @@ class RuntimeConfig:
             raise ConfigError(
                 f"vae_tiling: unknown value {shown(self.vae_tiling)}.{nearest(self.vae_tiling, VAE_TILING_CHOICES)}"
             )
-        if self.vae_decoder == "none":
-            # As a flag beside a recipe that names one.
-            object.__setattr__(self, "vae_decoder", None)
+        for name in ("vae_decoder", "transformer_path", "transformer_2_path"):
+            if getattr(self, name) == "none":
+                # As a flag beside a recipe that names one.
+                object.__setattr__(self, name, None)
+        for name in ("transformer_path", "transformer_2_path"):
+            path = getattr(self, name)
+            if path is not None and (not isinstance(path, str) or not path):
+                raise ConfigError(f"{name}: expected the path of a file or a folder, got {shown(path)}")
         if self.vae_decoder is not None and (not isinstance(self.vae_decoder, str) or not self.vae_decoder):
             raise ConfigError(
                 f"vae_decoder: expected tiny or the path of a safetensors file, got {shown(self.vae_decoder)}"

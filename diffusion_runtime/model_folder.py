@@ -225,7 +225,8 @@ class ConfigFile:
     def refuse_unknown(self, known: Collection[str]) -> None:
         """Raises ModelLoadError for a key that is not among `known`: what it asks for would be left out."""
         for key in self.settings():
-            if key not in known:
+            # A quantization is judged before, with the files of the weights.
+            if key not in known and key != "quantization_config":
                 raise ModelLoadError(
                     f"{self.path}: key {shown(key)} is unknown to this runtime.{nearest(key, known)} The model was "
                     "made for something newer, or is of another kind than its class says"

@@ -164,6 +164,11 @@ class Pipeline:
                     configs,
                     "none" if self._quantization is None else self._quantization.mode,
                     () if self._quantization is None else self._quantization.ignored,
+                    [
+                        path
+                        for key in ("transformer_path", "transformer_2_path")
+                        if (path := self.recipe["runtime"].get(key)) is not None
+                    ],
                 ),
             )
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
 _MAX_ROWS = 100
-_DECODING = ("vae_decode", "vae_tiling", "vae_decoder")
+_PARTS = ("transformer_path", "transformer_2_path", "vae_decode", "vae_tiling", "vae_decoder")
 SCHEMA = "diffusion_runtime.dry_run/1"
 
 
@@ -51,7 +51,7 @@ def show_plan(
     facts += [("lora", _lora_row(lora)) for lora in description.config.lora]
     facts += [
         (name, value)
-        for name in _DECODING
+        for name in _PARTS
         if (value := getattr(description.config, name)) != getattr(type(description.config), name)
     ]
     for name, declared in REQUEST_FIELDS.items():

@@ -74,6 +74,8 @@ def generate(context: typer.Context, **given: Any) -> None:
             "device": run.device,
             "dtype": run.dtype,
             "self_check": run.self_check,
+            "transformer_path": run.transformer_path,
+            "transformer_2_path": run.transformer_2_path,
             "vae_decode": run.vae_decode,
             "vae_tiling": run.vae_tiling,
             "vae_decoder": run.vae_decoder,

@@ -139,6 +139,19 @@ VaeDecoder: TypeAlias = Annotated[
         metavar="tiny|FILE",
     ),
 ]
+TransformerPath: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        WHERE,
+        "The transformer's weights from a file or a folder; none: the model's own. See docs/quantization.md.",
+        "--transformer-path",
+        metavar="PATH",
+    ),
+]
+Transformer2Path: TypeAlias = Annotated[
+    str | None,
+    _flag(WHERE, "The same for the second transformer of two.", "--transformer-2-path", metavar="PATH"),
+]
 Quantization: TypeAlias = Annotated[
     str | None,
     _flag(QUANTIZATION, "none, fp8 or fp8-all. See docs/quantization.md.", "--quantization", metavar="MODE"),
@@ -219,6 +232,8 @@ class RunFlags:
     device: Device = None
     dtype: Dtype = None
     backend: RuntimeBackend = None
+    transformer_path: TransformerPath = None
+    transformer_2_path: Transformer2Path = None
     vae_decode: VaeDecode = None
     vae_tiling: VaeTiling = None
     vae_decoder: VaeDecoder = None

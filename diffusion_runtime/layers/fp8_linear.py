@@ -1,7 +1,7 @@
 """Linear layers with 8-bit weights: W8A8 products where the device has them, weights dequantised per call elsewhere.
 
-Weights are quantised per output row when they are loaded, inputs per token when the layer runs (row-wise dynamic
-quantisation); both with 3 bits of mantissa (kernels/fp8_rows).
+Weights are quantised per output row when they are loaded, or were in their file; inputs per token when the layer runs
+(row-wise dynamic quantisation); both with 3 bits of mantissa (kernels/fp8_rows).
 """
 
 from __future__ import annotations
@@ -45,12 +45,21 @@ class ProductCounter:
 
 
 class Fp8Linear(Linear):
-    """x @ (weight * weight_scale).T + bias. weight: float8_e4m3fn [out_features, in_features]; weight_scale: float32
-    [out_features, 1]; bias: in the model's dtype."""
+    """x @ (weight * weight_scale).T + bias. weight: float8_e4m3fn, or float8_e5m2 of a file, [out_features,
+    in_features]; weight_scale: float32 [out_features, 1]; bias: in the model's dtype. storage_only: why its products
+    are in the model's dtype on every device, None for a layer that multiplies in 8 bits."""
 
     weight_scale: nn.Parameter
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, counter: ProductCounter) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        counter: ProductCounter,
+        storage_only: str | None = None,
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias)
         device = self.weight.device
         self.weight = nn.Parameter(
@@ -60,6 +69,7 @@ class Fp8Linear(Linear):
             torch.ones(out_features, 1, dtype=torch.float32, device=device), requires_grad=False
         )
         self._counter = counter
+        self._storage_only = storage_only
         self._refusals: dict[tuple[torch.device, torch.dtype], str | None] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,22 +104,36 @@ class Fp8Linear(Linear):
         return F.gelu(self.forward(x), approximate="tanh")
 
     def _refusal(self, x: torch.Tensor) -> str | None:
+        if self._storage_only is not None:
+            return self._storage_only
+        if self.weight.dtype != WEIGHT_DTYPE:
+            return f"products need {_name(WEIGHT_DTYPE)} weights, and the file has {_name(self.weight.dtype)}"
         key = (x.device, x.dtype)
         if key not in self._refusals:
             self._refusals[key] = product_refusal(x.device, x.dtype, self.in_features, self.out_features)
         return self._refusals[key]
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, float8_e4m3fn by row"
+        return f"{super().extra_repr()}, {_name(self.weight.dtype)} by row"
 
 
-def replace_linear(root: nn.Module, name: str, counter: ProductCounter) -> None:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def replace_linear(root: nn.Module, name: str, counter: ProductCounter, storage_only: str | None = None) -> None:
     """Put an Fp8Linear of the same size in the place of a Linear, without values. name: of the layer within root."""
     linear = root.get_submodule(name)
     assert isinstance(linear, Linear)
     owner, _, leaf = name.rpartition(".")
     with torch.device(linear.weight.device):
-        quantized = Fp8Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, counter=counter)
+        quantized = Fp8Linear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            counter=counter,
+            storage_only=storage_only,
+        )
     setattr(root.get_submodule(owner), leaf, quantized)
 
 

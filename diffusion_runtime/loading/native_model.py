@@ -44,7 +44,7 @@ from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 class PreparedModel:
     """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
     the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own.
-    quantization: of the transformer's linear layers, already made in `transformer`."""
+    quantization: of the transformer's linear layers, already made in `transformer` as far as the config asks for it."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -55,8 +55,8 @@ class PreparedModel:
     loras: tuple[Lora, ...]
     mesh: ProcessMesh
     world: World | None
-    tiny: TinyFile | None = None
-    quantization: Quantization | None = None
+    tiny: TinyFile | None
+    quantization: Quantization
 
     @property
     def rules(self) -> RequestRules:
@@ -81,13 +81,21 @@ class PreparedModel:
         checked = self._check_attention()
         description, opened = checked.description, self.model
         fetch_weights(config.model_path, opened.folder)
-        check_component_files(opened.folder)
+        check_component_files(opened.folder, [file.component for file in opened.transformer_files])
+        is_quantized = opened.check_weights(checked.transformer)
+        if is_quantized and config.compile != "off":
+            raise ConfigError(
+                f"compile: {config.compile}: the transformer's weights are quantised in their files, and such layers "
+                "run as they are in this version, as each product is counted; leave out --compile"
+            )
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", advice):
             say("loading the text encoder")
             text_encoder = self._load_text_encoder()
             say("loading the transformer")
-            transformer = opened.load_transformer(checked.transformer, self.device, self.dtype, self.loras)
+            transformer = opened.load_transformer(
+                checked.transformer, self.device, self.dtype, self.loras, self.quantization
+            )
             say("loading the decoder")
             decoder = self._load_decoder()
         if world is not None:
@@ -108,7 +116,7 @@ class PreparedModel:
             dtype=self.dtype,
             recipe=description.to_dict(),
             mesh=self.mesh,
-            remarks=remarks_on(description.self_checks),
+            remarks=(*remarks_on(description.self_checks), *self._remarks_on_weights(transformer)),
             quantization=self.quantization,
             compiled=compiled,
             few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
@@ -119,6 +127,11 @@ class PreparedModel:
                 *(() if world is None else (world.run_alike,)),
             ),
         )
+
+    def _remarks_on_weights(self, transformer: DiffusionTransformer) -> list[str]:
+        """What a dry run could not know: quantised layers of the files."""
+        described = self.quantization.describe(self.model.modules(transformer))
+        return [] if described in (None, self.description.quantization) else [f"quantisation: {described}"]
 
     def _check_attention(self) -> PreparedModel:
         """The same with every due self-check made; a failed one makes layers decide again."""
@@ -179,12 +192,11 @@ def self_checker_of(config: RuntimeConfig, rules: RequestRules, degrees: Degrees
 
 
 def build_transformer(
-    model: Model[Any, Any], policy: AttentionPolicy, quantization: Quantization | None
+    model: Model[Any, Any], policy: AttentionPolicy, quantization: Quantization
 ) -> DiffusionTransformer:
     try:
         transformer = model.build_transformer(policy)
-        if quantization is not None:
-            quantization.apply(model.modules(transformer))
+        quantization.apply(model.modules(transformer))
         return transformer
     except (RuntimeError, OverflowError) as error:
         # Sizes that are valid one by one and not together: their products exceed torch's integers.

@@ -31,6 +31,7 @@ from diffusion_runtime.models.registry import family_for_folder, lora_names_of_f
 from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.teacache import read_polynomials
 from diffusion_runtime.models.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
+from diffusion_runtime.models.transformer_files import transformer_files
 from diffusion_runtime.models.weight_files import check_components, refuse_quantised_components
 from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
@@ -48,10 +49,11 @@ def prepare_native(
     """`prepare` for a folder of a family here."""
     family = family_for_folder(folder)
     check_components(folder)
-    refuse_quantised_components(folder)
+    files = transformer_files(config)
+    refuse_quantised_components(folder, [file.component for file in files])
     family.check_decode_mode(config.vae_decode)
     family.check_tiling(config.vae_tiling)
-    model = family.open(folder)
+    model = family.open(folder).with_transformer_files(files, lora_names_of_families)
     tiny = _read_tiny_decoder(config, model)
     rules = _request_rules_of(model, config)
     rules.try_scheduler()
@@ -97,7 +99,12 @@ def prepare_native(
             loras=loras,
             num_blocks=transformer.num_blocks,
             identity=lambda: model_identity(
-                family.name, folder.digest, config.lora, config.quantization, config.quantization_ignored_layers
+                family.name,
+                folder.digest,
+                config.lora,
+                config.quantization,
+                config.quantization_ignored_layers,
+                [file.path for file in files],
             ),
         ),
         attention=planned_attention(layers),
@@ -109,7 +116,7 @@ def prepare_native(
         ),
         degrees=degrees,
         self_checks=self_checks,
-        quantization=None if quantization is None else quantization.describe(model.modules(transformer)),
+        quantization=quantization.describe(model.modules(transformer)),
     )
     return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny, quantization)
 

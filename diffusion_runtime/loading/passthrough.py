@@ -66,6 +66,11 @@ def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedP
             "vae_decode, vae_decoder, vae_tiling: diffusers' own pipeline decodes with its own module; leave out "
             "--vae-decode, --vae-decoder and --vae-tiling"
         )
+    if config.transformer_path is not None or config.transformer_2_path is not None:
+        raise ConfigError(
+            "transformer_path: diffusers' own pipeline reads the weights of its folder; leave out --transformer-path, "
+            "or --backend diffusers"
+        )
     if config.quantization != "none":
         raise ConfigError(
             f"quantization: {config.quantization}: diffusers' own pipeline has its own way to quantise, a "

@@ -31,6 +31,8 @@ def load_pipeline(
     device: str = "auto",
     dtype: str = "auto",
     backend: str = "auto",
+    transformer_path: str | None = None,
+    transformer_2_path: str | None = None,
     lora: Sequence[Any] = (),
     self_check: bool = True,
     vae_decode: str = "exact",
@@ -51,8 +53,8 @@ def load_pipeline(
     as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. self_check:
     whether third-party attention kernels are compared with the definition on this machine's accelerator before the
     weights are read, once per version. vae_decode, vae_tiling, vae_decoder, quantization, quantization_ignored_layers,
-    compile: see RuntimeConfig. on_stage: called with a phrase before each part is loaded. world: the processes that run
-    the model together, each of which must load it alike.
+    compile, transformer_path, transformer_2_path: see RuntimeConfig. on_stage: called with a phrase before each part is
+    loaded. world: the processes that run the model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers, which this
@@ -65,6 +67,8 @@ def load_pipeline(
         "device": device,
         "dtype": dtype,
         "backend": backend,
+        "transformer_path": transformer_path,
+        "transformer_2_path": transformer_2_path,
         "lora": lora,
         "self_check": self_check,
         "vae_decode": vae_decode,

@@ -12,26 +12,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 from torch import nn
 
-from diffusion_runtime.errors import ModelLoadError, first_line
-from diffusion_runtime.kernels.fp8_rows.api import quantize_rows
-from diffusion_runtime.layers.fp8_linear import quantized_weights
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.kernels.fp8_rows.api import QuantizedRows, quantize_rows
+from diffusion_runtime.layers.fp8_linear import WEIGHT_DTYPE, quantized_weights
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.models.weight_files import (
-    DAMAGED,
-    check_whole,
-    find_weight_files,
-    listed,
-    refuse_quantised,
-)
-from diffusion_runtime.untrusted.files import check_file
-
-if TYPE_CHECKING:
-    from safetensors import safe_open
+from diffusion_runtime.models.stored_tensors import Rows, StoredRows, plain_rows, stored_rows
+from diffusion_runtime.models.tensor_files import SafetensorsFile, TensorFile
+from diffusion_runtime.models.weight_files import find_weight_files, listed, refuse_other_than_fp8, refuse_quantised
 
 
 @dataclass(frozen=True)
@@ -42,6 +34,8 @@ class Piece:
     shape: tuple[int, ...]
 
 
+# Opens files, which are closed with the stack, and gives their tensors by name.
+Source: TypeAlias = Callable[[contextlib.ExitStack], Rows]
 # (module, name of a parameter, its values): changes the values in place.
 Arrange: TypeAlias = Callable[[nn.Module, str, torch.Tensor], None]
 
@@ -65,14 +59,16 @@ class WeightChange(ABC):
 
 
 class Checkpoint:
-    """The tensors of a component's folder. Close it, or use it as a context manager.
+    """The tensors of a component. Close it, or use it as a context manager.
 
-    folder: holds `{stem}.safetensors`, `{stem}.safetensors.index.json` with its shards, or a variant of either such as
-    `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they are read: each
-    adds to the tensor as it is in the file, and the sum is rounded once. kept: tensors as they are in the file, which
-    is not read for them again; those that are read are added.
+    folder: of the component; holds `{stem}.safetensors`, `{stem}.safetensors.index.json` with its shards, or a variant
+    of either such as `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they
+    are read: each adds to the tensor as it is in the file, and the sum is rounded once. kept: tensors as they are in
+    the file, which is not read for them again; those that are read, and are not quantised, are added. reads_fp8:
+    whether weights may be stored in 8 bits. source: opens the tensors where they are in other files.
 
-    Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised, or Git-LFS pointers.
+    Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised otherwise, or Git-LFS
+    pointers.
     """
 
     def __init__(
@@ -82,17 +78,22 @@ class Checkpoint:
         *,
         changes: Sequence[WeightChange] = (),
         kept: dict[str, torch.Tensor] | None = None,
+        reads_fp8: bool = False,
+        source: Source | None = None,
     ) -> None:
         self.folder = folder
+        self.is_elsewhere = source is not None
         self._changes = changes
         self._changed = frozenset().union(*(change.changed(folder.name) for change in changes))
         self._kept = kept
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._file_of: dict[str, tuple[Path, safe_open]] = {}
         self._stack = contextlib.ExitStack()
         try:
-            for path in find_weight_files(folder, stem):
-                self._open(path)
+            if source is None:
+                files = [self._open(path, reads_fp8) for path in find_weight_files(folder, stem)]
+                self._rows = stored_rows(files) if reads_fp8 else plain_rows(files)
+            else:
+                self._rows = source(self._stack)
+            self.shapes = {name: _shape(rows) for name, rows in self._rows.items()}
             for change in changes:
                 change.check(folder.name, self.shapes)
         except BaseException:
@@ -122,16 +123,24 @@ class Checkpoint:
             )
         target.copy_(total)
 
+    def quantized(self, name: str) -> tuple[StoredRows, ...]:
+        """The rows of tensor `name` as they are stored, one after the other, where all of it is quantised in the file;
+        empty otherwise."""
+        rows = self._rows[name]
+        return rows if all(each.is_quantized for each in rows) else ()
+
+    def is_changed(self, name: str) -> bool:
+        """Whether a change adds to tensor `name`."""
+        return name in self._changed
+
     def _source(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Tensor `name` as it is in its file."""
         if self._kept is not None and name in self._kept:
             return self._kept[name]
-        path, file = self._file_of[name]
-        source: torch.Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
-        wrong = unusable_numbers(source, dtype)
-        if wrong is not None:
-            raise ModelLoadError(f"{path}: tensor {name} {wrong}. {DAMAGED}")
-        if self._kept is not None:
+        rows = self._rows[name]
+        parts = [each.numbers(dtype) for each in rows]
+        source = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._kept is not None and not any(each.is_quantized for each in rows):
             self._kept[name] = source
         return source
 
@@ -146,22 +155,24 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _open(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
+    def _open(self, path: Path, reads_fp8: bool) -> TensorFile:
+        file = SafetensorsFile(path)
+        self._stack.callback(file.close)
+        kinds = {name: head.kind for name, head in file.heads.items()}
+        (refuse_other_than_fp8 if reads_fp8 else refuse_quantised)(path, kinds)
+        return file
 
-        check_whole(path)
-        try:
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
-            dtypes: dict[str, str] = {}
-            for name in file.keys():  # noqa: SIM118 - it is not a mapping
-                tensor = file.get_slice(name)
-                self.shapes[name], dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
-                self._file_of[name] = path, file
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(
-                f"{path} is damaged or not a whole safetensors file ({first_line(error)}); copy or download it again"
-            ) from error
-        refuse_quantised(path, dtypes)
+
+def _shape(rows: Sequence[StoredRows]) -> tuple[int, ...]:
+    first = rows[0].shape
+    return first if len(rows) == 1 else (sum(each.shape[0] for each in rows), *first[1:])
+
+
+def stored_weight(checkpoint: Checkpoint, pieces: Mapping[str, tuple[Piece, ...]], name: str) -> tuple[StoredRows, ...]:
+    """The rows of our parameter `name` as they are stored, where all are quantised; empty otherwise."""
+    several = [checkpoint.quantized(piece.name) for piece in pieces[name] if piece.name in checkpoint.shapes]
+    whole = len(several) == len(pieces[name]) and all(several)
+    return tuple(row for rows in several for row in rows) if whole else ()
 
 
 def load_weights(
@@ -183,18 +194,15 @@ def load_weights(
 
     Raises ModelLoadError that lists what is missing, unexpected or of another shape.
     """
+    check_names(module, checkpoint, pieces, ignored)
     scale_of = quantized_weights(module)
     parameters = {name: value for name, value in module.state_dict().items() if name not in scale_of.values()}
-    _check_names(checkpoint, [piece for name in parameters for piece in pieces[name]], ignored)
     state = {}
     for name, parameter in parameters.items():
         if name in scale_of:
-            # From float32, so that a checkpoint with a LoRA is rounded once.
-            target = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-            _fill(target, name, checkpoint, pieces[name])
-            if arrange is not None:
-                arrange(module, name, target)
-            state[name], state[scale_of[name]] = quantize_rows(target)
+            state[name], state[scale_of[name]] = _float8_rows(
+                checkpoint, pieces[name], device, _row_order(module, name, parameter.shape[0], arrange)
+            )
             continue
         floating = torch.float32 if stays_float32(name) else dtype
         target = torch.empty(
@@ -223,14 +231,52 @@ def rewrite_weights(
     for name, parameter in parameters.items():
         if name in scale_of.values() or not any(piece.name in changed for piece in pieces[name]):
             continue
-        target = torch.empty_like(parameter, dtype=torch.float32 if name in scale_of else parameter.dtype)
+        if name in scale_of:
+            order = _row_order(module, name, parameter.shape[0], arrange)
+            rows = _float8_rows(checkpoint, pieces[name], parameter.device, order)
+            # Not copied: with a change the same weight may have another 8-bit dtype.
+            parameter.data = rows.values
+            parameters[scale_of[name]].copy_(rows.scales)
+            continue
+        target = torch.empty_like(parameter)
         _fill(target, name, checkpoint, pieces[name])
         if arrange is not None:
             arrange(module, name, target)
-        if name in scale_of:
-            target, scales = quantize_rows(target)
-            parameters[scale_of[name]].copy_(scales)
         parameter.copy_(target)
+
+
+def _float8_rows(
+    checkpoint: Checkpoint, pieces: Sequence[Piece], device: torch.device, order: torch.Tensor | None
+) -> QuantizedRows:
+    """The weight of an 8-bit layer: rows that are stored in 8 bits as they are, the others quantised. order: of the
+    rows, None as they come."""
+    stored = [() if checkpoint.is_changed(piece.name) else checkpoint.quantized(piece.name) for piece in pieces]
+    # One dtype for a whole layer: the file's where all rows have it, else the one that rows are quantised to.
+    kinds = {row.dtype_of_float8 for rows in stored for row in rows} if all(stored) else {None}
+    wanted = next(iter(kinds)) if len(kinds) == 1 else None
+    parts = []
+    for piece, rows in zip(pieces, stored, strict=True):
+        if rows and all(row.dtype_of_float8 in (wanted or WEIGHT_DTYPE,) for row in rows):
+            parts += [QuantizedRows(*(each.to(device) for each in row.float8_rows())) for row in rows]
+            continue
+        # From float32, so that a checkpoint with a LoRA is rounded once.
+        target = torch.empty(piece.shape, dtype=torch.float32, device=device)
+        checkpoint.copy_into(piece.name, target)
+        parts.append(quantize_rows(target))
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]) if len(parts) > 1 else parts[0].values
+    scales = torch.cat([part.scales for part in parts])
+    if order is not None:
+        values, scales = values.view(torch.uint8)[order.to(device)], scales[order.to(device)]
+    return QuantizedRows(values.view(parts[0].values.dtype), scales)
+
+
+def _row_order(module: nn.Module, name: str, num_rows: int, arrange: Arrange | None) -> torch.Tensor | None:
+    """What `arrange` makes of the numbers of the rows; None where they stay."""
+    if arrange is None:
+        return None
+    order = torch.arange(num_rows)
+    arrange(module, name, order)
+    return order
 
 
 def _fill(target: torch.Tensor, name: str, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
@@ -242,32 +288,20 @@ def _fill(target: torch.Tensor, name: str, checkpoint: Checkpoint, pieces: Seque
     assert start == target.numel(), f"{name}: its pieces hold {start} numbers, it has {target.numel()}"
 
 
-def read_tensors(path: Path, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Every tensor of one safetensors file, on the CPU, and its metadata. key: what named it.
-
-    Raises ConfigError for a path that is no file's, ModelLoadError for a file that is missing, damaged, or of another
-    kind.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    check_file(path, key, missing=ModelLoadError)
-    if path.suffix != ".safetensors":
-        raise ModelLoadError(f"{path}: expected a .safetensors file; a pickle can run code when it is opened")
-    check_whole(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
-            return tensors, dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{path} is damaged or not a whole safetensors file ({first_line(error)})") from error
-
-
 def own_pieces(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
     """Pieces for a module whose names are the checkpoint's."""
     return {name: (Piece(name, tuple(tensor.shape)),) for name, tensor in module.state_dict().items()}
 
 
-def _check_names(checkpoint: Checkpoint, expected: list[Piece], ignored: Callable[[str], bool]) -> None:
+def check_names(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    pieces: Mapping[str, tuple[Piece, ...]],
+    ignored: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Raises what load_weights raises for tensors that are missing, unexpected or of another shape."""
+    scales = quantized_weights(module).values()
+    expected = [piece for name in module.state_dict() if name not in scales for piece in pieces[name]]
     shapes = checkpoint.shapes
     wanted = {piece.name for piece in expected}
     problems = []
@@ -285,6 +319,5 @@ def _check_names(checkpoint: Checkpoint, expected: list[Piece], ignored: Callabl
     if reshaped:
         problems.append(f"{len(reshaped)} tensors have another shape than config.json says: {listed(reshaped)}")
     if problems:
-        raise ModelLoadError(
-            f"{checkpoint.folder}: the weights do not fit config.json beside them. " + ". ".join(problems)
-        )
+        whose = "of the model's folder" if checkpoint.is_elsewhere else "beside them"
+        raise ModelLoadError(f"{checkpoint.folder}: the weights do not fit config.json {whose}. " + ". ".join(problems))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -24,14 +26,19 @@ from diffusion_runtime.models.checkpoint import (
     Checkpoint,
     Piece,
     WeightChange,
+    check_names,
     load_weights,
     rewrite_weights,
+    stored_weight,
 )
 from diffusion_runtime.models.generation import GenerationSettings, generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
 from diffusion_runtime.models.lora.binding import LoraTarget
 from diffusion_runtime.models.lora.names import LoraNames
+from diffusion_runtime.models.quantization import Quantization
+from diffusion_runtime.models.tensor_names import Expected
+from diffusion_runtime.models.transformer_files import TransformerFile
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 # The transformer's config and the latents' geometry of a family.
@@ -57,6 +64,7 @@ class Model(Generic[C, G]):
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
     make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
     checkpoint's tensors say; is_ignored: tensors of a checkpoint that nothing reads; arrange: see load_weights.
+    transformer_files: weights that are read from elsewhere than the folder; known_names: the modules of all families.
     """
 
     family: ModelFamily[C, G]
@@ -81,6 +89,8 @@ class Model(Generic[C, G]):
     embeds_guidance: bool = False
     takes_guidance: bool = True
     images: Mapping[str, bool] = field(default_factory=dict)
+    transformer_files: tuple[TransformerFile, ...] = ()
+    known_names: Callable[[], Sequence[LoraNames]] = lambda: ()
 
     def build_transformer(self, policy: AttentionPolicy) -> DiffusionTransformer:
         """The transformer without weights, on the meta device.
@@ -90,25 +100,72 @@ class Model(Generic[C, G]):
         with torch.device("meta"):
             return self.make_transformer(policy)
 
+    def with_transformer_files(
+        self, files: Sequence[TransformerFile], known: Callable[[], Sequence[LoraNames]]
+    ) -> Model[C, G]:
+        """The same with weights from elsewhere. known: the names of all families.
+
+        Raises ConfigError for a component that the model does not have, and what opening the files raises."""
+        for file in files:
+            if file.component not in self.transformer_components:
+                raise ConfigError(
+                    f"{file.key}: the model has one transformer, and no {file.component}; leave out "
+                    f"--{file.key.replace('_', '-')}"
+                )
+        model = dataclasses.replace(self, transformer_files=tuple(files), known_names=known)
+        for file in files:
+            model._checkpoint(file.component).close()
+        return model
+
+    def check_weights(self, transformer: DiffusionTransformer) -> bool:
+        """Whether weights of what `build_transformer` returned are quantised in their files. Reads the heads of files;
+        raises ModelLoadError for those that cannot be read or do not fit."""
+        found = False
+        for component, module in self.modules(transformer).items():
+            with self._checkpoint(component) as checkpoint:
+                self.prepare(module, checkpoint.shapes)
+                check_names(module, checkpoint, self.pieces(component), self.is_ignored)
+                found |= any(checkpoint.quantized(name) for name in checkpoint.shapes)
+        return found
+
+    def _checkpoint(
+        self,
+        component: str,
+        changes: Sequence[WeightChange] = (),
+        kept: dict[str, torch.Tensor] | None = None,
+    ) -> Checkpoint:
+        file = next((file for file in self.transformer_files if file.component == component), None)
+        source = None if file is None else file.source(self._expected(component))
+        return Checkpoint(self.folder / component, changes=changes, kept=kept, reads_fp8=True, source=source)
+
+    def _expected(self, component: str) -> Expected:
+        shapes = {piece.name: piece.shape for several in self.pieces(component).values() for piece in several}
+        return Expected(shapes, self.family.lora_names, self.known_names, self.is_ignored)
+
     def load_transformer(
         self,
         transformer: DiffusionTransformer,
         device: torch.device,
         dtype: torch.dtype,
         changes: Sequence[WeightChange] = (),
+        quantization: Quantization | None = None,
     ) -> DiffusionTransformer:
         """Read the weights into what `build_transformer` returned: in eval mode, without gradients.
 
-        changes: made to the checkpoint's tensors as they are read, such as a LoRA. Raises ModelLoadError for files that
-        are missing, damaged or not this model's, and for changes made for another model.
+        changes: made to the checkpoint's tensors as they are read, such as a LoRA. quantization: keeps the layers that
+        are quantised in the files as they are; None dequantises them. Raises ModelLoadError for files that are missing,
+        damaged or not this model's, and for changes made for another model.
         """
         for component, module in self.modules(transformer).items():
-            with Checkpoint(self.folder / component, changes=changes) as checkpoint:
+            with self._checkpoint(component, changes) as checkpoint:
                 self.prepare(module, checkpoint.shapes)
+                pieces = self.pieces(component)
+                if quantization is not None:
+                    quantization.keep_stored(module, functools.partial(stored_weight, checkpoint, pieces))
                 load_weights(
                     module,
                     checkpoint,
-                    self.pieces(component),
+                    pieces,
                     device,
                     dtype,
                     self.family.stays_float32,
@@ -141,7 +198,7 @@ class Model(Generic[C, G]):
         for component, module in self.modules(transformer).items():
             if not changed[component]:
                 continue
-            with Checkpoint(self.folder / component, changes=changes, kept=kept[component]) as checkpoint:
+            with self._checkpoint(component, changes, kept[component]) as checkpoint:
                 rewrite_weights(module, checkpoint, self.pieces(component), changed[component], self.arrange)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from torch import nn
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter, replace_linear
 from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.models.stored_tensors import StoredRows
 from diffusion_runtime.models.weight_files import listed
 from diffusion_runtime.untrusted.yaml_text import read_yaml_file
 
 # Of a transformer whose first and last block stay: with fewer, little would be left.
 _MIN_BLOCKS = 4
+_DEFAULT = "fp8"
 RULES_FILE = Path(__file__).with_name("quantization.yaml")
 
 
@@ -34,8 +36,9 @@ class KeptLayers:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The 8-bit layers of one model. mode: `fp8` or `fp8-all`. ignored: patterns of the user's own for layers that stay
-    as they are. layers: patterns of what may be quantised; kept: what of it stays; counter: of their products."""
+    """The quantised layers of one model. mode: `fp8` or `fp8-all`, and `none` where only the file's weights are.
+    ignored: patterns of the user's own for layers that stay as they are. layers: patterns of what may be quantised;
+    kept: what of it stays; counter: of their products."""
 
     mode: str
     ignored: tuple[str, ...]
@@ -45,10 +48,8 @@ class Quantization:
     counter: ProductCounter = field(default_factory=ProductCounter, compare=False)
 
     @classmethod
-    def of(cls, family: str, mode: str, ignored: Sequence[str]) -> Quantization | None:
-        """The rules of a family's transformers; None for mode `none`."""
-        if mode == "none":
-            return None
+    def of(cls, family: str, mode: str, ignored: Sequence[str]) -> Quantization:
+        """The rules of a family's transformers."""
         rules = _rules()
         every, own = rules["every_family"], rules["families"].get(family, {})
         kept = [_kept(entry) for entry in (*every["kept"], *own.get("kept", ()))]
@@ -57,7 +58,8 @@ class Quantization:
             tuple(ignored),
             tuple(every["layers"]),
             every["keeps_ends"],
-            tuple(each for each in kept if not each.modes or mode in each.modes),
+            # Weights that a file has in 8 bits multiply in 8 bits where `fp8` would.
+            tuple(each for each in kept if not each.modes or (_DEFAULT if mode == "none" else mode) in each.modes),
         )
 
     def reasons(self, module: nn.Module) -> dict[str, str | None]:
@@ -71,8 +73,11 @@ class Quantization:
     def apply(self, modules: Mapping[str, nn.Module]) -> None:
         """Replace the layers of empty transformers. modules: by component.
 
-        Raises ConfigError for a pattern of `ignored` that names no layer, and where no layer is left to quantise.
+        Nothing for mode `none`. Raises ConfigError for a pattern of `ignored` that names no layer, and where no layer
+        is left to quantise.
         """
+        if self.mode == "none":
+            return
         reasons = {component: self.reasons(module) for component, module in modules.items()}
         every = [name for of in reasons.values() for name in of]
         for pattern in self.ignored:
@@ -91,13 +96,27 @@ class Quantization:
                 if reason is None:
                     replace_linear(modules[component], name, self.counter)
 
-    def describe(self, modules: Mapping[str, nn.Module]) -> str:
-        """What was replaced in transformers, in one line."""
+    def keep_stored(self, module: nn.Module, quantized: Callable[[str], Sequence[StoredRows]]) -> None:
+        """Replace the layers of an empty transformer whose whole weights are quantised in its files, so that they stay
+        as they are stored. quantized: the stored rows of a parameter, none where it is not quantised."""
+        for name, reason in self.reasons(module).items():
+            rows = quantized(f"{name}.weight")
+            if not rows or isinstance(module.get_submodule(name), Fp8Linear):
+                continue
+            if reason is None and any(each.full_precision for each in rows):
+                reason = "the file asks for products in full precision"
+            replace_linear(module, name, self.counter, reason)
+
+    def describe(self, modules: Mapping[str, nn.Module]) -> str | None:
+        """What was replaced in transformers, in one line; None where nothing was."""
         layers = [layer for module in modules.values() for layer in module.modules() if isinstance(layer, Linear)]
         quantized = [layer for layer in layers if isinstance(layer, Fp8Linear)]
+        if not quantized:
+            return None
         sizes = [sum(layer.in_features * layer.out_features for layer in of) for of in (quantized, layers)]
+        mode = "as in the file" if self.mode == "none" else self.mode
         return (
-            f"{self.mode}: {len(quantized)} of {len(layers)} linear layers have 8-bit weights, "
+            f"{mode}: {len(quantized)} of {len(layers)} linear layers have 8-bit weights, "
             f"{100 * sizes[0] / max(1, sizes[1]):.0f} % of their numbers"
         )
 

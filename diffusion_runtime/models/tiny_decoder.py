@@ -20,9 +20,9 @@ from torch import nn
 from diffusion_runtime.errors import ConfigError, ModelLoadError
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.model_folder import AnyFolder
-from diffusion_runtime.models.checkpoint import read_tensors
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.tensor_files import read_tensors
 from diffusion_runtime.models.weight_files import DAMAGED, listed
 from diffusion_runtime.untrusted.files import expand_home
 

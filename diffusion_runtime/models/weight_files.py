@@ -7,7 +7,7 @@ largest component has been read for nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,11 @@ GGUF = ".gguf"
 # safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
 # without the scales that belong to it.
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
-_FLOAT8_DTYPES = ("F8_E4M3", "F8_E5M2")
+FLOAT8_KINDS = ("F8_E4M3", "F8_E5M2")
+# Texts and marks beside 8-bit floats.
+_MARK_DTYPES = ("U8",)
+# What ComfyUI and the authors of models put in front of the names of a transformer's tensors.
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 
 # What to do about a file whose numbers cannot be used.
 DAMAGED = "The file is damaged, or was saved from a run that had failed: copy or download it again"
@@ -105,12 +109,34 @@ def stored_dtypes(path: Path) -> dict[str, str]:
         ) from error
 
 
+def without_prefix(name: str) -> str:
+    """The name of a tensor without what stands before the transformer's own."""
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
+
+
 def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for a file with tensors stored as 8-bit numbers or fewer. dtypes: by tensor name."""
     strange = {name: dtype for name, dtype in dtypes.items() if dtype not in _PLAIN_DTYPES}
     if strange:
         advice = UNQUANTISED_FOLDER if _need_scales(dtypes) else UNQUANTISED
-        raise ModelLoadError(f"{_stored_as(path, dtypes, strange)} This runtime does not read them; {advice}")
+        raise ModelLoadError(f"{_stored_as(path, dtypes, strange)} This runtime does not read them here; {advice}")
+
+
+def refuse_other_than_fp8(path: Path, dtypes: Mapping[str, str]) -> None:
+    """Raises ModelLoadError for a transformer's file with tensors stored otherwise than as plain numbers, 8-bit floats
+    and the marks beside these. dtypes: by tensor name."""
+    known = (*_PLAIN_DTYPES, *FLOAT8_KINDS)
+    strange = {
+        name: dtype
+        for name, dtype in dtypes.items()
+        if dtype not in known
+        and not (dtype in _MARK_DTYPES and name.rpartition(".")[2] in ("comfy_quant", "scaled_fp8"))
+    }
+    if strange:
+        raise ModelLoadError(
+            f"{_stored_as(path, dtypes, strange)} This runtime reads 8-bit floats besides; {UNQUANTISED_FOLDER}"
+        )
 
 
 def refuse_without_scales(path: Path, dtypes: Mapping[str, str]) -> None:
@@ -131,7 +157,7 @@ def _need_scales(dtypes: Mapping[str, str]) -> dict[str, str]:
     return {
         name: dtype
         for name, dtype in dtypes.items()
-        if dtype not in _PLAIN_DTYPES and (has_scales or dtype not in _FLOAT8_DTYPES)
+        if dtype not in _PLAIN_DTYPES and (has_scales or dtype not in FLOAT8_KINDS)
     }
 
 
@@ -187,8 +213,12 @@ def listed(names: Iterable[Any]) -> str:
     return ", ".join(plain) + (f" and {rest} more" if rest > 0 else "")
 
 
+# The components whose weights may be stored in 8 bits.
+TRANSFORMERS = ("transformer", "transformer_2")
+
 # How the files of a component's weights are called, by the library that its class is of.
-_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+COMPONENT_STEM = "diffusion_pytorch_model"
+_STEMS = {"diffusers": COMPONENT_STEM, "transformers": "model"}
 
 
 def check_components(folder: AnyFolder) -> None:
@@ -205,30 +235,56 @@ def check_components(folder: AnyFolder) -> None:
         check_sizes(read_json_in(folder, component, "config.json"), folder / component / "config.json")
 
 
-def refuse_quantised_components(folder: AnyFolder) -> None:
-    """Raises ModelLoadError for a component whose config.json says that its weights are quantised. Reads json alone."""
+def refuse_quantised_components(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
+    """Raises ModelLoadError for a component whose config.json says that its weights are quantised, other than a
+    transformer in ModelOpt's FP8. elsewhere: components whose weights are read from other files. Reads json alone."""
     for component, _ in _with_weights(folder):
-        path = folder / component / "config.json"
-        settings = read_json_in(folder, component, "config.json").get("quantization_config")
-        if settings is not None:
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings
-            raise ModelLoadError(
-                f"{path}: key 'quantization_config': the weights are quantised ({method}), and this runtime does not "
-                f"read them; {UNQUANTISED}"
-            )
+        if component not in elsewhere:
+            settings = read_json_in(folder, component, "config.json")
+            _check_quantization_config(folder / component / "config.json", settings, component)
 
 
-def check_component_files(folder: AnyFolder) -> None:
-    """Raises ModelLoadError for a component that is missing, or whose weight files are missing, pickled, quantised,
-    damaged or cut off."""
+def check_quantization_config(folder: Path, component: str) -> None:
+    """Raises ModelLoadError where config.json in a folder of weights says that they are quantised in a way that is not
+    read."""
+    path = folder / "config.json"
+    if path.exists():
+        _check_quantization_config(path, read_json(path), component)
+
+
+def _check_quantization_config(path: Path, values: Mapping[str, Any], component: str) -> None:
+    settings = values.get("quantization_config")
+    if settings is not None and not (component in TRANSFORMERS and _is_modelopt_fp8(settings)):
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        raise ModelLoadError(
+            f"{path}: key 'quantization_config': the weights are quantised ({method}), and this runtime does not "
+            f"read them; {UNQUANTISED}"
+        )
+
+
+def _is_modelopt_fp8(settings: object) -> bool:
+    """Whether a quantization_config says what ModelOpt writes for 8-bit floats with scales beside them."""
+    if not isinstance(settings, dict) or settings.get("quant_method") != "modelopt":
+        return False
+    nested = settings.get("quantization")
+    algorithm = settings.get("quant_algo", nested.get("quant_algo") if isinstance(nested, dict) else None)
+    return algorithm == "FP8"
+
+
+def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) -> None:
+    """Raises ModelLoadError for a component that is missing, or whose weight files are missing, pickled, quantised in
+    a way that is not read, damaged or cut off. elsewhere: components whose weights are read from other files."""
     for component, _ in _components(folder):
         if not (folder / component).is_dir():
             raise ModelLoadError(
                 f"{folder / component}/ is missing, and {INDEX_FILE} names it; copy or download the whole model folder"
             )
     for component, stem in _with_weights(folder):
+        if component in elsewhere:
+            continue
+        refuse = refuse_other_than_fp8 if component in TRANSFORMERS else refuse_quantised
         for path in find_weight_files(folder / component, stem):
-            refuse_quantised(path, stored_dtypes(path))
+            refuse(path, stored_dtypes(path))
 
 
 def _with_weights(folder: AnyFolder) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,16 @@ from diffusion_runtime.session.outputs import Outputs
 _MODEL_KEYS = ("path", "family", "config_sha256", "dtype")
 _ATTENTION_KEYS = ("role", "when", "layers", "backend", "options")
 # Of its `runtime`: what changes the weights and the decoder.
-_RUNTIME_KEYS = ("lora", "vae_decode", "vae_tiling", "vae_decoder", "quantization", "quantization_ignored_layers")
+_RUNTIME_KEYS = (
+    "transformer_path",
+    "transformer_2_path",
+    "lora",
+    "vae_decode",
+    "vae_tiling",
+    "vae_decoder",
+    "quantization",
+    "quantization_ignored_layers",
+)
 
 
 def find_finished(

@@ -97,6 +97,8 @@ def test_other_weights_and_another_decoder_are_another_recipe() -> None:
         {"vae_decode": "fast"},
         {"vae_tiling": "on"},
         {"vae_decoder": "tiny"},
+        {"transformer_path": "fp8.safetensors"},
+        {"transformer_2_path": "fp8.safetensors"},
         {"quantization": "fp8"},
         {"quantization": "fp8", "quantization_ignored_layers": ["blocks.1.*"]},
     ):

@@ -166,6 +166,8 @@ def test_degrees_say_how_many_processes(parallel: dict[str, Any], num_processes:
 
 
 OWN_VALUES: dict[str, Any] = {
+    "transformer_path": "fp8.safetensors",
+    "transformer_2_path": "low_noise.safetensors",
     "lora": [{"path": "style.safetensors", "scale": 0.5, "component": "both"}],
     "vae_decode": "fast",
     "vae_tiling": "on",
@@ -189,6 +191,7 @@ def test_everything_that_changes_the_frames_is_repeated(tmp_path: Path) -> None:
     assert repeated(tiny).vae_decoder == "taew2_1.safetensors"
     # A preview, made again with the model's own decoder; the plain model, whose ignored layers say nothing.
     assert repeated(tiny, vae_decoder="none").vae_decoder is None
+    assert repeated(OWN_VALUES, transformer_path="none").transformer_path is None
     plain = repeated(OWN_VALUES, quantization="none")
     assert (plain.quantization, plain.quantization_ignored_layers) == ("none", ())
     assert repeated({"compile": "regional"}).compile == "regional"

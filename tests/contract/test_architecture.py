@@ -65,7 +65,7 @@ HOMES = {
     "triton": ("kernels",),
     "flash_attn": ("attention/backends", "kernels"),
     "torch.distributed": ("parallel",),
-    "safetensors": ("models/checkpoint.py",),
+    "safetensors": ("models/tensor_files.py",),
     "huggingface_hub": ("models/model_sources.py",),
     "imageio_ffmpeg": ("media/",),
     "typer": ("cli",),

@@ -103,8 +103,13 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("component", list(STEMS))
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("component", "dtype"),
+    [
+        *((component, dtype) for component in STEMS for dtype in (torch.int8, torch.uint8)),
+        *((component, torch.float8_e4m3fn) for component in STEMS if component != "transformer"),
+    ],
+)
 def test_tensors_of_eight_bits_are_refused(
     tiny_wan_copy: Callable[[], Path], no_weight_is_read: None, component: str, dtype: torch.dtype
 ) -> None:

@@ -145,14 +145,17 @@ def model_identity(
     loras: Iterable[LoraConfig],
     quantization: str = "none",
     ignored_layers: Iterable[str] = (),
+    transformer_paths: Iterable[str] = (),
 ) -> dict[str, str]:
-    """What says which model it is: the family, the hash of its folder's configs, its LoRA files by name and scale, and
-    its quantization with the layers that stay as they are."""
+    """What says which model it is: the family, the hash of its folder's configs with the files that its transformers'
+    weights are from where these are others, its LoRA files by name and scale, and its quantization with the layers that
+    stay as they are."""
+    files = "".join(f" with {Path(path).name}" for path in transformer_paths)
     named = [f"{Path(lora.path).name} x {lora.scale:g}" for lora in loras]
     ignored = ", ".join(ignored_layers)
     return {
         "family": family,
-        "config_sha256": config_sha256,
+        "config_sha256": f"{config_sha256}{files}",
         "lora": ", ".join(named),
         _QUANTIZATION: f"{quantization} without {ignored}" if ignored else quantization,
     }

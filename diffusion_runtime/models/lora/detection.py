@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import TypeAlias
 
 from diffusion_runtime.models.lora.names import LoraNames
 from diffusion_runtime.models.lora.reading import ModuleChange
 
+# Of modules: (name, whether its dots are underscores).
+Names: TypeAlias = Sequence[tuple[str, bool]]
 _BLOCK = re.compile(r"(?:^|[._])(?:blocks|layers)[._](\d{1,4})[._]")
 
 
 def families_of(modules: Sequence[ModuleChange], known: Iterable[LoraNames]) -> tuple[str, ...]:
     """Titles of the families that the file may be for, one where names and sizes tell; empty where no family has its
     names."""
-    counted = [(names, _num_found(modules, names)) for names in known]
-    most = max((count for _, count in counted), default=0)
-    candidates = [names for names, count in counted if count == most and count]
-    for fits in (_fits_blocks, _is_whole, _fits_width):
-        kept = [names for names in candidates if fits(modules, names)]
-        candidates = kept or candidates
-    return tuple(names.title for names in candidates)
-
-
-def _num_found(modules: Sequence[ModuleChange], names: LoraNames) -> int:
-    return sum(bool(names.find(module.name, flattened=module.flattened)) for module in modules)
-
-
-def _fits_blocks(modules: Sequence[ModuleChange], names: LoraNames) -> bool:
-    return _num_blocks(modules) <= max(names.num_blocks, default=0)
-
-
-def _is_whole(modules: Sequence[ModuleChange], names: LoraNames) -> bool:
-    """Most files change every block."""
-    return _num_blocks(modules) in names.num_blocks
-
-
-def _num_blocks(modules: Sequence[ModuleChange]) -> int:
-    return 1 + max((int(match[1]) for module in modules if (match := _BLOCK.search(module.name))), default=-1)
-
-
-def _fits_width(modules: Sequence[ModuleChange], names: LoraNames) -> bool:
     widths = {adapter.columns for module in modules for adapter in module.weight}
-    return not names.widths.isdisjoint(widths)
+    return families_of_names([(module.name, module.flattened) for module in modules], widths, known)
+
+
+def families_of_names(names: Names, widths: Collection[int], known: Iterable[LoraNames]) -> tuple[str, ...]:
+    """`families_of` for modules by their names. widths: of their inputs."""
+    counted = [(family, _num_found(names, family)) for family in known]
+    most = max((count for _, count in counted), default=0)
+    candidates = [family for family, count in counted if count == most and count]
+    num_blocks = _num_blocks(names)
+    for fits in (
+        lambda family: num_blocks <= max(family.num_blocks, default=0),
+        # Most files change every block.
+        lambda family: num_blocks in family.num_blocks,
+        lambda family: not family.widths.isdisjoint(widths),
+    ):
+        kept = [family for family in candidates if fits(family)]
+        candidates = kept or candidates
+    return tuple(family.title for family in candidates)
+
+
+def _num_found(names: Names, family: LoraNames) -> int:
+    return sum(bool(family.find(name, flattened=flattened)) for name, flattened in names)
+
+
+def _num_blocks(names: Names) -> int:
+    return 1 + max((int(match[1]) for name, _ in names if (match := _BLOCK.search(name))), default=-1)

@@ -15,12 +15,12 @@ import torch
 
 from diffusion_runtime.errors import ConfigError, ModelLoadError, nearest, shown, shown_name
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.models.checkpoint import read_tensors
 from diffusion_runtime.models.lora.adapters import Adapter, Decomposed, Difference, Factor, Kronecker, LowRank
 from diffusion_runtime.models.lora.few_step import FewStepHint, few_step_hint
 from diffusion_runtime.models.lora.keys import LoraKey, Names, Role, is_text_encoder_key, parse_key
 from diffusion_runtime.models.lora.settings import AdapterSettings, read_settings
 from diffusion_runtime.models.lora.shipped import SHIPPED_LORAS, lora_path
+from diffusion_runtime.models.tensor_files import read_tensors
 from diffusion_runtime.models.weight_files import DAMAGED, listed
 from diffusion_runtime.untrusted.files import check_path, shown_path
 

@@ -29,6 +29,7 @@ from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
+_CONNECTORS = ("video_embeddings_connector.", "audio_embeddings_connector.")
 _Model = Model[LTX2Config, LTX2Geometry]
 
 
@@ -41,7 +42,8 @@ def _adapt(model: _Model) -> _Model:
     """Rotary positions that turn the halves of a head against each other: our layers turn neighbouring channels."""
     if not model.config.turns_halves:
         return model
-    return dataclasses.replace(model, arrange=pair_channels)
+    # Files of the authors hold the way of the text into the transformer as well, which is a component of a folder.
+    return dataclasses.replace(model, arrange=pair_channels, is_ignored=lambda name: name.startswith(_CONNECTORS))
 
 
 FAMILY = ModelFamily(

@@ -1,0 +1,84 @@
+"""Weights of a transformer from elsewhere than its model's folder (`--transformer-path`): one file, or a folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.model_folder import INDEX_FILE
+from diffusion_runtime.models.checkpoint import Source
+from diffusion_runtime.models.stored_tensors import Rows, stored_rows
+from diffusion_runtime.models.tensor_files import SafetensorsFile, TensorFile
+from diffusion_runtime.models.tensor_names import Expected, by_diffusers_names
+from diffusion_runtime.models.weight_files import (
+    COMPONENT_STEM,
+    check_quantization_config,
+    find_weight_files,
+    refuse_other_than_fp8,
+)
+from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
+
+SUFFIXES = (".safetensors",)
+
+
+@dataclass(frozen=True)
+class TransformerFile:
+    """path: as it was given. key: of the config, for messages; component: whose weights these are."""
+
+    path: str
+    key: str
+    component: str
+
+    @property
+    def place(self) -> Path:
+        return Path(expand_home(self.path))
+
+    def source(self, expected: Expected) -> Source:
+        """Opens the files, and gives their tensors the names that the model's folder would have.
+
+        The result raises ConfigError for a path that is no file's, ModelLoadError for files that are missing, damaged,
+        of another kind or for another model.
+        """
+
+        def open_files(stack: contextlib.ExitStack) -> Rows:
+            files = [open_tensor_file(path, self.key, stack) for path in self._files()]
+            return by_diffusers_names(self.place, stored_rows(files), expected)
+
+        return open_files
+
+    def _files(self) -> Sequence[Path]:
+        place = check_place(self.place, self.key)
+        if not place.is_dir():
+            return [place]
+        if (place / INDEX_FILE).exists():
+            raise ModelLoadError(
+                f"{self.key}: {place} is the folder of a whole model: give {place / self.component}, or --model-path"
+            )
+        check_quantization_config(place, self.component)
+        return find_weight_files(place, COMPONENT_STEM)
+
+
+def transformer_files(config: RuntimeConfig) -> tuple[TransformerFile, ...]:
+    """The transformers' weights that a config names."""
+    given = (("transformer_path", "transformer"), ("transformer_2_path", "transformer_2"))
+    return tuple(
+        TransformerFile(path, key, component) for key, component in given if (path := getattr(config, key)) is not None
+    )
+
+
+def open_tensor_file(path: Path, key: str, stack: contextlib.ExitStack) -> TensorFile:
+    """A file of tensors, closed with the stack. key: what named it. Raises what TransformerFile.source raises."""
+    check_file(path, key, missing=ModelLoadError)
+    if path.suffix not in SUFFIXES:
+        raise ModelLoadError(
+            f"{path}: expected a file in {' or '.join(SUFFIXES)}; a pickle can run code when it is opened, and is "
+            "never read"
+        )
+    file = SafetensorsFile(path)
+    stack.callback(file.close)
+    refuse_other_than_fp8(path, {name: head.kind for name, head in file.heads.items()})
+    return file

@@ -1,0 +1,276 @@
+"""Transformers as their authors' files hold them, of random numbers: few columns, as rows are what moves.
+
+The names are written out here, apart from those that the runtime reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+# diffusers' converters take this width for granted.
+_FLUX_DIM = 3072
+
+
+def _linear(name: str, rows: int, *, bias: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (rows, 2)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _flux1() -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim = _FLUX_DIM
+    for name in (
+        "img_in",
+        "txt_in",
+        *(f"{of}_in.{layer}_layer" for of in ("time", "vector", "guidance") for layer in ("in", "out")),
+    ):
+        yield from _linear(name, dim)
+    for index in range(2):
+        for stream in ("img", "txt"):
+            block = f"double_blocks.{index}.{stream}"
+            yield from _linear(f"{block}_mod.lin", 6 * dim)
+            yield from _linear(f"{block}_attn.qkv", 3 * dim)
+            yield from _linear(f"{block}_attn.proj", dim)
+            yield f"{block}_attn.norm.query_norm.scale", (128,)
+            yield f"{block}_attn.norm.key_norm.scale", (128,)
+            yield from _linear(f"{block}_mlp.0", 4 * dim)
+            yield from _linear(f"{block}_mlp.2", dim)
+        block = f"single_blocks.{index}"
+        yield from _linear(f"{block}.linear1", 7 * dim)
+        yield from _linear(f"{block}.linear2", dim)
+        yield from _linear(f"{block}.modulation.lin", 3 * dim)
+        yield f"{block}.norm.query_norm.scale", (128,)
+        yield f"{block}.norm.key_norm.scale", (128,)
+    yield from _linear("final_layer.linear", 64)
+    yield from _linear("final_layer.adaLN_modulation.1", 2 * dim)
+
+
+def _wan() -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim = 8
+    yield "patch_embedding.weight", (dim, 4, 1, 2, 2)
+    yield "patch_embedding.bias", (dim,)
+    for name in ("time_embedding.0", "time_embedding.2", "text_embedding.0", "text_embedding.2"):
+        yield from _linear(name, dim)
+    yield from _linear("time_projection.1", 6 * dim)
+    for index in range(2):
+        block = f"blocks.{index}"
+        for attention in ("self_attn", "cross_attn"):
+            for part in "qkvo":
+                yield from _linear(f"{block}.{attention}.{part}", dim)
+            yield f"{block}.{attention}.norm_q.weight", (dim,)
+            yield f"{block}.{attention}.norm_k.weight", (dim,)
+        yield from _linear(f"{block}.ffn.0", 16)
+        yield from _linear(f"{block}.ffn.2", dim)
+        yield f"{block}.norm3.weight", (dim,)
+        yield f"{block}.norm3.bias", (dim,)
+        yield f"{block}.modulation", (1, 6, dim)
+    yield from _linear("head.head", 16)
+    yield "head.modulation", (1, 2, dim)
+
+
+def _z_image() -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim = 8
+    for name in (
+        "x_embedder",
+        "cap_embedder.1",
+        "t_embedder.mlp.0",
+        "t_embedder.mlp.2",
+        "final_layer.linear",
+        "final_layer.adaLN_modulation.1",
+    ):
+        yield from _linear(name, dim)
+    yield "cap_embedder.0.weight", (dim,)
+    yield "x_pad_token", (1, dim)
+    yield "cap_pad_token", (1, dim)
+    yield "norm_final.weight", (dim,)
+    for block in ("layers.0", "layers.1", "noise_refiner.0", "context_refiner.0"):
+        yield from _linear(f"{block}.attention.qkv", 3 * dim, bias=False)
+        yield from _linear(f"{block}.attention.out", dim, bias=False)
+        yield f"{block}.attention.q_norm.weight", (dim,)
+        yield f"{block}.attention.k_norm.weight", (dim,)
+        for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"):
+            yield f"{block}.{name}.weight", (dim,)
+        for name in ("w1", "w2", "w3"):
+            yield from _linear(f"{block}.feed_forward.{name}", 16, bias=False)
+        if block != "context_refiner.0":
+            yield from _linear(f"{block}.adaLN_modulation.0", 4 * dim)
+
+
+def _flux2() -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim = 8
+    modulations = (
+        "double_stream_modulation_img.lin",
+        "double_stream_modulation_txt.lin",
+        "single_stream_modulation.lin",
+    )
+    for name in (
+        "img_in",
+        "txt_in",
+        *(f"{of}_in.{layer}_layer" for of in ("time", "guidance") for layer in ("in", "out")),
+        *modulations,
+        "final_layer.linear",
+        "final_layer.adaLN_modulation.1",
+    ):
+        yield from _linear(name, 6 * dim, bias=False)
+    for stream in ("img", "txt"):
+        block = f"double_blocks.0.{stream}"
+        yield from _linear(f"{block}_attn.qkv", 3 * dim, bias=False)
+        yield from _linear(f"{block}_attn.proj", dim, bias=False)
+        yield f"{block}_attn.norm.query_norm.scale", (4,)
+        yield f"{block}_attn.norm.key_norm.scale", (4,)
+        yield from _linear(f"{block}_mlp.0", 6 * dim, bias=False)
+        yield from _linear(f"{block}_mlp.2", dim, bias=False)
+    yield from _linear("single_blocks.0.linear1", 9 * dim, bias=False)
+    yield from _linear("single_blocks.0.linear2", dim, bias=False)
+    yield "single_blocks.0.norm.query_norm.scale", (4,)
+    yield "single_blocks.0.norm.key_norm.scale", (4,)
+
+
+def _hunyuan_video() -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim = _FLUX_DIM
+    yield "img_in.proj.weight", (dim, 4, 1, 2, 2)
+    yield "img_in.proj.bias", (dim,)
+    for name in (
+        "time_in.mlp.0",
+        "time_in.mlp.2",
+        "guidance_in.mlp.0",
+        "guidance_in.mlp.2",
+        "vector_in.in_layer",
+        "vector_in.out_layer",
+        "txt_in.input_embedder",
+        "txt_in.t_embedder.mlp.0",
+        "txt_in.t_embedder.mlp.2",
+        "txt_in.c_embedder.linear_1",
+        "txt_in.c_embedder.linear_2",
+    ):
+        yield from _linear(name, 8)
+    block = "txt_in.individual_token_refiner.blocks.0"
+    yield from _linear(f"{block}.self_attn_qkv", 24)
+    for name in ("self_attn_proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1"):
+        yield from _linear(f"{block}.{name}", 8)
+    for name in ("norm1", "norm2"):
+        yield f"{block}.{name}.weight", (8,)
+        yield f"{block}.{name}.bias", (8,)
+    for stream in ("img", "txt"):
+        block = f"double_blocks.0.{stream}"
+        yield from _linear(f"{block}_mod.linear", 6 * dim)
+        yield from _linear(f"{block}_attn_qkv", 3 * dim)
+        yield from _linear(f"{block}_attn_proj", dim)
+        yield f"{block}_attn_q_norm.weight", (128,)
+        yield f"{block}_attn_k_norm.weight", (128,)
+        yield from _linear(f"{block}_mlp.fc1", 4 * dim)
+        yield from _linear(f"{block}_mlp.fc2", dim)
+    yield from _linear("single_blocks.0.linear1", 7 * dim)
+    yield from _linear("single_blocks.0.linear2", dim)
+    yield from _linear("single_blocks.0.modulation.linear", 3 * dim)
+    yield "single_blocks.0.q_norm.weight", (128,)
+    yield "single_blocks.0.k_norm.weight", (128,)
+    yield from _linear("final_layer.linear", 64)
+    yield from _linear("final_layer.adaLN_modulation.1", 2 * dim)
+
+
+def _ltx2() -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim = 8
+    embedders = (
+        "adaln_single",
+        "audio_adaln_single",
+        "av_ca_video_scale_shift_adaln_single",
+        "av_ca_a2v_gate_adaln_single",
+        "av_ca_audio_scale_shift_adaln_single",
+        "av_ca_v2a_gate_adaln_single",
+    )
+    for name in ("patchify_proj", "audio_patchify_proj", "proj_out", "audio_proj_out"):
+        yield from _linear(name, dim)
+    for name in embedders:
+        for layer in ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2"):
+            yield from _linear(f"{name}.{layer}", dim)
+    for name in ("caption_projection", "audio_caption_projection"):
+        yield from _linear(f"{name}.linear_1", dim)
+        yield from _linear(f"{name}.linear_2", dim)
+    yield "scale_shift_table", (2, dim)
+    yield "audio_scale_shift_table", (2, dim)
+    yield from _linear("video_embeddings_connector.learnable_registers", dim)
+    block = "transformer_blocks.0"
+    for attention in ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"):
+        for part in ("to_q", "to_k", "to_v", "to_out.0"):
+            yield from _linear(f"{block}.{attention}.{part}", dim)
+        yield f"{block}.{attention}.q_norm.weight", (dim,)
+        yield f"{block}.{attention}.k_norm.weight", (dim,)
+    for ff in ("ff", "audio_ff"):
+        yield from _linear(f"{block}.{ff}.net.0.proj", dim)
+        yield from _linear(f"{block}.{ff}.net.2", dim)
+    for name in (
+        "scale_shift_table",
+        "audio_scale_shift_table",
+        "scale_shift_table_a2v_ca_video",
+        "scale_shift_table_a2v_ca_audio",
+    ):
+        yield f"{block}.{name}", (5, dim)
+
+
+# By the folder of the family: the tensors, and diffusers' function that converts them.
+ORIGINALS: Mapping[str, tuple[Callable[[], Iterator[tuple[str, tuple[int, ...]]]], str]] = {
+    "flux1": (_flux1, "convert_flux_transformer_checkpoint_to_diffusers"),
+    "wan": (_wan, "convert_wan_transformer_to_diffusers"),
+    "z_image": (_z_image, "convert_z_image_transformer_checkpoint_to_diffusers"),
+    "flux2": (_flux2, "convert_flux2_transformer_checkpoint_to_diffusers"),
+    "hunyuan_video": (_hunyuan_video, "convert_hunyuan_video_transformer_to_diffusers"),
+    "ltx2": (_ltx2, "convert_ltx2_transformer_to_diffusers"),
+}
+
+
+def original_tensors(family: str) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in ORIGINALS[family][0]()}
+
+
+def converted(family: str, tensors: Tensors) -> Tensors:
+    """By diffusers."""
+    from diffusers.loaders import single_file_utils
+
+    result: Tensors = getattr(single_file_utils, ORIGINALS[family][1])(dict(tensors))
+    return result
+
+
+def flux1_as_authors(tensors: Tensors) -> Tensors:
+    """A transformer by diffusers' names, as its authors' file holds it."""
+    made: Tensors = {}
+
+    def put(name: str, *theirs: str) -> None:
+        for leaf in ("weight", "bias"):
+            if f"{theirs[0]}.{leaf}" in tensors:
+                made[f"{name}.{leaf}"] = torch.cat([tensors[f"{each}.{leaf}"] for each in theirs])
+
+    embedders = {"time": "timestep", "vector": "text", "guidance": "guidance"}
+    for theirs, ours in (("img_in", "x_embedder"), ("txt_in", "context_embedder"), ("final_layer.linear", "proj_out")):
+        put(theirs, ours)
+    for theirs, ours in embedders.items():
+        put(f"{theirs}_in.in_layer", f"time_text_embed.{ours}_embedder.linear_1")
+        put(f"{theirs}_in.out_layer", f"time_text_embed.{ours}_embedder.linear_2")
+    for index in range(1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("transformer_blocks"))):
+        for stream, norm, ff, qkv, out, added in (
+            ("img", "norm1", "ff", ("to_q", "to_k", "to_v"), "to_out.0", ""),
+            ("txt", "norm1_context", "ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "added_"),
+        ):
+            block, name = f"transformer_blocks.{index}", f"double_blocks.{index}.{stream}"
+            put(f"{name}_mod.lin", f"{block}.{norm}.linear")
+            put(f"{name}_attn.qkv", *(f"{block}.attn.{part}" for part in qkv))
+            put(f"{name}_attn.proj", f"{block}.attn.{out}")
+            put(f"{name}_mlp.0", f"{block}.{ff}.net.0.proj")
+            put(f"{name}_mlp.2", f"{block}.{ff}.net.2")
+            for part, key in (("query", "q"), ("key", "k")):
+                made[f"{name}_attn.norm.{part}_norm.scale"] = tensors[f"{block}.attn.norm_{added}{key}.weight"]
+    for index in range(1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("single"))):
+        block, name = f"single_transformer_blocks.{index}", f"single_blocks.{index}"
+        put(f"{name}.linear1", *(f"{block}.attn.{part}" for part in ("to_q", "to_k", "to_v")), f"{block}.proj_mlp")
+        put(f"{name}.linear2", f"{block}.proj_out")
+        put(f"{name}.modulation.lin", f"{block}.norm.linear")
+        for part, key in (("query", "q"), ("key", "k")):
+            made[f"{name}.norm.{part}_norm.scale"] = tensors[f"{block}.attn.norm_{key}.weight"]
+    for leaf in ("weight", "bias"):
+        scale, shift = tensors[f"norm_out.linear.{leaf}"].chunk(2)
+        made[f"final_layer.adaLN_modulation.1.{leaf}"] = torch.cat([shift, scale])
+    return made
