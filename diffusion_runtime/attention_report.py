@@ -162,7 +162,7 @@ class _StepTally:
 @dataclass
 class CallTape:
     """What a captured forward pass recorded, which each of its replays counts. calls: a layer, and what `record` was
-    told beside the step; products: of `record_product`; notes: of `note`."""
+    given beside the step; products: of `record_product`; notes: of `note`."""
 
     calls: list[tuple[LayerInfo, dict[str, str]]] = field(default_factory=list)
     products: list[str] = field(default_factory=list)
@@ -193,8 +193,8 @@ class AttentionRecorder:
 
     def play(self, tape: CallTape, step: StepInfo) -> None:
         """Count what is on a tape, as of `step`."""
-        for layer, told in tape.calls:
-            self.record(layer, step, **told)
+        for layer, named in tape.calls:
+            self.record(layer, step, **named)
         for implementation in tape.products:
             self.record_product(implementation)
         for note in tape.notes:
@@ -205,8 +205,8 @@ class AttentionRecorder:
     ) -> None:
         """Count one call."""
         if self._tape is not None:
-            told = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
-            self._tape.calls.append((layer, told))
+            named = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
+            self._tape.calls.append((layer, named))
             return
         key = (layer.role, backend, implementation, source, reason)
         tally = self._tallies.get(key)

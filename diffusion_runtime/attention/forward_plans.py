@@ -76,15 +76,11 @@ class ForwardPlans:
         return backend.prepare(plan)
 
 
-class FixedPlans(ForwardPlans):
-    """Plans in buffers that stay where they are, for a forward pass that is captured in a CUDA graph.
-
-    refusals: why backends that served it cannot be replayed.
-    """
+class WatchedPlans(ForwardPlans):
+    """Plans of a forward pass that may be replayed later. refusals: why backends that serve it cannot be."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._fixed: list[tuple[Planning, ForwardPlan, Any]] = []
         self._refusals: dict[str, None] = {}
 
     @property
@@ -95,6 +91,14 @@ class FixedPlans(ForwardPlans):
         refusal = backend.replay_refusal(options)
         if refusal is not None:
             self._refusals[f"{backend.name}: {refusal}"] = None
+
+
+class FixedPlans(WatchedPlans):
+    """Plans in buffers that stay where they are, for a forward pass that is captured in a CUDA graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fixed: list[tuple[Planning, ForwardPlan, Any]] = []
 
     def write(self, step: StepInfo) -> None:
         """Prepare every plan for another step, in its buffers."""

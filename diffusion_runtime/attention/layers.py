@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -203,8 +203,9 @@ class AttentionLayer(nn.Module, ABC):
 
     def step_key(self, step: StepInfo) -> Hashable:
         """What of a step decides which kernels its calls run, by all that has served it so far."""
-        rules = self.policy.rules_now(self.layer, step)
-        return (rules, *(_step_key(served.resolved, self.layer, step) for served in self._known.values()))
+        keys = (_step_keys(served.resolved, self.layer, step) for served in self._known.values())
+        # A set: another decision for the same backend and options changes nothing.
+        return self.policy.rules_now(self.layer, step), frozenset(key for several in keys for key in several)
 
     def make_opaque(self) -> None:
         """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""
@@ -389,11 +390,15 @@ def _plan_of(call: AttentionCall) -> ForwardPlan:
     return ForwardPlan(limits, call.step)
 
 
-def _step_key(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Hashable:
-    """Of the backend that serves a call, and of the one that serves its dense calls."""
-    own = resolved.backend.step_key(resolved.options, layer, step)
+def _step_keys(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Iterator[Hashable]:
+    """Of the backend that serves a call and of the one that serves its dense calls, where these differ by step."""
     dense = resolved.dense
-    return own if dense is None else (own, dense.backend.step_key(dense.options, layer, step))
+    several = [(resolved.backend, resolved.options)]
+    several += [] if dense is None else [(dense.backend, dense.options)]
+    for backend, options in several:
+        key = backend.step_key(options, layer, step)
+        if key != ():
+            yield backend.name, options, key
 
 
 class LocalAttention(AttentionLayer):

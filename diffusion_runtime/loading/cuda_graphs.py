@@ -11,7 +11,6 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.hardware import detect_hardware
 from diffusion_runtime.models.interface import DiffusionTransformer
 
 
@@ -44,9 +43,8 @@ def make_graphs(config: RuntimeConfig, device: torch.device) -> ForwardGraphs | 
 def _reasons(
     config: RuntimeConfig, device: torch.device, transformer: DiffusionTransformer, layers: Sequence[AttentionLayer]
 ) -> Iterator[str]:
-    platform = detect_hardware(str(device)).platform
     if device.type != "cuda":
-        yield f"needs a CUDA or ROCm GPU, got {platform}"
+        yield f"needs a CUDA or ROCm GPU, got {device.type}"
     if config.parallel.num_processes > 1:
         yield f"needs one process, got {config.parallel.num_processes}; leave out --num-gpus"
     refusal = transformer.replay_refusal()

@@ -18,7 +18,7 @@ from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions
 
 # Of inputs that no pipeline made: a transformer run on its own.
@@ -94,7 +94,10 @@ class DiffusionTransformer(nn.Module, ABC):
         """The inputs without what no forward pass reads: passes whose others are equal, but for the numbers in their
         tensors, can be replayed from one CUDA graph."""
         text = dataclasses.replace(inputs.text, unknown_words=(), num_cut_tokens=(), encoder=None, further_cuts=())
-        request = dataclasses.replace(inputs.request, prompt=_PLAIN_REQUEST.prompt, negative_prompt=None, seed=0)
+        # Of a request, transformers read what not every model uses; of an image, its latents.
+        own = {name for name, declared in REQUEST_FIELDS.items() if declared.refusal is not None} - {"image_path"}
+        values = {name: getattr(inputs.request, name) for name in own}
+        request = dataclasses.replace(_PLAIN_REQUEST, **values)
         return dataclasses.replace(inputs, text=text, request=request)
 
     def replay_refusal(self) -> str | None:

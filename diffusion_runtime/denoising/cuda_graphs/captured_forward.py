@@ -34,9 +34,10 @@ class ForwardPass:
 
 
 class NotReplayable(Exception):
-    """A forward pass that cannot be captured, and why. velocity: what it computed all the same."""
+    """A forward pass that cannot be captured, and why. velocity: what it computed and counted all the same; None where
+    it has to run again."""
 
-    def __init__(self, reason: str, velocity: torch.Tensor) -> None:
+    def __init__(self, reason: str, velocity: torch.Tensor | None = None) -> None:
         super().__init__(reason)
         self.velocity = velocity
 
@@ -52,30 +53,36 @@ class CapturedForward:
         clones, context = Clones(), given.context
         self._state, self._plans = FixedState(context.state, clones), FixedPlans()
         self._fixed = ForwardPass(
-            clones.of(given.latents),
+            # Contiguous, however those of a step lie: they are copied.
+            given.latents.clone(memory_format=torch.contiguous_format),
             clones.of(given.timestep),
             clones.of(given.inputs),
             dataclasses.replace(context, state=self._state, plans=self._plans),
         )
-        # The step's own result, counted like any other.
-        self.first = capture.warm_up(lambda: self._fixed.run(model))
+        with context.recorder.taped() as self._tape:
+            self.first = capture.warm_up(lambda: self._fixed.run(model))
         self._refuse()
+        context.recorder.play(self._tape, context.step)
         try:
-            with context.recorder.taped() as self._tape:
+            # It computes nothing, so nothing of it counts.
+            with context.recorder.taped():
                 self._replay = capture.capture(lambda: self._fixed.run(model))
         except RuntimeError as error:
             raise NotReplayable(f"the capture failed: {first_line(error)}", self.first) from error
-        self._refuse()
         self._state.close()
         self._bind(given)
 
+    def is_bound_to(self, given: ForwardPass) -> bool:
+        """Whether it holds the inputs and the state of the pass's request."""
+        return self._bound[0]() is given.inputs and self._bound[1]() is given.context.state
+
     def misfit(self, given: ForwardPass) -> str | None:
         """Why it cannot be replayed for a pass of the same form; None where it can."""
-        return None if self._is_bound_to(given) else self._state.difference(given.context.state)
+        return None if self.is_bound_to(given) else self._state.difference(given.context.state)
 
     def replay(self, given: ForwardPass) -> torch.Tensor:
         """The velocity of a pass without a misfit, as a tensor of its own."""
-        if not self._is_bound_to(given):
+        if not self.is_bound_to(given):
             copy_tensors(given.inputs, self._fixed.inputs)
             self._state.copy_from(given.context.state)
             self._bind(given)
@@ -90,10 +97,8 @@ class CapturedForward:
         # Weakly: a request's values end with it.
         self._bound = weakref.ref(given.inputs), weakref.ref(given.context.state)
 
-    def _is_bound_to(self, given: ForwardPass) -> bool:
-        return self._bound[0]() is given.inputs and self._bound[1]() is given.context.state
-
     def _refuse(self) -> None:
         reasons = [*self._plans.refusals, *self._state.changes]
         if reasons:
-            raise NotReplayable("; ".join(reasons), self.first)
+            # What it left in the clones is missing in the request's state.
+            raise NotReplayable("; ".join(reasons))

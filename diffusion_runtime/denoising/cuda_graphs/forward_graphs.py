@@ -7,6 +7,7 @@ their first pass runs eagerly and leaves what it keeps for the request, which is
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
@@ -19,6 +20,7 @@ from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.fixed_state import form_of
 from diffusion_runtime.attention.force import current_force
+from diffusion_runtime.attention.forward_plans import WatchedPlans
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention_report import AttentionRecorder, GraphReplays
 from diffusion_runtime.block_stack import BlockRunner
@@ -124,7 +126,9 @@ class GraphedForward:
         form.num_passes += 1
         if form.graph is not None:
             return self._replay(form, given)
-        if form.refusal is None and form.num_passes > 1:
+        if form.num_passes == 1:
+            return self._watch(form, given)
+        if form.refusal is None:
             if not self._graphs.is_probed:
                 return self._capture(form, given)
             if form.time is None:
@@ -132,7 +136,7 @@ class GraphedForward:
             form.refusal = _refusal_after(form.time)
             if form.refusal is None:
                 return self._capture(form, given)
-        return self._run(given, form.refusal or FIRST)
+        return self._run(given, form.refusal)
 
     def report(self) -> None:
         """Tell the recorder what was replayed."""
@@ -147,7 +151,7 @@ class GraphedForward:
         if id(given.inputs) not in self._forms_of_inputs:
             self._forms_of_inputs[id(given.inputs)] = given.inputs, form_of(self._read(given.inputs))
         return (
-            form_of(given.latents),
+            (given.latents.shape, given.latents.dtype, given.latents.device),
             form_of(given.timestep),
             self._forms_of_inputs[id(given.inputs)][1],
             (step.branch, step.expert, context.is_compiled, context.layout),
@@ -163,6 +167,15 @@ class GraphedForward:
             self._step_keys[moment] = key, moment[3:]
         return self._step_keys[moment]
 
+    def _watch(self, form: _Form, given: ForwardPass) -> torch.Tensor:
+        """The first pass, in which the backends that serve it are asked."""
+        plans = WatchedPlans()
+        watched = dataclasses.replace(given, context=dataclasses.replace(given.context, plans=plans))
+        velocity = watched.run(self._model)
+        form.refusal = "; ".join(plans.refusals) or None
+        self._eager[form.refusal or FIRST] += 1
+        return velocity
+
     def _time(self, form: _Form, given: ForwardPass) -> torch.Tensor:
         self._eager[TIMED] += 1
         velocity, form.time = self._graphs.capture.timed(lambda: given.run(self._model))
@@ -173,6 +186,8 @@ class GraphedForward:
             form.graph = CapturedForward(self._graphs.capture, self._model, given)
         except NotReplayable as answer:
             form.refusal = str(answer)
+            if answer.velocity is None:
+                return self._run(given, form.refusal)
             self._eager[form.refusal] += 1
             return answer.velocity
         self._eager[CAPTURED] += 1
@@ -183,7 +198,8 @@ class GraphedForward:
         assert form.graph is not None
         misfit = form.graph.misfit(given)
         if misfit is None:
-            form.num_misfits = 0
+            if not form.graph.is_bound_to(given):
+                form.num_misfits = 0
             self._num_replayed += 1
             return form.graph.replay(given)
         if form.misfit_of is None or form.misfit_of() is not given.context.state:
