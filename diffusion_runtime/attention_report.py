@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diffusion_runtime.step_info import LayerInfo, StepInfo
@@ -75,15 +76,38 @@ class ProductRow:
 
 
 @dataclass(frozen=True)
+class GraphReplays:
+    """Forward passes of a transformer with CUDA graphs. num_replayed: of num_forwards, how many were replayed from a
+    graph; num_graphs: how many graphs the pipeline holds, in pool_bytes of device memory. eager: why the others ran
+    without one, and how many for each reason."""
+
+    num_forwards: int
+    num_replayed: int
+    num_graphs: int
+    pool_bytes: int
+    eager: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = f"cuda graphs: {self.num_replayed} of {self.num_forwards} forward passes replayed from a CUDA graph"
+        if self.num_graphs:
+            plural = "s" * (self.num_graphs != 1)
+            text += f" ({self.num_graphs} graph{plural} held in {self.pool_bytes / 1e9:.3f} GB)"
+        reasons = [f"{count} {reason}" for reason, count in self.eager.items()]
+        return f"{text}; run eagerly: {', '.join(reasons)}" if reasons else text
+
+
+@dataclass(frozen=True)
 class AttentionReport:
     """Every attention call of one generation, and the components whose attention is their library's own. steps: empty
-    where every step is computed by request. products: of quantised linear layers; empty where there are none."""
+    where every step is computed by request. products: of quantised linear layers; empty where there are none. graphs:
+    None where CUDA graphs were not to be used. Calls and products of a replayed forward pass count as those of any."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()
     notes: tuple[str, ...] = ()
     steps: tuple[StepRow, ...] = ()
     products: tuple[ProductRow, ...] = ()
+    graphs: GraphReplays | None = None
 
     @property
     def num_calls(self) -> int:
@@ -97,6 +121,7 @@ class AttentionReport:
             "libraries": [asdict(library) for library in self.libraries],
             "steps": [{**asdict(row), "reused_by": list(row.reused_by)} for row in self.steps],
             "products": [asdict(row) for row in self.products],
+            "graphs": None if self.graphs is None else asdict(self.graphs),
             "notes": list(self.notes),
         }
 
@@ -111,6 +136,7 @@ class AttentionReport:
         ]
         lines += [f"steps of {row}" for row in self.steps]
         lines += [f"quantised linear layers: {row.count} x {row.implementation}" for row in self.products]
+        lines += [] if self.graphs is None else [str(self.graphs)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -133,6 +159,16 @@ class _StepTally:
         self.largest_error: float | None = None
 
 
+@dataclass
+class CallTape:
+    """What a captured forward pass recorded, which each of its replays counts. calls: a layer, and what `record` was
+    given beside the step; products: of `record_product`; notes: of `note`."""
+
+    calls: list[tuple[LayerInfo, dict[str, str]]] = field(default_factory=list)
+    products: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
 class AttentionRecorder:
     """Counts the calls of one request; `report()` is what it saw so far."""
 
@@ -142,11 +178,36 @@ class AttentionRecorder:
         self._libraries: list[LibraryAttention] = []
         self._notes: dict[str, None] = {}
         self._products: dict[str, int] = {}
+        self._graphs: GraphReplays | None = None
+        self._tape: CallTape | None = None
+
+    @contextmanager
+    def taped(self) -> Iterator[CallTape]:
+        """What is recorded inside goes on the tape and is not counted: a forward pass that is captured computes
+        nothing."""
+        self._tape = CallTape()
+        try:
+            yield self._tape
+        finally:
+            self._tape = None
+
+    def play(self, tape: CallTape, step: StepInfo) -> None:
+        """Count what is on a tape, as of `step`."""
+        for layer, named in tape.calls:
+            self.record(layer, step, **named)
+        for implementation in tape.products:
+            self.record_product(implementation)
+        for note in tape.notes:
+            self.note(note)
 
     def record(
         self, layer: LayerInfo, step: StepInfo, *, backend: str, implementation: str, source: str, reason: str
     ) -> None:
         """Count one call."""
+        if self._tape is not None:
+            named = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
+            self._tape.calls.append((layer, named))
+            return
         key = (layer.role, backend, implementation, source, reason)
         tally = self._tallies.get(key)
         if tally is None:
@@ -177,13 +238,23 @@ class AttentionRecorder:
 
     def record_product(self, implementation: str) -> None:
         """Count one product of a quantised linear layer."""
+        if self._tape is not None:
+            self._tape.products.append(implementation)
+            return
         self._products[implementation] = self._products.get(implementation, 0) + 1
+
+    def record_graphs(self, graphs: GraphReplays) -> None:
+        """Say what was replayed from CUDA graphs."""
+        self._graphs = graphs
 
     def _step_tally(self, branch: str, step: StepInfo) -> _StepTally:
         return self._steps.setdefault((branch, step.expert), _StepTally())
 
     def note(self, text: str) -> None:
         """Add a remark once, such as a choice that does not apply to a role."""
+        if self._tape is not None:
+            self._tape.notes.append(text)
+            return
         self._notes[text] = None
 
     def report(self) -> AttentionReport:
@@ -214,7 +285,9 @@ class AttentionRecorder:
             for (branch, expert), tally in sorted(self._steps.items(), key=lambda item: item[0][::-1])
         ]
         products = tuple(ProductRow(implementation, count) for implementation, count in self._products.items())
-        return AttentionReport(tuple(rows), tuple(self._libraries), tuple(self._notes), tuple(steps), products)
+        return AttentionReport(
+            tuple(rows), tuple(self._libraries), tuple(self._notes), tuple(steps), products, self._graphs
+        )
 
 
 def index_ranges(numbers: Iterable[int]) -> str:

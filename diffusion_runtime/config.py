@@ -22,6 +22,7 @@ VAE_DECODE_MODES = ("exact", "fast")
 QUANTIZATION_MODES = ("none", "fp8", "fp8-all")
 VAE_TILING_CHOICES = ("auto", "on", "off")
 COMPILE_MODES = ("off", "regional")
+CUDA_GRAPH_MODES = ("auto", "off", "on")
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,8 @@ class RuntimeConfig:
         multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `none`.
     quantization_ignored_layers: names or shell patterns of layers that stay as they are, such as `blocks.0.*`.
     compile: `regional` has torch.compile compile each kind of transformer block once, at the first step; `off`.
+    cuda_graphs: `auto` replays forward passes of the transformer from CUDA graphs on a GPU, where launching kernels
+        takes the host about as long as computing them takes the device; `on` wherever they can be replayed; `off`.
     """
 
     model_path: str = "shapes"
@@ -268,6 +271,7 @@ class RuntimeConfig:
     quantization: str = "none"
     quantization_ignored_layers: Any = ()
     compile: str = "off"
+    cuda_graphs: str = "auto"
 
     def __post_init__(self) -> None:
         if self.backend not in RUNTIME_BACKENDS:
@@ -282,7 +286,8 @@ class RuntimeConfig:
                 f"vae_decode: unknown value {shown(self.vae_decode)}.{nearest(self.vae_decode, VAE_DECODE_MODES)}"
             )
         # What YAML makes of a bare on and off.
-        for name, words in (("vae_tiling", ("off", "on")), ("quantization", ("none",)), ("compile", ("off",))):
+        words_of = {"vae_tiling": ("off", "on"), "cuda_graphs": ("off", "on"), "quantization": ("none",)}
+        for name, words in {**words_of, "compile": ("off",)}.items():
             if isinstance(getattr(self, name), bool) and getattr(self, name) < len(words):
                 object.__setattr__(self, name, words[getattr(self, name)])
         if self.vae_tiling not in VAE_TILING_CHOICES:
@@ -311,6 +316,11 @@ class RuntimeConfig:
         if self.compile not in COMPILE_MODES:
             raise ConfigError(
                 f"compile: unknown value {shown(self.compile)}.{nearest(str(self.compile), COMPILE_MODES)}"
+            )
+        if self.cuda_graphs not in CUDA_GRAPH_MODES:
+            raise ConfigError(
+                f"cuda_graphs: unknown value {shown(self.cuda_graphs)}."
+                f"{nearest(str(self.cuda_graphs), CUDA_GRAPH_MODES)}"
             )
         if not isinstance(self.self_check, bool):
             raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")

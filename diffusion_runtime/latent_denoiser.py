@@ -12,6 +12,8 @@ from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.denoising.interface import OnStep, Predict
 from diffusion_runtime.denoising.noise import SampleNoise
@@ -36,6 +38,7 @@ class LatentDenoiser:
     image_conditioner: called where the requests have an image. model: what a calibration of a step cache must have been
     measured on (`model_identity`). published: TeaCache's coefficients for the model. block_runner: None for
     the one of the requests' step cache. is_compiled: whether torch.compile has compiled the transformer's blocks.
+    graphs: the CUDA graphs of its forward passes; None runs all of them eagerly.
     """
 
     transformer: DiffusionTransformer
@@ -48,6 +51,7 @@ class LatentDenoiser:
     recorder: AttentionRecorder
     block_runner: BlockRunner | None = None
     is_compiled: bool = False
+    graphs: ForwardGraphs | None = None
     published: TeaCachePolynomials | None = None
 
     def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
@@ -62,6 +66,7 @@ class LatentDenoiser:
         noise = sample_noise.draw().to(self.device)
         # What is computed from the prompt alone serves every size.
         state = RequestCache()
+        forward = self._forward()
         predicts: list[Predict] = []
         caches: list[StepCache] = []
         for size in sizes:
@@ -70,7 +75,9 @@ class LatentDenoiser:
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
             caches.append(cache)
             guided = with_guidance(
-                self._predict(inputs, state, cache.block_runner if self.block_runner is None else self.block_runner),
+                self._predict(
+                    forward, inputs, state, cache.block_runner if self.block_runner is None else self.block_runner
+                ),
                 lambda step: settings.cfg_scales[min(step.expert, 1)],
                 settings.guidance_mode,
                 self.transformer.combine_guidance,
@@ -86,6 +93,8 @@ class LatentDenoiser:
             latents = sampler.sample(noise, predicts[0], on_step, sample_noise.draw)
         for cache in caches:
             cache.finish(latents.device)
+        if isinstance(forward, GraphedForward):
+            forward.report()
         latents = self.transformer.settle(latents, inputs["cond"])
         _check_finite(latents, self.dtype)
         return latents
@@ -120,7 +129,25 @@ class LatentDenoiser:
             self.recorder.record_library(part.component, part.library, part.implementation)
         return condition
 
-    def _predict(self, inputs: Mapping[str, DenoiserInputs], state: RequestCache, block_runner: BlockRunner) -> Predict:
+    def _forward(self) -> Callable[[ForwardPass], torch.Tensor]:
+        """The transformer, of which some forward passes are replayed."""
+        if self.graphs is None:
+            return lambda given: given.run(self.transformer)
+        several = "several processes run the model together" if self.mesh.size > 1 else None
+        return self.graphs.of_generation(
+            self.transformer,
+            self.recorder,
+            read=self.transformer.read_inputs,
+            refusal=several or self.transformer.replay_refusal(),
+        )
+
+    def _predict(
+        self,
+        forward: Callable[[ForwardPass], torch.Tensor],
+        inputs: Mapping[str, DenoiserInputs],
+        state: RequestCache,
+        block_runner: BlockRunner,
+    ) -> Predict:
         """The transformer as a function of latents and step. inputs: by guidance branch."""
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
@@ -134,8 +161,7 @@ class LatentDenoiser:
                 block_runner=block_runner,
                 is_compiled=self.is_compiled,
             )
-            velocity: torch.Tensor = self.transformer(latents.to(self.dtype), timestep, inputs[step.branch], context)
-            return velocity
+            return forward(ForwardPass(latents.to(self.dtype), timestep, inputs[step.branch], context))
 
         return predict
 

@@ -14,6 +14,7 @@ from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, fit_spectrum
 from diffusion_runtime.denoising.step_cache.calibration import Calibration, model_identity
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials, mean_ratios
@@ -53,8 +54,8 @@ class Pipeline:
     has an image. recipe: the part of every generation's recipe about the model and its attention. mesh: the processes
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
     attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
-    compiled: its blocks, where torch.compile compiles them. few_steps_of: what the model was distilled to with other
-    LoRA files, by their paths.
+    compiled: its blocks, where torch.compile compiles them. graphs: the CUDA graphs of its forward passes, None for
+    none. few_steps_of: what the model was distilled to with other LoRA files, by their paths.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Pipeline:
         remarks: Sequence[str] = (),
         quantization: Quantization | None = None,
         compiled: CompiledBlocks | None = None,
+        graphs: ForwardGraphs | None = None,
         loras: LoraSwitch | None = None,
         few_steps_of: Callable[[Iterable[str]], FewSteps | None] = lambda _: None,
     ) -> None:
@@ -86,6 +88,7 @@ class Pipeline:
         self._remarks = tuple(remarks)
         self._quantization = quantization
         self._compiled = compiled
+        self._graphs = graphs
         self._loras = loras
         self._few_steps_of = few_steps_of
         self.defaults = rules.defaults
@@ -226,7 +229,7 @@ class Pipeline:
         with self._one_generation.held():
             self._one_generation.close()
             del self.text_encoder, self.transformer, self.decoder, self._image_conditioner, self._load_image_conditioner
-            self._loras = self._compiled = None
+            self._loras = self._compiled = self._graphs = None
             release_device_memory(self.device)
 
     def _generate_apart(
@@ -292,6 +295,7 @@ class Pipeline:
             recorder=recorder,
             block_runner=block_runner,
             is_compiled=self._compiled is not None,
+            graphs=self._graphs,
             published=self.rules.teacache,
         )
         compile_cost = CompileCost(self._compiled)

@@ -38,7 +38,8 @@ class RequestRules(SamplingRules):
     number of steps. sampling_presets: of its family; few_steps: what the model, or a LoRA of it, was distilled to, None
     for many steps. loras: the LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody
     measured it. teacache: what TeaCache's authors published for it. identity: of `model_identity`, computed when a
-    calibration is compared with it. num_blocks: of its transformer, None where that is not known.
+    calibration is compared with it. num_blocks: of its transformer, None where that is not known. needs_whole_passes:
+    whether every forward pass has to run all of its blocks, as a CUDA graph does.
     """
 
     defaults: Mapping[str, Any]
@@ -54,6 +55,7 @@ class RequestRules(SamplingRules):
     teacache: TeaCachePolynomials | None = None
     identity: Callable[[], Mapping[str, str]] = dict
     num_blocks: int | None = None
+    needs_whole_passes: bool = False
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """The request with every None filled, from the preset first, then from the defaults.
@@ -231,6 +233,15 @@ class RequestRules(SamplingRules):
         if cache is not None and request.num_inference_steps is not None:
             # First: no file makes up for it.
             cache.check_steps(request.num_inference_steps)
+        if (
+            cache is not None
+            and self.needs_whole_passes
+            and isinstance(cache.options, DBCacheOptions | MagCacheOptions | TeaCacheOptions)
+        ):
+            raise RequestError(
+                f"step_cache: {cache.method} leaves out blocks, which a CUDA graph cannot; leave out --cuda-graphs on, "
+                "or use easycache"
+            )
         if cache is not None and isinstance(cache.options, DBCacheOptions) and self.num_blocks is not None:
             cache.options.check_blocks(self.num_blocks)
         if cache is not None and isinstance(cache.options, MagCacheOptions):

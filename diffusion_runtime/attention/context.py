@@ -9,6 +9,7 @@ from typing import Self, TypeVar, TypeVarTuple, cast
 
 import torch
 
+from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention.handles import HandleTable
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams
@@ -40,6 +41,10 @@ class CacheScope:
         """Set the value under `key`."""
         self._values[key] = value
 
+    def find(self, key: Hashable, default: object = None) -> object:
+        """The value under `key`, `default` when there is none."""
+        return self._values.get(key, default)
+
 
 class RequestCache:
     """Values that live as long as one request, in three scopes.
@@ -50,9 +55,9 @@ class RequestCache:
     """
 
     def __init__(self) -> None:
-        self.request = CacheScope()
         self._scopes: dict[Hashable, CacheScope] = {}
         self._seen: set[str] = set()
+        self.request = self._scope("request")
 
     def of_branch(self, step: StepInfo) -> CacheScope:
         """The scope of the step's expert and guidance branch."""
@@ -61,6 +66,10 @@ class RequestCache:
     def of_layer(self, layer: LayerInfo, step: StepInfo) -> CacheScope:
         """The scope of one layer, by index and role, in the step's expert and guidance branch."""
         return self._scope((step.expert, step.branch, layer.index, layer.role))
+
+    def scope(self, key: Hashable) -> CacheScope:
+        """The scope under a key of a FixedState's."""
+        return self._scope(key)
 
     def is_first(self, what: str) -> bool:
         """Whether `what` is asked for the first time in this request: for messages that are logged once."""
@@ -72,8 +81,11 @@ class RequestCache:
     def _scope(self, key: Hashable) -> CacheScope:
         scope = self._scopes.get(key)
         if scope is None:
-            scope = self._scopes[key] = CacheScope()
+            scope = self._scopes[key] = self._make_scope(key)
         return scope
+
+    def _make_scope(self, key: Hashable) -> CacheScope:  # noqa: ARG002 - of a cache that stands for another
+        return CacheScope()
 
 
 @dataclass(frozen=True)
@@ -83,8 +95,9 @@ class AttentionContext:
     layout: where the key tokens sit; None when nothing is padded and no backend asks for a grid.
     step: where in the denoising loop; state: the cache of the request; recorder: counts what ran.
     sharding: how the grid's tokens are cut over the processes that share the sequence. block_runner: runs the blocks of
-    a transformer, or reuses what they made. is_compiled: whether torch.compile has compiled the blocks that it is given
-    to; handle: what they have of it (attention/opaque.py), None where they are not compiled.
+    a transformer, or reuses what they made. plans: what backends prepare once per forward pass. is_compiled: whether
+    torch.compile has compiled the blocks that it is given to; handle: what they have of it (attention/opaque.py), None
+    where they are not compiled.
     """
 
     layout: TokenLayout | None = None
@@ -93,6 +106,7 @@ class AttentionContext:
     recorder: AttentionRecorder = field(default_factory=AttentionRecorder)
     sharding: SequenceSharding = field(default_factory=SequenceSharding)
     block_runner: BlockRunner = field(default_factory=BlockRunner)
+    plans: ForwardPlans = field(default_factory=ForwardPlans)
     is_compiled: bool = False
     handle: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
+from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.attention.opaque import (
     LAYERS,
     opaque_attention,
@@ -36,7 +37,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, SingleProcess
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 from diffusion_runtime.parallel.usp import USPExchange
-from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +193,20 @@ class AttentionLayer(nn.Module, ABC):
         served = self._served(x, context)
         return "gate" in served.resolved.backend.capability.features
 
+    def replay_refusals(self) -> tuple[str, ...]:
+        """Why its calls cannot be replayed from a CUDA graph, of every backend that may serve it as it was built."""
+        served = [resolve_decision(decision) for _, decision in self.decisions]
+        known = [(each.backend, each.options) for each in served]
+        known += [(each.dense.backend, each.dense.options) for each in served if each.dense is not None]
+        reasons = [(backend.name, backend.replay_refusal(options)) for backend, options in known]
+        return tuple(sorted({f"{name}: {reason}" for name, reason in reasons if reason is not None}))
+
+    def step_key(self, step: StepInfo) -> Hashable:
+        """What of a step decides which kernels its calls run, by all that has served it so far."""
+        keys = (_step_keys(served.resolved, self.layer, step) for served in self._known.values())
+        # A set: another decision for the same backend and options changes nothing.
+        return self.policy.rules_now(self.layer, step), frozenset(key for several in keys for key in several)
+
     def make_opaque(self) -> None:
         """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""
         self._handle = LAYERS.handle_of(self)
@@ -248,7 +263,13 @@ class AttentionLayer(nn.Module, ABC):
             dense=served.resolved.dense,
             block_mask=block_mask,
         )
-        return run_backend(served.resolved.backend, call)
+        backend, dense = served.resolved.backend, served.resolved.dense
+        context.plans.serves(backend, call.options)
+        if dense is not None:
+            context.plans.serves(dense.backend, dense.options)
+        if backend.prepares:
+            call = call._replace(prepared=context.plans.of(backend, _plan_of(call)))
+        return run_backend(backend, call)
 
     def _count(self, context: AttentionContext, served: _ResolvedCall, implementation: str) -> None:
         """Record one call, however many parts it was computed in."""
@@ -351,6 +372,33 @@ class AttentionLayer(nn.Module, ABC):
     def extra_repr(self) -> str:
         backends = ", ".join(decision.backend for _, decision in self.decisions)
         return f"role={self.layer.role}, num_heads={self.num_heads}, head_dim={self.head_dim}, backend={backends}"
+
+
+def _plan_of(call: AttentionCall) -> ForwardPlan:
+    limits = PlanLimits(
+        call.options,
+        call.layout,
+        call.batch,
+        call.q.shape[1],
+        call.k.shape[1],
+        call.num_heads,
+        call.num_kv_heads,
+        call.q.shape[3],
+        call.q.dtype,
+        call.q.device,
+    )
+    return ForwardPlan(limits, call.step)
+
+
+def _step_keys(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Iterator[Hashable]:
+    """Of the backend that serves a call and of the one that serves its dense calls, where these differ by step."""
+    dense = resolved.dense
+    several = [(resolved.backend, resolved.options)]
+    several += [] if dense is None else [(dense.backend, dense.options)]
+    for backend, options in several:
+        key = backend.step_key(options, layer, step)
+        if key != ():
+            yield backend.name, options, key
 
 
 class LocalAttention(AttentionLayer):

@@ -101,6 +101,7 @@ class MeasuredBackend(Backend):
     summary = "the fastest lossless backend for each call shape, measured once and remembered on disk"
     options_type = MeasuredOptions
     self_check_platforms: ClassVar[frozenset[str]] = frozenset()
+    not_replayed = "which backend serves a call is found at the call"
     # A test of it is a test of those it picks from; looking at a machine must not measure.
     self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"measure": False})
     capability = _AnyCandidate(

@@ -48,6 +48,8 @@ def show_plan(
         facts.append(("quantization", description.quantization))
     if description.config.compile != "off":
         facts.append(("compile", description.config.compile))
+    if description.config.cuda_graphs != "auto":
+        facts.append(("cuda_graphs", description.config.cuda_graphs))
     facts += [("lora", _lora_row(lora)) for lora in description.config.lora]
     facts += [
         (name, value)

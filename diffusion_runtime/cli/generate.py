@@ -82,6 +82,7 @@ def generate(context: typer.Context, **given: Any) -> None:
             "quantization": run.quantization,
             "quantization_ignored_layers": run.quantization_ignored_layers or None,
             "compile": run.compile,
+            "cuda_graphs": run.cuda_graphs,
             "lora": pair_loras(source.lora_path or (), source.lora_scale or (), source.lora or ()),
         },
         parallel={

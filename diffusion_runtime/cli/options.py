@@ -169,6 +169,10 @@ Compile: TypeAlias = Annotated[
     str | None,
     _flag(WHERE, "Compile each kind of block once (torch.compile): off, regional.", "--compile", metavar="MODE"),
 ]
+CudaGraphs: TypeAlias = Annotated[
+    str | None,
+    _flag(WHERE, "Replay launch-bound forward passes (CUDA graphs): auto, off, on.", "--cuda-graphs", metavar="MODE"),
+]
 NumGpus: TypeAlias = Annotated[
     int | None, _flag(WHERE, "Processes, one per device; degrees are chosen.", "--num-gpus", metavar="N")
 ]
@@ -240,6 +244,7 @@ class RunFlags:
     quantization: Quantization = None
     quantization_ignored_layers: QuantizationIgnoredLayers = None
     compile: Compile = None
+    cuda_graphs: CudaGraphs = None
     num_gpus: NumGpus = None
     ulysses_degree: UlyssesDegree = None
     ring_degree: RingDegree = None

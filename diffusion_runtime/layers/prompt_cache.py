@@ -4,10 +4,11 @@ computes from sizes alone, such as rotary positions, once per request."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.fixed_state import NOT_COPIED
 
 T = TypeVar("T")
 
@@ -16,7 +17,8 @@ T = TypeVar("T")
 class _Entry(Generic[T]):
     """value: computed from source."""
 
-    source: object
+    # The inputs of a forward pass, which a CUDA graph has copied by itself.
+    source: object = field(metadata=NOT_COPIED)
     value: T
 
 

@@ -17,6 +17,7 @@ from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.loading.compilation import check_compilation
+from diffusion_runtime.loading.cuda_graphs import check_graphs
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
@@ -85,6 +86,7 @@ def prepare_native(
     )
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
+    check_graphs(config, device, transformer, layers)
     target = model.lora_target(lora_names_of_families)
     loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora)
     description = PipelineDescription(
@@ -98,6 +100,7 @@ def prepare_native(
             attention_layers=layers,
             loras=loras,
             num_blocks=transformer.num_blocks,
+            needs_whole_passes=config.cuda_graphs == "on",
             identity=lambda: model_identity(
                 family.name,
                 folder.digest,

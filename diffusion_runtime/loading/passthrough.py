@@ -81,6 +81,11 @@ def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedP
             f"compile: {config.compile}: diffusers' own pipeline compiles its model itself, by "
             "pipeline.pipeline.transformer.compile_repeated_blocks() in Python; leave out --compile"
         )
+    if config.cuda_graphs == "on":
+        raise ConfigError(
+            "cuda_graphs: on: diffusers' own pipeline runs its model as it is; leave out --cuda-graphs, or use "
+            "--backend native where the model has a family here"
+        )
     check_components(folder)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)

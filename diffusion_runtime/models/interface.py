@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions
 
 # Of inputs that no pipeline made: a transformer run on its own.
@@ -90,6 +91,21 @@ class DiffusionTransformer(nn.Module, ABC):
     def expert_at(self, timestep: float) -> int:
         """Which of its experts predicts at a timestep in [0, 1000]; 0 in models that have one."""
         return 0
+
+    def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
+        """The inputs without what no forward pass reads: passes whose others are equal, but for the numbers in their
+        tensors, can be replayed from one CUDA graph."""
+        text = dataclasses.replace(inputs.text, unknown_words=(), num_cut_tokens=(), encoder=None, further_cuts=())
+        # Of a request, transformers read what not every model uses; of an image, its latents.
+        own = {name for name, declared in REQUEST_FIELDS.items() if declared.refusal is not None} - {"image_path"}
+        values = {name: getattr(inputs.request, name) for name in own}
+        request = dataclasses.replace(_PLAIN_REQUEST, **values)
+        return dataclasses.replace(inputs, text=text, request=request)
+
+    def replay_refusal(self) -> str | None:
+        """Why its forward passes cannot be replayed from a CUDA graph; None where they can: those that read nothing of
+        a step but its timestep tensor, branch and expert, and what attention reads."""
+        return None
 
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
         """The guided velocity, float32, out of the two branches', as the model's authors combine them."""

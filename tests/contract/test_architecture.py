@@ -52,9 +52,9 @@ ATTENTION_ROWS = [
     {"backends/masks"},
     {"backends/interface"},
     {"backends/capability"},
-    {"opaque"},
+    {"opaque", "fixed_state"},
     {"context", "roles", "schedule"},
-    {"handles"},
+    {"handles", "forward_plans"},
 ]
 ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 

@@ -44,6 +44,7 @@ class CudnnBackend(Backend):
     name = "cudnn_attn"
     summary = "cuDNN's attention through torch"
     self_check_platforms = frozenset()
+    not_replayed = None
     capability = NarrowedCapability(
         platforms=_UP_TO_256.platforms,
         dtypes=_UP_TO_256.dtypes,

@@ -98,6 +98,7 @@ class AnyFlashAttention(ImportingBackend):
     distributions = tuple(generation.distribution for generation in _GENERATIONS)
     name = "fa"
     summary = "FlashAttention, the fastest generation installed for this chip"
+    not_replayed = None
     capability = _AnyGeneration(
         platforms=frozenset({"cuda", "rocm"}),
         dtypes=FLASH_DTYPES,

@@ -27,6 +27,7 @@ class FlashAttention2(FlashAttention):
     """flash_attn.flash_attn_func. flash-attn-4 shares the name `flash_attn` and does not bring this function."""
 
     name = "fa2"
+    not_replayed = None
     summary = "FlashAttention-2"
     distribution = "flash-attn"
     module = "flash_attn.flash_attn_interface"

@@ -35,6 +35,7 @@ class FlashAttention3(FlashAttention):
     """flash_attn_interface.flash_attn_func; its kernel always writes the log-sum-exp."""
 
     name = "fa3"
+    not_replayed = None
     summary = "FlashAttention-3"
     distribution = "flash-attn-3"
     module = "flash_attn_interface"

@@ -71,6 +71,7 @@ class FlashAttention4(FlashAttention):
     """flash_attn.cute.flash_attn_func: kernels of their own for sm_90 and sm_100, those of sm_80 on sm_120."""
 
     name = "fa4"
+    not_replayed = None
     summary = "FlashAttention-4 (CuTe)"
     distribution = "flash-attn-4"
     module = "flash_attn.cute"

@@ -71,6 +71,7 @@ class FlashInferBackend(PackageBackend):
     module = "flashinfer"
     functions = ("BatchPrefillWithRaggedKVCacheWrapper",)
     install = "pip install 'diffusion-runtime[flashinfer]'"
+    not_replayed = "its plans are made on the host, once per request"
     capability = Capability(
         platforms=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),

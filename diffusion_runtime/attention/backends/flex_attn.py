@@ -56,6 +56,7 @@ class FlexBackend(Backend):
     """torch.compile(flex_attention); a mask in general is a modification of the scores, since its values are data."""
 
     name = "flex_attn"
+    not_replayed = "its block masks are made once per request"
     summary = "torch's FlexAttention, compiled"
     self_check_platforms = frozenset()
     capability = NarrowedCapability(

@@ -6,13 +6,14 @@ Adding one is one file that defines a `Backend` and a `@register_backend` above 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from diffusion_runtime.attention.backends.capability import AttentionRequirements, Capability
 from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.hardware import PLATFORMS, Hardware
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
@@ -57,7 +58,7 @@ class AttentionCall(NamedTuple):
     which describes all that is hidden: such a call has neither layout nor mask and is not causal.
     state: the cache of the request, with a scope per request, branch and layer.
     dense: for a backend that chooses among keys, what serves a call for which it chooses all; None for the platform's
-    default.
+    default. prepared: what `Backend.prepare` made for this forward pass, None where the backend prepares nothing.
     """
 
     inputs: AttentionInputs
@@ -70,6 +71,7 @@ class AttentionCall(NamedTuple):
     return_lse: bool = False
     dense: DenseAttention | None = None
     block_mask: BlockMask | None = None
+    prepared: Any = None
 
     @property
     def q(self) -> torch.Tensor:
@@ -153,6 +155,8 @@ class Backend(ABC):
     self_check_platforms: where its numbers are checked before a model is loaded with it (attention/self_check.py): on
     every accelerator, because a package's kernels depend on chip, driver and torch; nowhere for torch's own kernels and
     for this project's.
+    not_replayed: why calls cannot be replayed from a CUDA graph, None where they can (`replay_refusal`).
+    prepares: whether `prepare` is called, once per forward pass for all calls of the same PlanLimits.
     """
 
     name: ClassVar[str]
@@ -164,6 +168,8 @@ class Backend(ABC):
     error_bound: ClassVar[float | None] = None
     self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     self_check_platforms: ClassVar[frozenset[str]] = frozenset(PLATFORMS) - {"cpu"}
+    not_replayed: ClassVar[str | None] = "it does not declare that its calls can be replayed"
+    prepares: ClassVar[bool] = False
 
     @abstractmethod
     def probe(self, hardware: Hardware) -> Availability:
@@ -205,6 +211,31 @@ class Backend(ABC):
     def delegates(self, requirements: AttentionRequirements) -> tuple[str, ...]:  # noqa: ARG002
         """Names of other backends that it may hand calls of a layer with `requirements` to."""
         return ()
+
+    def replay_refusal(self, options: Any) -> str | None:  # noqa: ARG002
+        """Why calls with these options cannot be captured in a CUDA graph and replayed; None where they can. Here
+        `not_replayed`, whatever the options.
+
+        They can where `run` launches the same kernels for equal shapes, layouts, options and `step_key`, reads nothing
+        else of the step, never waits for the device, and keeps nothing in AttentionCall.state that another step
+        changes. What is kept there once per request is copied into the graph's own. A backend that says nothing runs
+        without graphs.
+        """
+        return self.not_replayed
+
+    def step_key(self, options: Any, layer: LayerInfo, step: StepInfo) -> Hashable:  # noqa: ARG002
+        """What of a step decides which kernels a call runs, such as a dense schedule: a graph serves the steps with
+        equal keys."""
+        return ()
+
+    def reserve(self, limits: PlanLimits) -> Any:  # noqa: ARG002
+        """Buffers on the device for the plans of calls up to `limits`, made once per CUDA graph; None for nothing."""
+        return None
+
+    def prepare(self, plan: ForwardPlan, into: Any = None) -> Any:  # noqa: ARG002
+        """What calls find as AttentionCall.prepared. into: what `reserve` made, which is written and returned, without
+        allocating on the device or waiting for it; None makes a plan of its own."""
+        return into
 
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:

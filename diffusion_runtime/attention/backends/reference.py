@@ -25,6 +25,7 @@ class ReferenceBackend(Backend):
     name = "reference"
     summary = "float32 reference in plain torch; slow, exact, everywhere"
     self_check_platforms = frozenset()
+    not_replayed = None
     capability = Capability(
         dtypes=frozenset((*DTYPES, "float64")),
         features=frozenset(

@@ -32,6 +32,7 @@ class TorchSdpaBackend(Backend):
     aliases = ("torch",)
     summary = "torch's scaled_dot_product_attention"
     self_check_platforms = frozenset()
+    not_replayed = None
     capability = Capability(
         dtypes=frozenset((*DTYPES, "float64")),
         features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -89,6 +90,7 @@ class SparseBackend(ImportingBackend):
     lossless = False
     distributions = ("triton", "flash-attn-4")
     self_check_platforms: ClassVar[frozenset[str]] = frozenset()
+    not_replayed: ClassVar[str | None] = None
 
     def probe(self, hardware: Hardware) -> Availability:
         if hardware.platform in GPU_PLATFORMS and "triton" not in hardware.packages:
@@ -109,6 +111,11 @@ class SparseBackend(ImportingBackend):
         """Why a layer's pattern keeps every pair whatever the tokens are, such as a sparsity of 0; None where it does
         not."""
         return None
+
+    def step_key(self, options: Any, layer: LayerInfo, step: StepInfo) -> Hashable:
+        """Which rules of the dense schedule hold."""
+        rules = options.dense_schedule(layer.num_layers, step.num_steps)
+        return tuple(rule.window.holds(layer, step) for rule in rules)
 
     def dense_reason(self, call: AttentionCall) -> str | None:
         """Why a call attends to every key, by a rule of its options or by its pattern; None when it is sparse."""

@@ -75,6 +75,13 @@ class SlidingTileBackend(SparseBackend):
             assert options.search_log_folder is not None, "check_mode asks for it"
             find_search_logs(options.search_log_folder)
 
+    def replay_refusal(self, options: SlidingTileOptions) -> str | None:
+        if options.sta_mode == SEARCHING:
+            return "a search reads every distance at its step"
+        if options.mask_strategy_file_path is not None or options.is_tuning:
+            return "the windows of a strategy differ from step to step"
+        return None
+
     def check_split_heads(self, options: SlidingTileOptions) -> None:
         if options.sta_mode == SEARCHING:
             raise ConfigError(

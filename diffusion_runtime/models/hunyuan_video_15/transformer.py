@@ -95,6 +95,11 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         tokens = context.sharding.gather(tokens, math.prod(grid))
         return unpatchify(tokens, grid, self.config.patch, channels_first=True).to(latents.dtype)
 
+    def replay_refusal(self) -> str | None:
+        if self.config.takes_next_timestep:
+            return "this checkpoint takes the timestep that a step leads to (MeanFlow), which is no tensor"
+        return None
+
     def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
         """[S + L, head_dim / 2], complex; the text is not turned."""
 

@@ -48,6 +48,9 @@ class WanExperts(DiffusionTransformer):
         velocity: torch.Tensor = self.experts[context.step.expert](latents, timestep, inputs, context)
         return velocity
 
+    def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
+        return self.expert(0).read_inputs(inputs)
+
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         return self.expert(0).settle(latents, inputs)
 

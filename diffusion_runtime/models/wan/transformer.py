@@ -215,6 +215,11 @@ class WanTransformer(DiffusionTransformer):
         tokens = sharding.gather(self.out(_modulated(x, runs, self.config.eps)), math.prod(grid))
         return unpatchify(tokens, grid, self.config.patch).to(latents.dtype)
 
+    def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
+        """Without the lengths of the text, whose padding is attended to."""
+        read = super().read_inputs(inputs)
+        return dataclasses.replace(read, text=dataclasses.replace(read.text, lengths=()))
+
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         if self.config.condition_channels or inputs.image is None:
             return latents

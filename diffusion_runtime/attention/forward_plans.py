@@ -1,0 +1,111 @@
+"""Forward plans: what backends prepare once per forward pass, and for CUDA graphs in fixed buffers.
+
+A backend whose `run` needs more than tensors of its call, such as a number of the step on the device, makes it in
+`Backend.prepare`; a graph reads it from buffers that `Backend.reserve` made and `prepare` writes before each replay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.token_layout import TokenLayout
+
+
+@dataclass(frozen=True)
+class PlanLimits:
+    """The calls that share a plan, and how large they are. options: an instance of the backend's options_type. layout:
+    of the whole sequence, None where nothing is padded; batch, num_queries, num_keys, num_heads, num_kv_heads,
+    head_dim: of q and k as the backend gets them."""
+
+    options: Any
+    layout: TokenLayout | None
+    batch: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """What `prepare` makes a plan of. limits: of its calls; step: of this forward pass."""
+
+    limits: PlanLimits
+    step: StepInfo
+
+
+class Planning(Protocol):
+    """The part of `Backend` that plans once per forward pass."""
+
+    @property
+    def name(self) -> str: ...
+
+    def reserve(self, limits: PlanLimits) -> Any: ...
+
+    def prepare(self, plan: ForwardPlan, into: Any = None) -> Any: ...
+
+    def replay_refusal(self, options: Any) -> str | None: ...
+
+
+class ForwardPlans:
+    """The plans of one forward pass, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def of(self, backend: Planning, plan: ForwardPlan) -> Any:
+        """The backend's plan for all calls of the same limits."""
+        key = (backend.name, plan.limits)
+        if key not in self._made:
+            self._made[key] = self._make(backend, plan)
+        return self._made[key]
+
+    def serves(self, backend: Planning, options: Any) -> None:
+        """A call of this forward pass is served by `backend`."""
+
+    def _make(self, backend: Planning, plan: ForwardPlan) -> Any:
+        return backend.prepare(plan)
+
+
+class WatchedPlans(ForwardPlans):
+    """Plans of a forward pass that may be replayed later. refusals: why backends that serve it cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refusals: dict[str, None] = {}
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        return tuple(self._refusals)
+
+    def serves(self, backend: Planning, options: Any) -> None:
+        refusal = backend.replay_refusal(options)
+        if refusal is not None:
+            self._refusals[f"{backend.name}: {refusal}"] = None
+
+
+class FixedPlans(WatchedPlans):
+    """Plans in buffers that stay where they are, for a forward pass that is captured in a CUDA graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fixed: list[tuple[Planning, ForwardPlan, Any]] = []
+
+    def write(self, step: StepInfo) -> None:
+        """Prepare every plan for another step, in its buffers."""
+        for backend, plan, reserved in self._fixed:
+            backend.prepare(dataclasses.replace(plan, step=step), into=reserved)
+
+    def _make(self, backend: Planning, plan: ForwardPlan) -> Any:
+        reserved = backend.reserve(plan.limits)
+        self._fixed.append((backend, plan, reserved))
+        return backend.prepare(plan, into=reserved)

@@ -1,0 +1,1 @@
+"""CUDA graphs: forward passes of a transformer that are launch-bound, captured once and replayed."""

@@ -1,0 +1,245 @@
+"""Forward graphs: which forward passes of a pipeline are replayed, by what decides their kernels, and what is counted.
+
+A pass that the host launches slower than the device computes is launch-bound: the second one of its kind is timed, and
+the third is captured where the host took more than LAUNCH_BOUND of the device's time. Later requests find the graph:
+their first pass runs eagerly and leaves what it keeps for the request, which is copied to where the graph reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.backends.registry import num_changes
+from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.attention.fixed_state import form_of
+from diffusion_runtime.attention.force import current_force
+from diffusion_runtime.attention.forward_plans import WatchedPlans
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention_report import AttentionRecorder, GraphReplays
+from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.denoising.cuda_graphs.capture import Capture, ForwardTime
+from diffusion_runtime.denoising.cuda_graphs.captured_forward import CapturedForward, ForwardPass, NotReplayable
+from diffusion_runtime.step_info import StepInfo
+
+# Host time of a forward pass over its device time, above which launches bound it.
+LAUNCH_BOUND = 0.8
+# Kinds of forward passes that are known at a time; the one that was not run for longest makes room.
+MAX_FORMS = 8
+# A graph whose values take another form in so many requests in a row is not made again.
+_MAX_MISFITS = 3
+
+FIRST = "the first of its kind"
+TIMED = "the second of its kind, which is timed"
+CAPTURED = "captured"
+NEW_REQUEST = "the first of its request"
+
+
+class _Form:
+    """Forward passes of one kind: the same kernels on tensors of the same sizes."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+        self.time: ForwardTime | None = None
+        self.graph: CapturedForward | None = None
+        self.refusal: str | None = None
+        self.num_misfits = 0
+        self.misfit_of: weakref.ref[RequestCache] | None = None
+
+
+class ForwardGraphs:
+    """The CUDA graphs of one pipeline. is_probed: whether only launch-bound passes are captured, rather than all."""
+
+    def __init__(self, capture: Capture, *, is_probed: bool = True) -> None:
+        self.capture = capture
+        self.is_probed = is_probed
+        self._forms: OrderedDict[Hashable, _Form] = OrderedDict()
+        self._weights: Hashable = None
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(form.graph is not None for form in self._forms.values())
+
+    def of_generation(
+        self,
+        model: nn.Module,
+        recorder: AttentionRecorder,
+        *,
+        read: Callable[[Any], Hashable] = lambda inputs: inputs,
+        refusal: str | None = None,
+    ) -> GraphedForward:
+        """The model's forward passes in one generation. read: the inputs without what the model does not read.
+        refusal: why none of them can be replayed.
+
+        Weights that lie elsewhere than before end all graphs; weights that were overwritten are read by later replays.
+        """
+        weights = tuple((x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers()))
+        if weights != self._weights:
+            self._forms.clear()
+            self._weights = weights
+        return GraphedForward(self, model, recorder, read, refusal)
+
+    def form(self, key: Hashable) -> _Form:
+        """What is known of a kind of forward pass."""
+        form = self._forms.setdefault(key, _Form())
+        self._forms.move_to_end(key)
+        if len(self._forms) > MAX_FORMS:
+            self._forms.popitem(last=False)
+        return form
+
+
+class GraphedForward:
+    """The forward passes of one generation: replayed where a graph is there, captured where it pays, else eager."""
+
+    def __init__(
+        self,
+        graphs: ForwardGraphs,
+        model: nn.Module,
+        recorder: AttentionRecorder,
+        read: Callable[[Any], Hashable],
+        refusal: str | None,
+    ) -> None:
+        self._graphs = graphs
+        self._model = model
+        self._recorder = recorder
+        self._read = read
+        self._refusal = refusal
+        self._layers = tuple(module for module in model.modules() if isinstance(module, AttentionLayer))
+        self._num_replayed = 0
+        self._eager: Counter[str] = Counter()
+        # By identity, with the inputs themselves, so that no others get their number.
+        self._forms_of_inputs: dict[int, tuple[Any, Hashable]] = {}
+        self._step_keys: dict[Hashable, Hashable] = {}
+
+    def __call__(self, given: ForwardPass) -> torch.Tensor:
+        """The model's velocity."""
+        refusal = self._refusal or _refusal_of(given)
+        if refusal is not None:
+            return self._run(given, refusal)
+        form = self._graphs.form(self._key(given))
+        form.num_passes += 1
+        if form.graph is not None:
+            return self._replay(form, given)
+        if form.num_passes == 1:
+            return self._watch(form, given)
+        if form.refusal is None:
+            if not self._graphs.is_probed:
+                return self._capture(form, given)
+            if form.time is None:
+                return self._time(form, given)
+            form.refusal = _refusal_after(form.time)
+            if form.refusal is None:
+                return self._capture(form, given)
+        return self._run(given, form.refusal)
+
+    def report(self) -> None:
+        """Tell the recorder what was replayed."""
+        num_graphs, eager = self._graphs.num_graphs, dict(self._eager)
+        pool_bytes = self._graphs.capture.pool_bytes() if num_graphs else 0
+        num_passes = self._num_replayed + sum(eager.values())
+        self._recorder.record_graphs(GraphReplays(num_passes, self._num_replayed, num_graphs, pool_bytes, eager))
+
+    def _key(self, given: ForwardPass) -> Hashable:
+        """All that decides which kernels a pass launches, and with which numbers, beside those in its tensors."""
+        context, step = given.context, given.context.step
+        if id(given.inputs) not in self._forms_of_inputs:
+            self._forms_of_inputs[id(given.inputs)] = given.inputs, form_of(self._read(given.inputs))
+        return (
+            (given.latents.shape, given.latents.dtype, given.latents.device),
+            form_of(given.timestep),
+            self._forms_of_inputs[id(given.inputs)][1],
+            (step.branch, step.expert, context.is_compiled, context.layout),
+            self._step_key(step),
+            _switches(),
+        )
+
+    def _step_key(self, step: StepInfo) -> Hashable:
+        """What of a step decides which kernels attention launches."""
+        moment = (step.index, step.num_steps, step.expert, current_force(), num_changes())
+        if moment not in self._step_keys:
+            key = tuple(layer.step_key(step) for layer in self._layers)
+            self._step_keys[moment] = key, moment[3:]
+        return self._step_keys[moment]
+
+    def _watch(self, form: _Form, given: ForwardPass) -> torch.Tensor:
+        """The first pass, in which the backends that serve it are asked."""
+        plans = WatchedPlans()
+        watched = dataclasses.replace(given, context=dataclasses.replace(given.context, plans=plans))
+        velocity = watched.run(self._model)
+        form.refusal = "; ".join(plans.refusals) or None
+        self._eager[form.refusal or FIRST] += 1
+        return velocity
+
+    def _time(self, form: _Form, given: ForwardPass) -> torch.Tensor:
+        self._eager[TIMED] += 1
+        velocity, form.time = self._graphs.capture.timed(lambda: given.run(self._model))
+        return velocity
+
+    def _capture(self, form: _Form, given: ForwardPass) -> torch.Tensor:
+        try:
+            form.graph = CapturedForward(self._graphs.capture, self._model, given)
+        except NotReplayable as answer:
+            form.refusal = str(answer)
+            if answer.velocity is None:
+                return self._run(given, form.refusal)
+            self._eager[form.refusal] += 1
+            return answer.velocity
+        self._eager[CAPTURED] += 1
+        return form.graph.first
+
+    def _replay(self, form: _Form, given: ForwardPass) -> torch.Tensor:
+        """A replay, or the eager pass that has to come before: a request's first, which fills its cache."""
+        assert form.graph is not None
+        misfit = form.graph.misfit(given)
+        if misfit is None:
+            if not form.graph.is_bound_to(given):
+                form.num_misfits = 0
+            self._num_replayed += 1
+            return form.graph.replay(given)
+        if form.misfit_of is None or form.misfit_of() is not given.context.state:
+            form.misfit_of = weakref.ref(given.context.state)
+            return self._run(given, NEW_REQUEST)
+        form.num_misfits += 1
+        form.graph = None
+        if form.num_misfits < _MAX_MISFITS:
+            return self._capture(form, given)
+        form.refusal = f"what requests keep does not fit one graph: {misfit}"
+        return self._run(given, form.refusal)
+
+    def _run(self, given: ForwardPass, reason: str) -> torch.Tensor:
+        self._eager[reason] += 1
+        return given.run(self._model)
+
+
+def _refusal_of(given: ForwardPass) -> str | None:
+    """Why a pass cannot be replayed, by its context alone."""
+    if type(given.context.block_runner) is not BlockRunner:
+        return "a step cache or a measurement decides within the forward pass"
+    if given.context.sharding.group.size > 1:
+        return "several processes share the forward pass"
+    return None
+
+
+def _refusal_after(time: ForwardTime) -> str | None:
+    """Why a pass of so long is not captured; waits for it."""
+    host, device = 1000 * time.host_seconds, 1000 * time.device_seconds()
+    return None if host > LAUNCH_BOUND * device else f"not launch-bound (the host takes {host:.1f} of {device:.1f} ms)"
+
+
+def _switches() -> Hashable:
+    """Switches of torch that choose kernels, which a caller may set around a generation."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        tuple(torch._C._get_sdp_priority_order()),
+    )
