@@ -4,9 +4,8 @@
 
 The real command runs as a process of its own, `generate PROMPT --num-inference-steps 4`, and every line that it says is
 timed when it is read. `cold` has an empty kernel cache (this project's, FlashAttention-4's in it, Triton's and
-torch.compile's), `warm` what the run before left there; the disk's cache is warm after the first run of all, which is
-listed apart.
-Other flags are the command's. About 45 s for one GPU and 60 s for two on an H200. `--device cpu` tries every path on a CPU.
+torch.compile's), `warm` what the run before left there; the disk's cache is warm after the first run of all. Other
+flags are the command's. About 45 s for one GPU and 60 s for two on an H200; `--device cpu` tries every path on a CPU.
 """
 
 from __future__ import annotations

@@ -50,9 +50,12 @@ def _unusable(folder: Path) -> str | None:
     a network drive has no locks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("a") as file:
+        descriptor = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT)
+        try:
             # Shared, as several processes try at once.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         return f"cannot be written or locked ({error})"
     return None
