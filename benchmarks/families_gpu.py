@@ -1,6 +1,6 @@
 """One denoising step of every model family at its real size: our transformer beside diffusers', on one GPU.
 
-    python -m benchmarks.families_gpu --output families.json [--only wan,flux1] [--repeats 3]
+    python -m benchmarks.families_gpu --output families.json [--only wan,flux1] [--steps "*I2V*"] [--repeats 3]
 
 Weights are random (no download), the same in both. The outputs are compared first: a family whose outputs differ by
 more than bfloat16 explains is reported as wrong and not timed. Then both are timed, alternately where both fit into
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import gc
 import importlib
 import json
@@ -275,6 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default="", help="modules of benchmarks/families, with commas between")
+    parser.add_argument("--steps", default="*", help="a shell pattern of their names")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     modules = sorted(info.name for info in pkgutil.iter_modules(benchmarks.families.__path__) if info.name != "step")
@@ -282,7 +284,7 @@ def main() -> None:
     rows: list[Row] = []
     failures: dict[str, str] = {}
     for name in wanted:
-        for step in steps_of(name):
+        for step in (each for each in steps_of(name) if fnmatch.fnmatchcase(each.name, arguments.steps)):
             try:
                 for row in measure(name, step, (None, "torch_sdpa"), arguments.repeats):
                     rows.append(row)

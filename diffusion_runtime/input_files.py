@@ -38,5 +38,8 @@ def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationReque
 
 
 def _digest(path: str, field: str) -> str:
+    digest = hashlib.sha256()
     with open_file(path, field, max_bytes=MAX_IMAGE_BYTES, error=RequestError) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +11,8 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags
-from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.errors import RequestError, shown
+from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS
 from diffusion_runtime.request_fields import SIZE, WHAT
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def generate(context: typer.Context, **given: Any) -> None:
     run = _taken(options.RunFlags, given)
     # What is left are request fields: `prompt`, `negative_prompt` and `seed` are lists, one request each.
     request = {name: value for name, value in given.items() if name in REQUEST_FIELDS}
+    request.update({name: _only_image(name, request[name] or ()) for name in IMAGE_FIELDS})
     prompt = request.pop("prompt") or ()
     flags = Flags(
         prompts=collect_prompts(what.prompts or (), prompt, what.prompt_file, run.attention_entry or ()),
@@ -138,6 +140,14 @@ _Flags = TypeVar("_Flags", options.PromptFlags, options.SourceFlags, options.Run
 def _taken(flags: type[_Flags], given: Mapping[str, Any]) -> _Flags:
     """Those of the given values that one class of flags holds."""
     return flags(**{item.name: given[item.name] for item in fields(flags)})
+
+
+def _only_image(name: str, paths: Sequence[str]) -> str | None:
+    """The path of an image; None without one. Raises RequestError for several."""
+    if len(paths) > 1:
+        given = ", ".join(map(shown, paths))
+        raise RequestError(f"{name}: expected one image, got {len(paths)}: {given}; leave all but one out")
+    return paths[0] if paths else None
 
 
 def _signature() -> inspect.Signature:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
-from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS
 from diffusion_runtime.request_fields import SIZE, WHAT
 
 ATTENTION = "Attention"
@@ -266,12 +266,13 @@ def parameters_of(flags: type) -> list[inspect.Parameter]:
 
 
 def request_parameters(panel: str) -> list[inspect.Parameter]:
-    """The flags of the request fields of one panel; None is a flag that was not given."""
+    """The flags of the request fields of one panel; None is a flag that was not given. Those of images are lists as
+    well: the last of several would hide the others."""
     parameters = []
     for name, declared in REQUEST_FIELDS.items():
         if declared.panel == panel:
             flag = declared.flag or f"--{name.replace('_', '-')}"
-            kind: Any = list[str] if declared.repeatable else declared.check.kind
+            kind: Any = list[str] if declared.repeatable or name in IMAGE_FIELDS else declared.check.kind
             option = _flag(panel, declared.help, flag, metavar=declared.check.metavar)
             parameters.append(_parameter(name, Annotated[kind | None, option], None))
     return parameters

@@ -145,7 +145,7 @@ def test_one_image_path_is_one_image(image_to_video: Path, command: Command) -> 
     two = ("--image-path", "a.png", "--image-path", "b.png")
     result = command("generate", "a star", "--model-path", str(image_to_video), *two)
     assert result.code == 2, result.err
-    assert "--image-path" in result.said
+    assert "image_path: expected one image, got 2: 'a.png', 'b.png'" in result.said
     last = ("--image-path", "a.png", "--last-image-path", "b.png", "--height", "64", "--width", "64")
     result = command("generate", "a star", "--model-path", str(image_to_video), *last)
     assert result.code == 2

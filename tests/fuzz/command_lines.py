@@ -15,6 +15,7 @@ FLAGS = {
     "--prompt-file": ("prompts.txt", "-"),
     "--negative-prompt": ("grey",),
     "--image-path": ("image.png",),
+    "--last-image-path": ("image.png",),
     "--seed": ("7", "1,2", "1-4"),
     "--model-path": ("shapes", ".", "owner/name"),
     "--lora": ("lora.safetensors", "transformer_2=lora.safetensors@0.5"),

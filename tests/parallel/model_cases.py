@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from denoiser_inputs import text_inputs
 from sound_denoiser import sound_denoiser, sound_inputs
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache
+from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import plan_stages, sample_in_stages
@@ -14,6 +17,7 @@ from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.step_info import StepInfo
@@ -42,8 +46,8 @@ def measure_models(meshes: dict[tuple[int, int, bool], ProcessMesh]) -> dict[str
         for name, attention in (("dense", None), ("VSA", VSA)):
             if name == "VSA" and mesh.ring.size > 1 and mesh.ulysses.size == 1:
                 continue
-            for start in ("text", "image"):
-                together, alone = (_forward(attention, start == "image", shared) for shared in (mesh, ProcessMesh()))
+            for start in ("text", "image", "image tokens"):
+                together, alone = (_forward(attention, start, shared) for shared in (mesh, ProcessMesh()))
                 error = float((together - alone).abs().max() / alone.abs().max())
                 measured[f"model, {degrees}, {name}, from {start}"] = {"error": error, "text_apart": 0.0}
         (together, from_formula), (alone, _) = (_few_steps(shared) for shared in (mesh, ProcessMesh()))
@@ -103,23 +107,31 @@ def _growing(mesh: ProcessMesh) -> torch.Tensor:
     return sample_in_stages(sampler, stages, noise.draw(), [predict, predict], noise.draw_of)
 
 
-def _model(policy: AttentionPolicy) -> WanTransformer:
+def _model(policy: AttentionPolicy, config: WanTransformerConfig = CONFIG) -> WanTransformer:
     torch.manual_seed(0)
-    model = WanTransformer(CONFIG, LatentGeometry(4, 8, 4, PATCH), policy).requires_grad_(False).eval()
+    model = WanTransformer(config, LatentGeometry(4, 8, 4, PATCH), policy).requires_grad_(False).eval()
     for parameter in model.parameters():
         parameter.add_(0.2 * torch.randn(parameter.shape))
     return model
 
 
-def _forward(attention: object, from_image: bool, mesh: ProcessMesh) -> torch.Tensor:
+def _forward(attention: object, start: str, mesh: ProcessMesh) -> torch.Tensor:
+    """start: text; an image that is the first frame; or one beside the latents, with tokens that are whole on every
+    process."""
     config = AttentionConfig.parse({"per_role": {"self": attention}} if attention else None)
-    model = _model(AttentionPolicy(config=config, environment=None, mesh=mesh))
+    register_role(IMAGE_ROLE, "cross")
+    sizes = dataclasses.replace(CONFIG, condition_channels=6, image_dim=10) if start == "image tokens" else CONFIG
+    model = _model(AttentionPolicy(config=config, environment=None, mesh=mesh), sizes)
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(2, 4, 3, 6, 10, generator=generator)
     text = torch.randn(2, 5, 8, generator=generator)
     inputs = text_inputs(text)
-    if from_image:
+    if start == "image":
         image = ImageCondition(torch.randn(2, 4, 1, 6, 10, generator=generator))
+        inputs = DenoiserInputs(inputs.text, inputs.size, image=image)
+    if start == "image tokens":
+        tokens = torch.randn(2, 3, 10, generator=generator)
+        image = ImageCondition(torch.randn(2, 6, 3, 6, 10, generator=generator), tokens)
         inputs = DenoiserInputs(inputs.text, inputs.size, image=image)
     timestep = torch.tensor([900.0, 40.0])
     return model(latents, timestep, inputs, AttentionContext(sharding=mesh.sharding))

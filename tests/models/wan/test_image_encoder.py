@@ -13,7 +13,7 @@ from tiny_models import write_tiny_wan
 
 from diffusion_runtime.layers.fused_norms import LastTap, NormSilu
 from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.wan.codec import FusedEncoder, WanImageConditioner, load_image_conditioner
+from diffusion_runtime.models.wan.codec import FusedEncoder, WanImageConditioner, as_pixels, load_image_conditioner
 
 CPU = torch.device("cpu")
 SIZE = ClipSize(64, 96, 5, 16)
@@ -107,3 +107,18 @@ def test_a_gpu_encodes_with_kernels_to_the_bit_and_fast() -> None:
             error = (fast.encode(picture(), SIZE).latents - expected).std() / expected.std()
             assert error < 0.02
         assert "fast" in fast.implementation
+
+
+@pytest.mark.gpu
+def test_a_gpu_encodes_clips_with_kernels_to_the_bit_and_fast() -> None:
+    """An image and zeros, as image-to-video models have it beside the latents; all three taps of every convolution."""
+    module = autoencoder("plain", torch.bfloat16, "cuda", base_dim=64)
+    frames = torch.zeros(3, 13, SIZE.height, SIZE.width)
+    frames[:, 0] = as_pixels(picture())
+    made = [WanImageConditioner(module, (0.1,) * 16, (2.0,) * 16, fused, one_frame=False) for fused in ([], None)]
+    expected, exact = (each.encode_frames(frames) for each in made)
+    assert torch.equal(exact, expected)
+    assert made[1].implementation == "AutoencoderKLWan's encoder, norm and SiLU fused, bit-identical"
+    fast = made[0].fast()
+    for _ in range(2):
+        assert (fast.encode_frames(frames) - expected).std() < 0.02 * expected.std()
