@@ -221,7 +221,7 @@ def text(value: str) -> torch.Tensor:
         ),
         (
             with_tensor(f"{LAYER}.weight", torch.zeros(2, 2, dtype=torch.int8)),
-            r"stored as I8.*reads 8-bit floats",
+            r"stored as I8.*reads 8-bit floats and GGUF",
         ),
         (
             lambda file: file.metadata.update(_quantization_metadata="[]"),
