@@ -119,16 +119,16 @@ class Quantization:
             ("as in the file" if self.mode == "none" else self.mode, Fp8Linear, "8-bit weights"),
             ("as in the file", GgufLinear, "GGUF blocks"),
         )
-        told = []
+        described = []
         for mode, kind, what in kinds:
             found = [layer for layer in layers if isinstance(layer, kind)]
             size = sum(layer.in_features * layer.out_features for layer in found)
             if found:
-                told.append(
+                described.append(
                     f"{mode}: {len(found)} of {len(layers)} linear layers have {what}, {100 * size / total:.0f} % of "
                     "their numbers"
                 )
-        return "; ".join(told) or None
+        return "; ".join(described) or None
 
     def _reason(self, name: str, ends: set[str]) -> str | None:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored):

@@ -174,3 +174,24 @@ def test_a_scale_that_is_no_number_is_named(flux1: Path, tmp_path: Path) -> None
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"a.gguf: tensor single_transformer_blocks.0.proj_out.weight holds NaN"):
         load_pipeline(str(flux1), device="cpu", transformer_path=str(tmp_path / "a.gguf"))
+
+
+@pytest.mark.gpu
+@table("kind", KINDS)
+def test_a_gpu_makes_the_same_numbers(kind: str) -> None:
+    _, block, num_bytes = next(each for each in TYPES.values() if each[0] == kind)
+    size = (64, 512 // block * num_bytes)
+    data = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    found = dequantize_blocks(data.cuda(), kind).cpu()
+    torch.testing.assert_close(found, dequantize_blocks(data, kind), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_a_file_generates_on_a_gpu(flux1: Path, tmp_path: Path) -> None:
+    meant = write_gguf(tmp_path / "a.gguf", load_file(flux1 / WEIGHTS), lambda _: "Q8_0")
+    save_file(meant, tmp_path / "meant.safetensors")
+    frames = []
+    for name in ("a.gguf", "meant.safetensors"):
+        pipeline = load_pipeline(str(flux1), device="cuda", dtype="bfloat16", transformer_path=str(tmp_path / name))
+        frames.append(torch.as_tensor(pipeline(small_request(pipeline)).frames).float())
+    assert float((frames[0] - frames[1]).abs().mean()) < 4.0
