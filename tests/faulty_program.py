@@ -105,9 +105,9 @@ def meddle() -> None:
         misbehave("join")
         return join(*arguments, **options)
 
-    def watched_check(folder: Any) -> None:
+    def watched_check(*arguments: Any) -> None:
         misbehave("load")
-        check(folder)
+        check(*arguments)
 
     World.join = watched_join  # type: ignore[method-assign]
     native_model.check_component_files = watched_check

@@ -122,20 +122,25 @@ app.add_typer(bench, name="bench")
 )
 def info(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="A file that generate wrote, or a LoRA file.", show_default=False)
+        str, typer.Argument(metavar="FILE", help="A file that generate wrote, a LoRA, or weights.", show_default=False)
     ],
     model_path: Annotated[
         str | None,
-        typer.Option("--model-path", metavar="MODEL", help="With a LoRA: how many keys it takes.", show_default=False),
+        typer.Option(
+            "--model-path", metavar="MODEL", help="With a LoRA or weights: whether they fit.", show_default=False
+        ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what a file is: how it was made, or which model a LoRA is for."""
+    """Show what a file is: how it was made, or which model a LoRA or weights are for."""
     from diffusion_runtime.cli.info import run_info
     from diffusion_runtime.cli.lora_info import is_lora_path, run_lora_info
+    from diffusion_runtime.cli.weights_info import is_weights_path, run_weights_info
 
+    if is_weights_path(file):
+        raise typer.Exit(run_weights_info(file, model_path, as_json=as_json))
     if is_lora_path(file):
         raise typer.Exit(run_lora_info(file, model_path, as_json=as_json))
     if model_path is not None:
-        raise UsageError(f"--model-path: {file} is no LoRA file; leave the option out")
+        raise UsageError(f"--model-path: {file} is no LoRA file, and no weights; leave the option out")
     raise typer.Exit(run_info(file, as_json=as_json))

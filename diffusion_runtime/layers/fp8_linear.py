@@ -6,7 +6,9 @@ Weights are quantised per output row when they are loaded, or were in their file
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -123,18 +125,26 @@ def _name(dtype: torch.dtype) -> str:
 
 def replace_linear(root: nn.Module, name: str, counter: ProductCounter, storage_only: str | None = None) -> None:
     """Put an Fp8Linear of the same size in the place of a Linear, without values. name: of the layer within root."""
+    replace_layer(root, name, functools.partial(Fp8Linear, counter=counter, storage_only=storage_only))
+
+
+class MakeLinear(Protocol):
+    """A class of linear layers, but for what all of its layers share."""
+
+    def __call__(self, in_features: int, out_features: int, *, bias: bool) -> Linear: ...
+
+
+def replace_layer(root: nn.Module, name: str, make: MakeLinear) -> None:
+    """Put another layer of the same size in the place of a Linear, without values. name: of it within root."""
     linear = root.get_submodule(name)
     assert isinstance(linear, Linear)
     owner, _, leaf = name.rpartition(".")
     with torch.device(linear.weight.device):
-        quantized = Fp8Linear(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            counter=counter,
-            storage_only=storage_only,
+        setattr(
+            root.get_submodule(owner),
+            leaf,
+            make(linear.in_features, linear.out_features, bias=linear.bias is not None),
         )
-    setattr(root.get_submodule(owner), leaf, quantized)
 
 
 def quantized_weights(module: nn.Module) -> dict[str, str]:

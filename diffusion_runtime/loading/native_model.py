@@ -123,7 +123,7 @@ class PreparedModel:
             graphs=make_graphs(config, self.device),
             few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
             loras=LoraSwitch(
-                functools.partial(opened.rewrite_transformer, transformer),
+                functools.partial(opened.rewrite_transformer, transformer, dtype=self.dtype),
                 opened.lora_target(lora_names_of_families),
                 self.loras,
                 *(() if world is None else (world.run_alike,)),

@@ -20,6 +20,7 @@ from torch import nn
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.kernels.fp8_rows.api import QuantizedRows, quantize_rows
 from diffusion_runtime.layers.fp8_linear import WEIGHT_DTYPE, quantized_weights
+from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.stored_tensors import Rows, StoredRows, plain_rows, stored_rows
 from diffusion_runtime.models.tensor_files import SafetensorsFile, TensorFile
@@ -34,6 +35,8 @@ class Piece:
     shape: tuple[int, ...]
 
 
+# What a GGUF file calls the numbers of a model's dtype.
+_GGUF_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Opens files, which are closed with the stack, and gives their tensors by name.
 Source: TypeAlias = Callable[[contextlib.ExitStack], Rows]
 # (module, name of a parameter, its values): changes the values in place.
@@ -197,12 +200,16 @@ def load_weights(
     check_names(module, checkpoint, pieces, ignored)
     scale_of = quantized_weights(module)
     parameters = {name: value for name, value in module.state_dict().items() if name not in scale_of.values()}
+    of_gguf = _gguf_layers(module)
     state = {}
     for name, parameter in parameters.items():
         if name in scale_of:
             state[name], state[scale_of[name]] = _float8_rows(
                 checkpoint, pieces[name], device, _row_order(module, name, parameter.shape[0], arrange)
             )
+            continue
+        if name in of_gguf:
+            state[name] = _hold_blocks(of_gguf[name], module, name, checkpoint, pieces[name], device, dtype, arrange)
             continue
         floating = torch.float32 if stays_float32(name) else dtype
         target = torch.empty(
@@ -222,11 +229,12 @@ def rewrite_weights(
     checkpoint: Checkpoint,
     pieces: Mapping[str, tuple[Piece, ...]],
     changed: Collection[str],
+    dtype: torch.dtype,
     arrange: Arrange | None = None,
 ) -> None:
     """Fill the parameters of a loaded module that hold any of the checkpoint's tensors `changed`, one after the other
-    and in place, with what `load_weights` would put there."""
-    scale_of = quantized_weights(module)
+    and in place, with what `load_weights` would put there. dtype: of the model."""
+    scale_of, of_gguf = quantized_weights(module), _gguf_layers(module)
     parameters = module.state_dict(keep_vars=True)
     for name, parameter in parameters.items():
         if name in scale_of.values() or not any(piece.name in changed for piece in pieces[name]):
@@ -237,6 +245,9 @@ def rewrite_weights(
             # Not copied: with a change the same weight may have another 8-bit dtype.
             parameter.data = rows.values
             parameters[scale_of[name]].copy_(rows.scales)
+            continue
+        if name in of_gguf:
+            _hold_blocks(of_gguf[name], module, name, checkpoint, pieces[name], parameter.device, dtype, arrange)
             continue
         target = torch.empty_like(parameter)
         _fill(target, name, checkpoint, pieces[name])
@@ -268,6 +279,48 @@ def _float8_rows(
     if order is not None:
         values, scales = values.view(torch.uint8)[order.to(device)], scales[order.to(device)]
     return QuantizedRows(values.view(parts[0].values.dtype), scales)
+
+
+def _gguf_layers(module: nn.Module) -> dict[str, GgufLinear]:
+    """The layers with blocks of a GGUF file, by the name of their weight."""
+    return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, GgufLinear)}
+
+
+def _hold_blocks(
+    layer: GgufLinear,
+    module: nn.Module,
+    name: str,
+    checkpoint: Checkpoint,
+    pieces: Sequence[Piece],
+    device: torch.device,
+    dtype: torch.dtype,
+    arrange: Arrange | None,
+) -> torch.Tensor:
+    """Fill a layer with its rows as they are stored; those that a change adds to in the model's dtype, as there is no
+    way back to blocks."""
+    parts: list[GgufRows] = []
+    for piece in pieces:
+        if checkpoint.is_changed(piece.name):
+            target = torch.empty(piece.shape, dtype=dtype)
+            checkpoint.copy_into(piece.name, target)
+            parts.append(GgufRows(_GGUF_NAMES[dtype], target.view(torch.uint8)))
+        else:
+            parts += [row.blocks() for row in checkpoint.quantized(piece.name)]
+    order = _row_order(module, name, layer.out_features, arrange)
+    return layer.hold(parts if order is None else _in_order(parts, order), device)
+
+
+def _in_order(parts: Sequence[GgufRows], order: torch.Tensor) -> list[GgufRows]:
+    """order: of all rows; one that takes no row from one part to another, as parts are whole projections."""
+    moved, start = [], 0
+    for part in parts:
+        stop = start + part.data.shape[0]
+        own = order[start:stop] - start
+        assert int(own.min()) >= 0
+        assert int(own.max()) < stop - start
+        moved.append(GgufRows(part.kind, part.data[own]))
+        start = stop
+    return moved
 
 
 def _row_order(module: nn.Module, name: str, num_rows: int, arrange: Arrange | None) -> torch.Tensor | None:

@@ -189,17 +189,19 @@ class Model(Generic[C, G]):
         changed: Mapping[str, Collection[str]],
         changes: Sequence[WeightChange],
         kept: Mapping[str, dict[str, torch.Tensor]],
+        dtype: torch.dtype,
     ) -> None:
         """Give a loaded transformer other changes: afterwards it is what `load_transformer` makes of them.
 
         changed: by component, the checkpoint's tensors that earlier changes or these concern; all others stay. kept: by
-        component, the checkpoint's tensors that need not be read again; those that are read are added.
+        component, the checkpoint's tensors that need not be read again; those that are read are added. dtype: of the
+        model.
         """
         for component, module in self.modules(transformer).items():
             if not changed[component]:
                 continue
             with self._checkpoint(component, changes, kept[component]) as checkpoint:
-                rewrite_weights(module, checkpoint, self.pieces(component), changed[component], self.arrange)
+                rewrite_weights(module, checkpoint, self.pieces(component), changed[component], dtype, self.arrange)
 
 
 def _unchanged(model: Model[C, G]) -> Model[C, G]:

@@ -10,7 +10,7 @@ from diffusion_runtime.errors import ModelLoadError, first_line, nearest
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, check_model_files
 from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.registry import single_file_pipelines
-from diffusion_runtime.models.weight_files import GGUF, UNQUANTISED_FOLDER, listed
+from diffusion_runtime.models.weight_files import GGUF, listed
 from diffusion_runtime.untrusted.files import check_path, check_place, expand_home
 
 # The name of the model that ships inside the package, and where it is.
@@ -123,13 +123,13 @@ def _refuse_single_file(path: Path) -> None:
     """Raises ModelLoadError for a checkpoint in one file where the folder of a model should be."""
     if path.suffix == GGUF:
         raise ModelLoadError(
-            f"{path} is a GGUF file: its weights are quantised, and this runtime does not read them; "
-            f"{UNQUANTISED_FOLDER}"
+            f"{path} is a GGUF file: the weights of one component. Give the model's own folder, and for a "
+            f"transformer's add --transformer-path {path}"
         )
     if path.suffix == ".safetensors":
         raise ModelLoadError(
             f"{path} is a checkpoint in one file; expected the folder of a diffusers model, which its authors "
-            f"publish as well.{_conversion()}"
+            f"publish as well: with it, --transformer-path {path} takes a transformer's weights.{_conversion()}"
         )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from diffusion_runtime.errors import ConfigError, shown
-from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter, replace_linear
+from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter, replace_layer, replace_linear
+from diffusion_runtime.layers.gguf_linear import GgufLinear
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.models.stored_tensors import StoredRows
 from diffusion_runtime.models.weight_files import listed
@@ -103,6 +104,9 @@ class Quantization:
             rows = quantized(f"{name}.weight")
             if not rows or isinstance(module.get_submodule(name), Fp8Linear):
                 continue
+            if all(each.is_blocks for each in rows):
+                replace_layer(module, name, functools.partial(GgufLinear, counter=self.counter))
+                continue
             if reason is None and any(each.full_precision for each in rows):
                 reason = "the file asks for products in full precision"
             replace_linear(module, name, self.counter, reason)
@@ -110,15 +114,21 @@ class Quantization:
     def describe(self, modules: Mapping[str, nn.Module]) -> str | None:
         """What was replaced in transformers, in one line; None where nothing was."""
         layers = [layer for module in modules.values() for layer in module.modules() if isinstance(layer, Linear)]
-        quantized = [layer for layer in layers if isinstance(layer, Fp8Linear)]
-        if not quantized:
-            return None
-        sizes = [sum(layer.in_features * layer.out_features for layer in of) for of in (quantized, layers)]
-        mode = "as in the file" if self.mode == "none" else self.mode
-        return (
-            f"{mode}: {len(quantized)} of {len(layers)} linear layers have 8-bit weights, "
-            f"{100 * sizes[0] / max(1, sizes[1]):.0f} % of their numbers"
+        total = sum(layer.in_features * layer.out_features for layer in layers)
+        kinds = (
+            ("as in the file" if self.mode == "none" else self.mode, Fp8Linear, "8-bit weights"),
+            ("as in the file", GgufLinear, "GGUF blocks"),
         )
+        described = []
+        for mode, kind, what in kinds:
+            found = [layer for layer in layers if isinstance(layer, kind)]
+            size = sum(layer.in_features * layer.out_features for layer in found)
+            if found:
+                described.append(
+                    f"{mode}: {len(found)} of {len(layers)} linear layers have {what}, {100 * size / total:.0f} % of "
+                    "their numbers"
+                )
+        return "; ".join(described) or None
 
     def _reason(self, name: str, ends: set[str]) -> str | None:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored):

@@ -11,6 +11,8 @@ import torch
 
 from diffusion_runtime.errors import ModelLoadError, shown_name
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows, dequantize
+from diffusion_runtime.kernels.gguf_blocks import PLAIN_KINDS, block_scales, dequantize_blocks
+from diffusion_runtime.layers.gguf_linear import GgufRows
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.fp8_scales import Scale, find_scales
 from diffusion_runtime.models.tensor_files import TensorFile
@@ -37,7 +39,12 @@ class StoredRows:
 
     @property
     def is_quantized(self) -> bool:
-        return self.dtype_of_float8 is not None
+        return self.dtype_of_float8 is not None or self.is_blocks
+
+    @property
+    def is_blocks(self) -> bool:
+        """Whether these are quantised blocks of a GGUF file."""
+        return self.file.is_gguf and self.kind not in PLAIN_KINDS
 
     @property
     def dtype_of_float8(self) -> torch.dtype | None:
@@ -61,6 +68,9 @@ class StoredRows:
         if self.dtype_of_float8 is not None:
             return dequantize(self.float8_rows(), torch.float32).view(self.shape)
         stored = self.file.read(self.name, self.rows)
+        if self.file.is_gguf:
+            plain = PLAIN_KINDS.get(self.kind)
+            stored = dequantize_blocks(stored, self.kind) if plain is None else stored.view(plain)
         wrong = unusable_numbers(stored, dtype)
         if wrong is not None:
             raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
@@ -75,6 +85,14 @@ class StoredRows:
         if wrong is not None:
             raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
         return QuantizedRows(values, self._scales(values.shape[0]))
+
+    def blocks(self) -> GgufRows:
+        """Blocks of a GGUF file as they are stored. Raises ModelLoadError for scales that make no numbers."""
+        data = self.file.read(self.name, self.rows)
+        wrong = unusable_numbers(block_scales(data, self.kind))
+        if wrong is not None:
+            raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
+        return GgufRows(self.kind, data)
 
     def error(self, what: str) -> ModelLoadError:
         return ModelLoadError(f"{self.file.path}: {what}")

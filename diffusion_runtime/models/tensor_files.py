@@ -25,15 +25,17 @@ class TensorHead:
 
 
 class TensorFile(ABC):
-    """An open file of tensors. path; heads: of every tensor, by name; metadata: the texts beside them."""
+    """An open file of tensors. is_gguf: whether they are read as bytes; heads: of every tensor, by name; metadata: the
+    texts beside them."""
 
+    is_gguf = False
     path: Path
     heads: Mapping[str, TensorHead]
     metadata: Mapping[str, str]
 
     @abstractmethod
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """A tensor on the CPU, or some of its rows, as it is stored: quantised blocks are uint8 [rows, bytes]."""
+        """A tensor on the CPU, or some of its rows, as it is stored; of a GGUF file uint8 [rows, bytes]."""
 
     @abstractmethod
     def close(self) -> None:

@@ -133,16 +133,16 @@ class _Renaming:
         )
         others = [family for family in families if family != names.title]
         if None not in reasons and reasons:
-            told = f"they are for {' and '.join(str(reason) for reason in reasons)}, which this model does not have"
+            reason = f"they are for {' and '.join(str(reason) for reason in reasons)}, which this model does not have"
         elif others:
-            told = f"the file is for {' or '.join(others)}, and the model is {names.title}"
+            reason = f"the file is for {' or '.join(others)}, and the model is {names.title}"
         elif families:
-            told = f"the file is for another {names.title} model"
+            reason = f"the file is for another {names.title} model"
         else:
-            told = f"the file is for another model than {names.title}, of no family that is known here"
+            reason = f"the file is for another model than {names.title}, of no family that is known here"
         return ModelLoadError(
             f"{self.path}: {len(unmatched)} of {len(rows)} tensors are not in this model: "
-            f"{listed(map(shown_name, unmatched))}: {told}. Use a file that was made for this model"
+            f"{listed(map(shown_name, unmatched))}: {reason}. Use a file that was made for this model"
         )
 
     def _modules(self, name: str) -> list[str]:

@@ -11,18 +11,20 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import INDEX_FILE
 from diffusion_runtime.models.checkpoint import Source
+from diffusion_runtime.models.gguf_file import GgufFile
 from diffusion_runtime.models.stored_tensors import Rows, stored_rows
 from diffusion_runtime.models.tensor_files import SafetensorsFile, TensorFile
 from diffusion_runtime.models.tensor_names import Expected, by_diffusers_names
 from diffusion_runtime.models.weight_files import (
     COMPONENT_STEM,
+    GGUF,
     check_quantization_config,
     find_weight_files,
     refuse_other_than_fp8,
 )
 from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
 
-SUFFIXES = (".safetensors",)
+SUFFIXES = (".safetensors", GGUF)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def open_tensor_file(path: Path, key: str, stack: contextlib.ExitStack) -> Tenso
             f"{path}: expected a file in {' or '.join(SUFFIXES)}; a pickle can run code when it is opened, and is "
             "never read"
         )
-    file = SafetensorsFile(path)
+    file: TensorFile = GgufFile(path) if path.suffix == GGUF else SafetensorsFile(path)
     stack.callback(file.close)
-    refuse_other_than_fp8(path, {name: head.kind for name, head in file.heads.items()})
+    if not file.is_gguf:
+        refuse_other_than_fp8(path, {name: head.kind for name, head in file.heads.items()})
     return file

@@ -59,8 +59,8 @@ def find_weight_files(folder: Path, stem: str) -> list[Path]:
     ggufs = [name for name in names if name.endswith(GGUF)]
     if ggufs:
         raise ModelLoadError(
-            f"{expected}, found {listed(ggufs)}: GGUF weights are quantised, and this runtime does not read them; "
-            f"{UNQUANTISED_FOLDER}"
+            f"{expected}, found {listed(ggufs)}: GGUF weights are quantised, and are read of a transformer alone: add "
+            f"--transformer-path {folder / ggufs[0]}, or {UNQUANTISED_FOLDER}"
         )
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
@@ -135,7 +135,8 @@ def refuse_other_than_fp8(path: Path, dtypes: Mapping[str, str]) -> None:
     }
     if strange:
         raise ModelLoadError(
-            f"{_stored_as(path, dtypes, strange)} This runtime reads 8-bit floats besides; {UNQUANTISED_FOLDER}"
+            f"{_stored_as(path, dtypes, strange)} This runtime reads 8-bit floats and GGUF besides; "
+            f"{UNQUANTISED_FOLDER}"
         )
 
 

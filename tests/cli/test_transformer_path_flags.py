@@ -1,10 +1,15 @@
-"""`--transformer-path` on the command line."""
+"""`--transformer-path` on the command line; `info` of a file of weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import fp8_files
+import torch
 from cli_support import Command
+from gguf_files import write_gguf
+from original_names import original_tensors
+from safetensors.torch import load_file, save_file
 
 
 def test_the_path_reaches_the_recipe_and_what_cannot_run_is_refused(command: Command, tiny_wan_folder: Path) -> None:
@@ -22,3 +27,23 @@ def test_the_path_reaches_the_recipe_and_what_cannot_run_is_refused(command: Com
         result = command(*generate, *flags)
         assert result.code != 0, flags
         assert said in " ".join(result.said.split()), result.said
+
+
+def test_info_says_what_a_file_of_weights_holds(command: Command, tmp_path: Path, tiny_wan_folder: Path) -> None:
+    given = load_file(tiny_wan_folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    file = fp8_files.comfy_scaled(given)
+    stored = {f"diffusion_model.{name}": tensor for name, tensor in file.stored.items()}
+    save_file({**stored, "vae.conv.weight": torch.zeros(1)}, tmp_path / "a.safetensors")
+    values = command("info", tmp_path / "a.safetensors", "--model-path", tiny_wan_folder, "--json").json
+    assert (values["format"], values["families"], values["fits"]) == ("safetensors", ["Wan"], str(tiny_wan_folder))
+    assert (values["num_tensors"], values["num_others"]) == (len(given), 1)
+    assert values["kinds"]["F8_E4M3"] == sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) - 1
+    assert values["scales"] == f"{values['kinds']['F8_E4M3']} per tensor"
+    shown = " ".join(command("info", tmp_path / "a.safetensors").out.split())
+    assert "1 tensors, which --transformer-path leaves unread" in shown
+    write_gguf(tmp_path / "b.gguf", original_tensors("z_image"), lambda _: "Q4_0")
+    values = command("info", tmp_path / "b.gguf", "--json").json
+    assert (values["format"], values["families"], values["scales"]) == ("GGUF", ["Z-Image"], None)
+    refused = command("info", tmp_path / "b.gguf", "--model-path", tiny_wan_folder)
+    assert refused.code == 1
+    assert "the file is for Z-Image, and the model is Wan" in " ".join(refused.said.split())

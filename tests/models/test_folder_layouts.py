@@ -145,7 +145,7 @@ def test_a_quantisation_in_config_json_is_refused_without_a_weight(
 @pytest.mark.parametrize("component", list(STEMS))
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("model-Q4_K_S.gguf", "GGUF weights are quantised"), ("pytorch_model.bin", "pickled weights can run code")],
+    [("model-Q4_K_S.gguf", "--transformer-path "), ("pytorch_model.bin", "pickled weights can run code")],
 )
 def test_other_formats_are_refused(
     tiny_wan_copy: Callable[[], Path], no_weight_is_read: None, component: str, name: str, told: str
@@ -159,7 +159,8 @@ def test_other_formats_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("flux1-dev-Q4_K_S.gguf", "is a GGUF file"), ("flux1-dev.safetensors", "from_single_file")]
+    ("name", "told"),
+    [("flux1-dev-Q4_K_S.gguf", "add --transformer-path"), ("flux1-dev.safetensors", "from_single_file")],
 )
 def test_a_checkpoint_in_one_file_is_no_folder(tmp_path: Path, name: str, told: str) -> None:
     """Given itself, and given the folder it was downloaded into."""

@@ -221,7 +221,7 @@ def text(value: str) -> torch.Tensor:
         ),
         (
             with_tensor(f"{LAYER}.weight", torch.zeros(2, 2, dtype=torch.int8)),
-            r"stored as I8.*reads 8-bit floats",
+            r"stored as I8.*reads 8-bit floats and GGUF",
         ),
         (
             lambda file: file.metadata.update(_quantization_metadata="[]"),
@@ -249,3 +249,16 @@ def test_other_quantizations_in_config_json_stay_refused(folders: Callable[[str]
         folder = write_fp8(tmp_path / str(number), source, file, settings)
         with pytest.raises(ModelLoadError, match="the weights are quantised"):
             inspect_pipeline(RuntimeConfig(model_path=folder, device="cpu"))
+
+
+@pytest.mark.gpu
+def test_layers_of_a_file_multiply_in_eight_bits_on_a_gpu(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    source = folders("flux1")
+    file = fp8_files.comfy_scaled(load_file(source / WEIGHTS))
+    given = {"device": "cuda", "dtype": "bfloat16"}
+    quantized = load_pipeline(write_fp8(tmp_path / "fp8", source, file), **given)
+    media = quantized(small_request(quantized))
+    assert "8-bit products" in {row.implementation for row in media.attention_report.products}
+    plain = load_pipeline(write(tmp_path / "plain", source, file.meant), **given)
+    expected = torch.as_tensor(plain(small_request(plain)).frames).float()
+    assert float((torch.as_tensor(media.frames).float() - expected).abs().mean()) < 16.0

@@ -27,14 +27,14 @@ def families_of_names(names: Names, widths: Collection[int], known: Iterable[Lor
     most = max((count for _, count in counted), default=0)
     candidates = [family for family, count in counted if count == most and count]
     num_blocks = _num_blocks(names)
-    for fits in (
-        lambda family: num_blocks <= max(family.num_blocks, default=0),
+    several = (
+        [family for family in candidates if num_blocks <= max(family.num_blocks, default=0)],
         # Most files change every block.
-        lambda family: num_blocks in family.num_blocks,
-        lambda family: not family.widths.isdisjoint(widths),
-    ):
-        kept = [family for family in candidates if fits(family)]
-        candidates = kept or candidates
+        [family for family in candidates if num_blocks in family.num_blocks],
+        [family for family in candidates if not family.widths.isdisjoint(widths)],
+    )
+    for fitting in several:
+        candidates = [family for family in candidates if family in fitting] or candidates
     return tuple(family.title for family in candidates)
 
 

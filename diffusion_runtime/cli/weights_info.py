@@ -1,0 +1,69 @@
+"""`info FILE` of a file of weights: what it holds, and whether it fits a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from diffusion_runtime.cli.tables import facts_table
+from diffusion_runtime.cli.terminal import json_text, put_on_stdout
+
+SCHEMA = "diffusion_runtime.weights/1"
+
+
+def is_weights_path(path: str) -> bool:
+    """Whether a path names weights rather than a LoRA or a generated file. Raises ModelLoadError for a safetensors file
+    that cannot be read."""
+    if not path.endswith((".safetensors", ".gguf")):
+        return False
+    from diffusion_runtime.models.weight_summary import holds_weights
+
+    return holds_weights(path)
+
+
+def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int:
+    """What is known of a file of weights, on standard output. model_path: None for the file alone.
+
+    Raises ModelLoadError for a file that cannot be read, and for one that is not for the model's transformer.
+    """
+    from diffusion_runtime.models.weight_summary import summarise_weights
+
+    summary = summarise_weights(Path(path))
+    if model_path is not None:
+        _check_fit(path, model_path)
+    if as_json:
+        values = {**dataclasses.asdict(summary), "path": path, "fits": None if model_path is None else model_path}
+        put_on_stdout(json_text({"schema": SCHEMA, **values}))
+        return 0
+    facts: list[tuple[str, object]] = [
+        ("file", path),
+        ("format", summary.format),
+        ("family", " or ".join(summary.families) or "none that is known here"),
+        ("tensors", summary.num_tensors),
+        ("stored as", ", ".join(f"{kind} ({count})" for kind, count in summary.kinds.items())),
+    ]
+    if summary.scales is not None:
+        facts.append(("scales", summary.scales))
+    if summary.prefix:
+        facts.append(("prefix", summary.prefix))
+    if summary.num_others:
+        facts.append(("other parts", f"{summary.num_others} tensors, which --transformer-path leaves unread"))
+    if model_path is not None:
+        facts.append(("fits", model_path))
+
+    from rich.console import Console
+
+    Console(highlight=False, file=sys.stdout).print(facts_table(facts, "Weights"))
+    return 0
+
+
+def _check_fit(path: str, model_path: str) -> None:
+    from diffusion_runtime.model_folder import ModelFolder
+    from diffusion_runtime.models.model_sources import resolve_model_folder
+    from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
+    from diffusion_runtime.models.transformer_files import TransformerFile
+
+    folder = ModelFolder(resolve_model_folder(model_path, weights=False))
+    model = family_for_folder(folder).describe(folder)
+    model.with_transformer_files([TransformerFile(path, "FILE", "transformer")], lora_names_of_families)
