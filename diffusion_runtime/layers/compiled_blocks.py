@@ -21,6 +21,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.layers.fp8_linear import Fp8Linear
 
 T = TypeVar("T")
 
@@ -55,11 +56,11 @@ class CompiledBlocks:
         return result
 
     def _compile_block(self, block: nn.Module) -> None:
-        layers = [module for module in block.modules() if isinstance(module, AttentionLayer)]
-        if not layers:
+        if not any(isinstance(module, AttentionLayer) for module in block.modules()):
             return
-        for layer in layers:
-            layer.make_opaque()
+        for module in block.modules():
+            if isinstance(module, AttentionLayer | Fp8Linear):
+                module.make_opaque()
         original = type(block).forward
         if original not in self._compiled:
             self._compiled[original] = torch.compile(

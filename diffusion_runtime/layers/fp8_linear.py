@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffusion_runtime.attention.handles import HandleTable
 from diffusion_runtime.kernels.fp8_rows.api import (
     QuantizedRows,
     multiply_rows,
@@ -26,6 +27,27 @@ from diffusion_runtime.layers.linear import Linear
 WEIGHT_DTYPE = torch.float8_e4m3fn
 # How a product was computed, for reports.
 SCALED_PRODUCT = "8-bit products"
+
+
+# The layers of compiled blocks, which the operator calls.
+PRODUCTS: HandleTable[Fp8Linear] = HandleTable()
+
+
+@torch.library.custom_op("diffusion_runtime::quantized_product", mutates_args=())
+def opaque_product(x: torch.Tensor, layer: torch.Tensor, out_features: int, gelu_from: int | None) -> torch.Tensor:
+    """Fp8Linear.compute. layer: its handle; out_features: of the layer, for the fake."""
+    del out_features
+    return PRODUCTS.find(layer).compute(x, gelu_from).contiguous()
+
+
+@opaque_product.register_fake
+def _(
+    x: torch.Tensor,
+    layer: torch.Tensor,  # noqa: ARG001
+    out_features: int,
+    gelu_from: int | None,  # noqa: ARG001
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
 
 
 class ProductCounter:
@@ -72,10 +94,13 @@ class Fp8Linear(Linear):
         )
         self._counter = counter
         self._storage_only = storage_only
+        self._handle: torch.Tensor | None = None
         self._refusals: dict[tuple[torch.device, torch.dtype], str | None] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features], in x's dtype."""
+        if self._is_opaque():
+            return self._record_operator(x)
         refusal = self._refusal(x)
         if refusal is None:
             return self._multiply(quantize_rows(x), x.shape[:-1])
@@ -85,15 +110,41 @@ class Fp8Linear(Linear):
     def forward_after_gelu(self, up: Linear, x: torch.Tensor) -> torch.Tensor:
         """As Linear.forward_after_gelu; the GELU is computed while its result is quantised, which saves a pass over the
         widest tensor of a block."""
+        if self._is_opaque():
+            return self._record_operator(up(x), 0)
         if self._refusal(x) is not None:
             return super().forward_after_gelu(up, x)
         return self._multiply(quantize_rows(up(x), gelu_from=0), x.shape[:-1])
 
     def forward_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """As Linear.forward_gelu_of_last, which leaves x as it is here."""
+        if self._is_opaque():
+            return self._record_operator(x, start)
         if self._refusal(x) is not None:
             return super().forward_gelu_of_last(x, start)
         return self._multiply(quantize_rows(x, gelu_from=start), x.shape[:-1])
+
+    def make_opaque(self) -> None:
+        """From now on, torch.compile records one operator for a product and does not trace it: it is counted."""
+        self._handle = PRODUCTS.handle_of(self)
+
+    def compute(self, x: torch.Tensor, gelu_from: int | None) -> torch.Tensor:
+        """The product of x, whose features from `gelu_from` on go through the tanh GELU first; x stays as it is."""
+        if self._refusal(x) is None:
+            return self._multiply(quantize_rows(x, gelu_from=gelu_from), x.shape[:-1])
+        if gelu_from is not None:
+            x = torch.cat([x[..., :gelu_from], F.gelu(x[..., gelu_from:], approximate="tanh")], dim=-1)
+        return self.forward(x)
+
+    def _is_opaque(self) -> bool:
+        # False outside of torch.compile, without a look at anything.
+        return torch.compiler.is_dynamo_compiling() and self._handle is not None
+
+    def _record_operator(self, x: torch.Tensor, gelu_from: int | None = None) -> torch.Tensor:
+        """The product as torch.compile records it."""
+        assert self._handle is not None
+        out: torch.Tensor = opaque_product(x, self._handle, self.out_features, gelu_from)
+        return out
 
     def _multiply(self, rows: QuantizedRows, shape: torch.Size) -> torch.Tensor:
         """rows: the input, of tokens [*shape]."""

@@ -27,11 +27,6 @@ def check_compilation(config: RuntimeConfig, device: torch.device) -> None:
     """Raises ConfigError with what to type when the blocks cannot be compiled with such a config on such a device."""
     if config.compile == "off":
         return
-    if config.quantization != "none":
-        raise ConfigError(
-            f"compile: {config.compile}: blocks with 8-bit layers run as they are in this version, as each product is "
-            "counted; leave out --compile or --quantization"
-        )
     if config.parallel.num_processes > 1:
         raise ConfigError(
             f"compile: {config.compile}: expected one process; a process that compiles does not answer the others. "

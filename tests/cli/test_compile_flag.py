@@ -33,7 +33,6 @@ def test_the_flag_and_what_it_cannot_be_combined_with(
     assert "regional" in shown.said
     for flags, said in (
         (("--compile", "whole"), "compile: unknown value 'whole'"),
-        (("--compile", "regional", "--quantization", "fp8"), "leave out --compile or --quantization"),
         (("--compile", "regional", "--num-gpus", "2"), "Leave out --compile or --num-gpus"),
         (("--compile", "regional", "--backend", "diffusers"), "compile_repeated_blocks()"),
     ):

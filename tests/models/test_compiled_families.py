@@ -138,3 +138,26 @@ def test_loras_are_switched_under_compiled_blocks(monkeypatch: pytest.MonkeyPatc
     assert blocks.num_graphs == 1
     assert numpy.abs(switched.frames.astype(int) - fresh.frames.astype(int)).max() <= 1
     assert (switched.frames != plain.frames).any()
+
+
+def test_quantised_layers_are_operators_of_the_graphs_and_counted(
+    tiny_folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLUX.1: with a GELU on a part of a product's input."""
+    pipeline = load_pipeline(str(tiny_folder_of("flux1")), device="cpu", dtype="float32", quantization="fp8-all")
+    assert isinstance(pipeline, Pipeline)
+    request = small_request(pipeline)
+    expected = pipeline(request)
+    blocks = CompiledBlocks("eager")
+    blocks.compile(pipeline.transformer)
+    monkeypatch.setattr(pipeline, "_compiled", blocks)
+    found = [pipeline(request)]
+    # The first and the last block stay as they are, and are kinds of their own.
+    num_graphs = blocks.num_graphs
+    assert 1 <= num_graphs <= 2 * NUM_KINDS["flux1"]
+    found.append(pipeline(dataclasses.replace(request, prompt="two blue squares", seed=4)))
+    assert blocks.num_graphs == num_graphs
+    (row,) = expected.attention_report.products
+    assert row.count > 0
+    assert found[0].attention_report.products == found[1].attention_report.products == (row,)
+    assert numpy.abs(found[0].frames.astype(int) - expected.frames.astype(int)).max() <= 1

@@ -23,7 +23,7 @@ def test_replays_equal_eager_passes(tiny_folder_of: Callable[[str], Path], famil
     assert isinstance(pipeline, Pipeline)
     model, (latents, _, inputs) = pipeline.transformer, given_to(pipeline)
     graphs = ForwardGraphs(RecordedCapture())
-    for request, num_replayed in ((inputs, 2), (with_other_text(inputs, 0.7), 4), (inputs, 4)):
+    for request, num_replayed in ((inputs, 2), (with_other_text(inputs, 0.7), 4)):
         found, report = run_request(model, request, graphs, sample_shape=latents.shape)
         expected, eager = run_request(model, request, None, sample_shape=latents.shape)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
