@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 import torch
 from torch import nn
@@ -44,6 +44,20 @@ class Piece:
 
 # (module, name of a parameter, its values): changes the values in place.
 Arrange: TypeAlias = Callable[[nn.Module, str, torch.Tensor], None]
+
+
+class TensorSource(Protocol):
+    """What a component's parameters are filled from: its checkpoint, or numbers of another origin. folder: for
+    messages; shapes: of every tensor, by name."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Write tensor `name` into `target`, of the same shape."""
 
 
 class WeightChange(ABC):
@@ -166,7 +180,7 @@ class Checkpoint:
 
 def load_weights(
     module: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     pieces: Mapping[str, tuple[Piece, ...]],
     device: torch.device,
     dtype: torch.dtype,
@@ -233,7 +247,7 @@ def rewrite_weights(
         parameter.copy_(target)
 
 
-def _fill(target: torch.Tensor, name: str, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
+def _fill(target: torch.Tensor, name: str, checkpoint: TensorSource, pieces: Sequence[Piece]) -> None:
     flat, start = target.view(-1), 0
     for piece in pieces:
         stop = start + math.prod(piece.shape)
@@ -267,7 +281,7 @@ def own_pieces(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
     return {name: (Piece(name, tuple(tensor.shape)),) for name, tensor in module.state_dict().items()}
 
 
-def _check_names(checkpoint: Checkpoint, expected: list[Piece], ignored: Callable[[str], bool]) -> None:
+def _check_names(checkpoint: TensorSource, expected: list[Piece], ignored: Callable[[str], bool]) -> None:
     shapes = checkpoint.shapes
     wanted = {piece.name for piece in expected}
     problems = []

@@ -23,6 +23,7 @@ from diffusion_runtime.models.checkpoint import (
     Arrange,
     Checkpoint,
     Piece,
+    TensorSource,
     WeightChange,
     load_weights,
     rewrite_weights,
@@ -103,20 +104,32 @@ class Model(Generic[C, G]):
         changes: made to the checkpoint's tensors as they are read, such as a LoRA. Raises ModelLoadError for files that
         are missing, damaged or not this model's, and for changes made for another model.
         """
-        for component, module in self.modules(transformer).items():
+        for component in self.modules(transformer):
             with Checkpoint(self.folder / component, changes=changes) as checkpoint:
-                self.prepare(module, checkpoint.shapes)
-                load_weights(
-                    module,
-                    checkpoint,
-                    self.pieces(component),
-                    device,
-                    dtype,
-                    self.family.stays_float32,
-                    self.is_ignored,
-                    self.arrange,
-                )
+                self.fill_component(transformer, component, checkpoint, device, dtype)
         return transformer
+
+    def fill_component(
+        self,
+        transformer: DiffusionTransformer,
+        component: str,
+        source: TensorSource,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Fill the part of an empty transformer that one component's tensors are for. Raises as load_transformer."""
+        module = self.modules(transformer)[component]
+        self.prepare(module, source.shapes)
+        load_weights(
+            module,
+            source,
+            self.pieces(component),
+            device,
+            dtype,
+            self.family.stays_float32,
+            self.is_ignored,
+            self.arrange,
+        )
 
     def lora_target(self, known: Callable[[], Sequence[LoraNames]]) -> LoraTarget:
         """This model as LoRA files meet it, from its json alone. known: the names of all families."""
