@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -26,8 +27,8 @@ class Clock:
         """Of one call."""
         self.synchronize()
         if self.device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_LEAD_CYCLES)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
             run()
             stop.record()
@@ -40,7 +41,7 @@ class Clock:
 
     def median_ms(self, run: Callable[[int], object], repeats: int, num_warm: int = 2) -> float:
         """Of calls after `num_warm` others. run: takes the number of the repeat."""
-        times = [self.milliseconds(lambda repeat=repeat: run(repeat)) for repeat in range(repeats + num_warm)]
+        times = [self.milliseconds(functools.partial(run, repeat)) for repeat in range(repeats + num_warm)]
         return statistics.median(times[num_warm:])
 
     def host_ms(self, run: Callable[[], object]) -> float:

@@ -31,8 +31,8 @@ def plot_step(benchmark: StepBenchmark, path: Path) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for number, row in enumerate(rows):
         share = row.share_of_matmul(benchmark.operations)
-        said = f" {row.milliseconds:.4g} ms" + ("" if share is None else f", {share:.2f} of matmul")
-        axis.text(left[number], number, said, va="center", fontsize=8)
+        label = f" {row.milliseconds:.4g} ms" + ("" if share is None else f", {share:.2f} of matmul")
+        axis.text(left[number], number, label, va="center", fontsize=8)
     axis.set_yticks(range(len(rows)), [row.name for row in rows])
     axis.invert_yaxis()
     axis.set_xlim(0, 1.3 * max(left, default=1.0))

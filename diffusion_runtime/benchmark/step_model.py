@@ -19,7 +19,7 @@ from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs, StepSam
 from diffusion_runtime.errors import ConfigError, RequestError, nearest
 from diffusion_runtime.model_folder import INDEX_FILE, component_class, read_json
 from diffusion_runtime.models.family import Model
-from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.model_sources import EMBEDDED, resolve_model_folder
 from diffusion_runtime.models.published import PublishedModel, published_models
@@ -51,7 +51,8 @@ class StepModel:
     @property
     def num_tokens(self) -> int:
         """Grid tokens of one sample."""
-        return self.model.geometry.num_tokens(self.size.height, self.size.width, self.size.num_frames)
+        geometry: LatentGeometry = self.model.geometry
+        return geometry.num_tokens(self.size.height, self.size.width, self.size.num_frames)
 
     def describe(self) -> str:
         """`FLUX.1-dev, 1 frame of 1024 x 1024, 4096 tokens, batch 1, 57 blocks`."""

@@ -60,4 +60,4 @@ def _refill_tables(model: nn.Module, small: nn.Module, device: torch.device) -> 
         # Some keep tables as plain attributes.
         for key, table in vars(module).items():
             if isinstance(table, torch.Tensor):
-                vars(modules[name])[key] = table.to(device)
+                setattr(modules[name], key, table.to(device))

@@ -251,7 +251,7 @@ def _video_with_sound(sample: StepSample) -> StepInputs:
 
     def velocity(out: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         pictures, sound = out
-        moments = sound.unflatten(2, (audio.shape[1], audio.shape[3])).transpose(1, 2)
+        moments = torch.unflatten(sound, 2, (audio.shape[1], audio.shape[3])).transpose(1, 2)
         return torch.cat([pictures.transpose(1, 2).flatten(1), moments.flatten(1)], dim=1)
 
     further = [TextStream(audio_text, (num_tokens,) * sample.batch)]
