@@ -7,6 +7,7 @@ CPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -34,5 +35,11 @@ def device_guard(device: torch.device) -> Iterator[None]:
 
 
 def _is_autocast(device: torch.device) -> bool:
-    # A device type without autocast, such as meta, raises when it is asked.
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+@functools.cache
+def _has_autocast(kind: str) -> bool:
+    """A type of device without autocast, such as meta, raises when it is asked whether it is enabled."""
+    return torch.amp.is_autocast_available(kind)

@@ -42,11 +42,13 @@ from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 @dataclasses.dataclass(frozen=True)
 class _ResolvedCall:
-    """What serves one call: a decision, and the exchange that suits its backend. shared: how, empty for one process."""
+    """What serves one call: a decision, and the exchange that suits its backend. shared: how, empty for one process;
+    needs_lse: whether parts are merged by it."""
 
     resolved: Resolved
     exchange: Exchange
     shared: str
+    needs_lse: bool
 
 
 class _DecisionKey(NamedTuple):
@@ -259,7 +261,7 @@ class AttentionLayer(nn.Module, ABC):
             context.state,
             scale=self.scale,
             causal=self.causal,
-            return_lse=served.exchange.needs_lse,
+            return_lse=served.needs_lse,
             dense=served.resolved.dense,
             block_mask=block_mask,
         )
@@ -340,7 +342,7 @@ class AttentionLayer(nn.Module, ABC):
         if served is None:
             resolved = self._resolve(key)
             exchange = self._exchange_for(resolved.backend)
-            served = known[key] = _ResolvedCall(resolved, exchange, exchange.describe())
+            served = known[key] = _ResolvedCall(resolved, exchange, exchange.describe(), exchange.needs_lse)
         return served
 
     def _resolve(self, key: _DecisionKey) -> Resolved:

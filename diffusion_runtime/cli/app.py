@@ -14,6 +14,8 @@ from diffusion_runtime.cli import options
 from diffusion_runtime.cli.backends import EPILOG as BACKENDS_EPILOG
 from diffusion_runtime.cli.backends import backends
 from diffusion_runtime.cli.bench import bench
+from diffusion_runtime.cli.bench_step import EPILOG as STEP_EPILOG
+from diffusion_runtime.cli.bench_step import step
 from diffusion_runtime.cli.calibrate import EPILOG as CALIBRATE_EPILOG
 from diffusion_runtime.cli.calibrate import calibrate
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
@@ -109,6 +111,7 @@ app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
 app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
 app.command("models", cls=CheckedCommand, epilog=MODELS_EPILOG)(models)
 app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)
+bench.command("step", epilog=STEP_EPILOG)(step)
 app.add_typer(bench, name="bench")
 
 

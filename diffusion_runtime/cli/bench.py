@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from diffusion_runtime.benchmark.attention import Effort
     from diffusion_runtime.benchmark.measurement import AttentionBenchmark, Measurement
     from diffusion_runtime.hardware import Hardware
+
+
+class HasDict(Protocol):
+    """A result that JSON can hold."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
 
 HELP = "Measure how fast this machine is."
 EPILOG = """[bold]Examples[/]
@@ -121,16 +128,16 @@ def attention(
     """
     terminal = Terminal(quiet=quiet)
     with terminal.log():
-        from diffusion_runtime.benchmark.plot import check_plotting
+        from diffusion_runtime.benchmark.plot import check_plotting, plot_benchmark
         from diffusion_runtime.hardware import detect_hardware, resolve_device
 
         if plot is not None:
             check_plotting(plot)
         for path in (output_path, plot):
-            _check_folder(path)
+            check_result_place(path)
         torch_device = resolve_device(device or "auto")
         hardware = detect_hardware(str(torch_device))
-        with _progress(terminal) as on_progress:
+        with progress_line(terminal) as on_progress:
             result = _measure(
                 hardware,
                 torch_device,
@@ -140,7 +147,7 @@ def attention(
                 _effort(hardware, repeats, time_limit),
                 on_progress,
             )
-        _write(result, output_path, plot, terminal)
+        write_results(result, output_path, plot, lambda path: plot_benchmark(result, path), terminal)
     if as_json:
         put_on_stdout(json_text(result.to_dict()))
     else:
@@ -186,7 +193,7 @@ def _measure(
     return benchmark_attention(chosen, names, device, torch_dtype, effort, left_out=left_out, on_progress=on_progress)
 
 
-def _check_folder(path: Path | None) -> None:
+def check_result_place(path: Path | None) -> None:
     """Raises OutputError before minutes of measuring when the file could not be written after them."""
     from diffusion_runtime.errors import OutputError
     from diffusion_runtime.untrusted.files import check_place
@@ -202,8 +209,14 @@ def _check_folder(path: Path | None) -> None:
         raise OutputError(f"{path} is a folder; give the name of a file in it")
 
 
-def _write(result: AttentionBenchmark, output_path: Path | None, plot: Path | None, terminal: Terminal) -> None:
-    from diffusion_runtime.benchmark.plot import plot_benchmark
+def write_results(
+    result: HasDict,
+    output_path: Path | None,
+    plot: Path | None,
+    draw: Callable[[Path], None],
+    terminal: Terminal,
+) -> None:
+    """The JSON and the picture that were asked for. draw: writes the picture. Raises OutputError."""
     from diffusion_runtime.errors import OutputError
 
     try:
@@ -211,14 +224,14 @@ def _write(result: AttentionBenchmark, output_path: Path | None, plot: Path | No
             output_path.write_text(json_text(result.to_dict()) + "\n")
             terminal.say(f"wrote {output_path}")
         if plot is not None:
-            plot_benchmark(result, plot)
+            draw(plot)
             terminal.say(f"wrote {plot}")
     except OSError as error:
         raise OutputError(f"the result cannot be written: {error}") from error
 
 
 @contextmanager
-def _progress(terminal: Terminal) -> Iterator[Callable[[str], None]]:
+def progress_line(terminal: Terminal) -> Iterator[Callable[[str], None]]:
     """One line that is redrawn on a terminal, separate lines anywhere else."""
     from rich.text import Text
 

@@ -15,6 +15,8 @@ IMPLEMENTATIONS = ("reference", "triton")
 VARIABLE = "DIFFUSION_FUSED_KERNELS"
 NEEDS_CUDA = "needs a CUDA GPU"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Read once, as by Triton: a CPU asks at every call, and a look at the environment takes a microsecond.
+is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def fusion_is_on() -> bool:
@@ -41,7 +43,7 @@ def runs_in_triton(implementation: str, refusal: str | None) -> bool:
 
 def may_run_on(device: torch.device) -> bool:
     """Whether Triton computes on such devices: CUDA, and others under its interpreter."""
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return device.type == "cuda" or is_interpreted
 
 
 def refusal_of(*tensors: torch.Tensor | None) -> str | None:

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diffusion_runtime.device_guard import guard_is_needed
+from diffusion_runtime.kernels.implementation import fusion_is_on, may_run_on
+
 # Kinds of calls per kernel that are cached; a server that makes clips of every size starts over here.
 MAX_LAUNCHES = 4096
 
@@ -32,13 +35,15 @@ class LaunchCache:
     def __init__(self) -> None:
         self._launches: dict[Hashable, tuple[Callable[..., object], tuple[Any, ...]]] = {}
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether such a call was launched, and so has passed every check that its key says enough for."""
+        return key in self._launches
+
     def run(self, key: Hashable, pointers: tuple[torch.Tensor, ...], prepare: Callable[[], Launch]) -> None:
-        """Launch on `pointers`, the first arguments. key: the device, `kind_of` every pointer, and all else that the
-        result of `prepare` depends on."""
-        found = self._launches.get(key)
-        if found is not None:
-            launch, others = found
-            launch(*pointers, *others)
+        """Launch on `pointers`, the first arguments. key: `kind_of` every pointer, and all else that the result of
+        `prepare` depends on."""
+        if key in self._launches:
+            self.repeat(key, pointers)
             return
         kernel, grid, numbers, constants, num_warps = prepare()
         compiled = kernel[grid](*pointers, *numbers, **constants, num_warps=num_warps)
@@ -49,8 +54,26 @@ class LaunchCache:
             self._launches.clear()
         self._launches[key] = compiled[grid], (*numbers, *constants.values())
 
+    def repeat(self, key: Hashable, pointers: tuple[torch.Tensor, ...]) -> None:
+        """Launch as at the call before with this key."""
+        launch, others = self._launches[key]
+        launch(*pointers, *others)
+
 
 def kind_of(tensor: torch.Tensor | None) -> Hashable:
-    """What a compiled kernel and its numbers depend on, the shape apart: Triton specialises on the dtype and on
+    """What a call's checks, a compiled kernel and its numbers depend on: Triton specialises on the dtype and on
     pointers that are multiples of 16 bytes."""
-    return None if tensor is None else (tensor.dtype, tensor.stride(), tensor.data_ptr() % 16)
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 15, tensor.get_device()
+
+
+def may_repeat(device: torch.device) -> bool:
+    """Whether a call with the key of an earlier one may skip its checks: what a key does not say is as it must be."""
+    return (
+        may_run_on(device)
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_dynamo_compiling()
+        and not guard_is_needed(device)
+        and fusion_is_on()
+    )

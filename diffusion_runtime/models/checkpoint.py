@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import torch
 from torch import nn
@@ -41,6 +41,26 @@ _GGUF_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16
 Source: TypeAlias = Callable[[contextlib.ExitStack], Rows]
 # (module, name of a parameter, its values): changes the values in place.
 Arrange: TypeAlias = Callable[[nn.Module, str, torch.Tensor], None]
+
+
+class TensorSource(Protocol):
+    """What a component's parameters are filled from: its checkpoint, or numbers of another origin. folder: for
+    messages; shapes: of every tensor, by name."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Write tensor `name` into `target`, of the same shape."""
+
+    def is_changed(self, name: str) -> bool:
+        """Whether a change adds to tensor `name`."""
+
+    def quantized(self, name: str) -> tuple[StoredRows, ...]:
+        """The rows of tensor `name` as they are stored, where all are quantised; empty otherwise."""
 
 
 class WeightChange(ABC):
@@ -171,7 +191,7 @@ def _shape(rows: Sequence[StoredRows]) -> tuple[int, ...]:
     return first if len(rows) == 1 else (sum(each.shape[0] for each in rows), *first[1:])
 
 
-def stored_weight(checkpoint: Checkpoint, pieces: Mapping[str, tuple[Piece, ...]], name: str) -> tuple[StoredRows, ...]:
+def stored_weight(checkpoint: TensorSource, pieces: Mapping[str, tuple[Piece, ...]], name: str) -> tuple[StoredRows, ...]:
     """The rows of our parameter `name` as they are stored, where all are quantised; empty otherwise."""
     several = [checkpoint.quantized(piece.name) for piece in pieces[name] if piece.name in checkpoint.shapes]
     whole = len(several) == len(pieces[name]) and all(several)
@@ -180,7 +200,7 @@ def stored_weight(checkpoint: Checkpoint, pieces: Mapping[str, tuple[Piece, ...]
 
 def load_weights(
     module: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     pieces: Mapping[str, tuple[Piece, ...]],
     device: torch.device,
     dtype: torch.dtype,
@@ -257,7 +277,7 @@ def rewrite_weights(
 
 
 def _float8_rows(
-    checkpoint: Checkpoint, pieces: Sequence[Piece], device: torch.device, order: torch.Tensor | None
+    checkpoint: TensorSource, pieces: Sequence[Piece], device: torch.device, order: torch.Tensor | None
 ) -> QuantizedRows:
     """The weight of an 8-bit layer: rows that are stored in 8 bits as they are, the others quantised. order: of the
     rows, None as they come."""
@@ -290,7 +310,7 @@ def _hold_blocks(
     layer: GgufLinear,
     module: nn.Module,
     name: str,
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     pieces: Sequence[Piece],
     device: torch.device,
     dtype: torch.dtype,
@@ -332,7 +352,7 @@ def _row_order(module: nn.Module, name: str, num_rows: int, arrange: Arrange | N
     return order
 
 
-def _fill(target: torch.Tensor, name: str, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
+def _fill(target: torch.Tensor, name: str, checkpoint: TensorSource, pieces: Sequence[Piece]) -> None:
     flat, start = target.view(-1), 0
     for piece in pieces:
         stop = start + math.prod(piece.shape)
@@ -348,7 +368,7 @@ def own_pieces(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
 
 def check_names(
     module: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     pieces: Mapping[str, tuple[Piece, ...]],
     ignored: Callable[[str], bool] = lambda _: False,
 ) -> None:

@@ -25,6 +25,7 @@ from diffusion_runtime.models.checkpoint import (
     Arrange,
     Checkpoint,
     Piece,
+    TensorSource,
     WeightChange,
     check_names,
     load_weights,
@@ -156,23 +157,36 @@ class Model(Generic[C, G]):
         are quantised in the files as they are; None dequantises them. Raises ModelLoadError for files that are missing,
         damaged or not this model's, and for changes made for another model.
         """
-        for component, module in self.modules(transformer).items():
+        for component in self.modules(transformer):
             with self._checkpoint(component, changes) as checkpoint:
-                self.prepare(module, checkpoint.shapes)
-                pieces = self.pieces(component)
-                if quantization is not None:
-                    quantization.keep_stored(module, functools.partial(stored_weight, checkpoint, pieces))
-                load_weights(
-                    module,
-                    checkpoint,
-                    pieces,
-                    device,
-                    dtype,
-                    self.family.stays_float32,
-                    self.is_ignored,
-                    self.arrange,
-                )
+                self.fill_component(transformer, component, checkpoint, device, dtype, quantization)
         return transformer
+
+    def fill_component(
+        self,
+        transformer: DiffusionTransformer,
+        component: str,
+        source: TensorSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+    ) -> None:
+        """Fill the part of an empty transformer that one component's tensors are for. Raises as load_transformer."""
+        module = self.modules(transformer)[component]
+        self.prepare(module, source.shapes)
+        pieces = self.pieces(component)
+        if quantization is not None:
+            quantization.keep_stored(module, functools.partial(stored_weight, source, pieces))
+        load_weights(
+            module,
+            source,
+            pieces,
+            device,
+            dtype,
+            self.family.stays_float32,
+            self.is_ignored,
+            self.arrange,
+        )
 
     def lora_target(self, known: Callable[[], Sequence[LoraNames]]) -> LoraTarget:
         """This model as LoRA files meet it, from its json alone. known: the names of all families."""

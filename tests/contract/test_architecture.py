@@ -70,7 +70,7 @@ HOMES = {
     "imageio_ffmpeg": ("media/",),
     "typer": ("cli",),
     "yaml": ("untrusted/yaml_text.py",),
-    "matplotlib": ("benchmark/plot.py",),
+    "matplotlib": ("benchmark/plot",),
 }
 # The two files at the package root that only re-export are exempt; folder __init__ files are not.
 EXEMPT = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}

@@ -17,8 +17,9 @@ from tiny_families import WRITERS
 
 from diffusion_runtime import Pipeline, load_pipeline
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels import implementation
 from diffusion_runtime.kernels.activations import triton as activations_triton
-from diffusion_runtime.kernels.activations.api import silu_mul
+from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
 from diffusion_runtime.kernels.implementation import VARIABLE, fusion_is_on
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 from diffusion_runtime.kernels.modulated_norm import triton as norm_triton
@@ -166,6 +167,70 @@ def test_launches_that_repeat_skip_tritons_dispatch() -> None:
     assert arguments[2:] == (5, 0.5, 8, "rms")  # type: ignore[index]
 
 
+def test_a_call_like_an_earlier_one_skips_its_checks_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the compiled kernels, so that launches are counted where there is no GPU."""
+    launched: list[str] = []
+
+    class Compiled:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_: launched.append("repeated")
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., Compiled]:
+            return lambda *_, **__: launched.append("first") or Compiled()
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(implementation, "is_interpreted", True)
+    for module, name in ((norm_triton, "modulated_norm"), (rope_triton, "norm_rope"), (activations_triton, "activate")):
+        kernels = importlib.import_module(f"{module.__name__}_kernels")
+        monkeypatch.setattr(kernels, name, Kernel())
+        monkeypatch.setattr(module, "_launches", LaunchCache())
+
+    def kinds(run: Callable[[], object]) -> list[str]:
+        launched.clear()
+        run()
+        return list(launched)
+
+    x, rows, packed, weight = torch.ones(2, 3, 8), torch.ones(2, 8), torch.ones(2, 3, 3, 2, 4), torch.ones(4)
+    turns = torch.ones(3, 2, dtype=torch.complex64)
+    calls: dict[str, Callable[[], object]] = {
+        "norm": lambda: modulated_norm(x, LAYER, shift=rows, branch=Branch(x, rows)),
+        "sum": lambda: add_branch_(x, Branch(x, rows)),
+        "rope": lambda: norm_rope(packed, [weight], 1e-6, turns),
+        "silu": lambda: silu_mul(x, x),
+        "gelu": lambda: gelu_(x),
+    }
+    with torch.no_grad():
+        for name, call in calls.items():
+            assert kinds(call) == ["first"], name
+            assert kinds(call) == ["repeated"], name
+        # What a key says: shapes, dtypes, strides, alignment, epsilon. What it does not: the implementation.
+        others: dict[str, Callable[[], object]] = {
+            "epsilon": lambda: modulated_norm(x, Norm("layer", 1e-5), shift=rows, branch=Branch(x, rows)),
+            "no gate": lambda: modulated_norm(x, LAYER, shift=rows, branch=Branch(x)),
+            "scale, not shift": lambda: modulated_norm(x, LAYER, scale=rows, branch=Branch(x, rows)),
+            "out": lambda: modulated_norm(x, LAYER, shift=rows, branch=Branch(x, rows), out=torch.ones(2, 3, 8)),
+            "dtype": lambda: add_branch_(x.half(), Branch(x, rows)),
+            "strides": lambda: add_branch_(x, Branch(torch.ones(2, 6, 8)[:, ::2], rows)),
+            "alignment": lambda: add_branch_(x, Branch(torch.ones(49)[1:].view(2, 3, 8), rows)),
+            "no rotation": lambda: norm_rope(packed, [weight], 1e-6, None),
+            "in place": lambda: silu_mul(x, x, in_place=True),
+        }
+        for name, call in others.items():
+            assert kinds(call) == ["first"], name
+        with pytest.raises(ConfigError, match="expected rows of shift"):
+            modulated_norm(x, LAYER, shift=rows[:1], branch=Branch(x, rows))
+        with pytest.raises(ConfigError, match=r"expected weights \[4\] or \[8\]"):
+            norm_rope(packed, [torch.ones(3)], 1e-6, turns)
+        assert kinds(lambda: gelu_(x, implementation="reference")) == []
+        monkeypatch.setenv(VARIABLE, "reference")
+        assert [kinds(call) for call in calls.values()] == [[]] * 5
+        monkeypatch.delenv(VARIABLE)
+    # Gradients are the reference's.
+    grown = torch.ones(2, 3, 8, requires_grad=True)
+    assert kinds(lambda: silu_mul(grown, grown)) == []
+
+
 @pytest.mark.gpu
 def test_calls_that_repeat_compute_their_own_tensors() -> None:
     """A compiled kernel that is launched without Triton's dispatch reads and writes the tensors of its call."""
@@ -196,7 +261,7 @@ def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(VARIABLE, "reference")
     assert not fusion_is_on()
     # So that auto would take it, were it not for the variable.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(implementation, "is_interpreted", True)
     monkeypatch.setattr(norm_triton, "modulated_norm", lambda *_: pytest.fail("Triton was called"))
     modulated_norm(torch.randn(1, 2, 8), LAYER)
     monkeypatch.setenv(VARIABLE, "tritn")
@@ -212,7 +277,7 @@ def test_what_triton_cannot_compute_goes_to_the_reference(monkeypatch: pytest.Mo
         modulated_norm(x, LAYER, implementation="triton")
     with pytest.raises(ConfigError, match="expected auto, reference, triton, got 'cuda'"):
         silu_mul(x, x, implementation="cuda")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(implementation, "is_interpreted", True)
     assert norm_triton.refusal(x, LAYER, None, None, None, None) is None
     refused = {
         "rows of up to 8192, not 8200": norm_triton.refusal(torch.empty(1, 1, 8200), LAYER, None, None, None, None),
@@ -257,8 +322,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 def test_sequences_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     x, rows, packed = torch.randn(2, 0, 8), torch.randn(2, 8), torch.randn(2, 0, 3, 2, 8)
-    for interpreted in ("0", "1"):
-        monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    for interpreted in (False, True):
+        monkeypatch.setattr(implementation, "is_interpreted", interpreted)
         assert modulated_norm(x, LAYER, shift=rows, scale=rows, branch=Branch(x, rows)).shape == (2, 0, 8)
         assert add_branch_(x, Branch(x, rows)) is x
         turns = torch.ones(0, 4, dtype=torch.complex64)
@@ -273,7 +338,7 @@ def test_rows_of_zeros_are_quantised_to_zeros() -> None:
 
 
 def test_gradients_go_through_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(implementation, "is_interpreted", True)
     x, weight = torch.randn(1, 3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     modulated_norm(x, Norm("layer", 1e-6, weight)).square().sum().backward()
     assert x.grad is not None

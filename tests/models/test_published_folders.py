@@ -42,6 +42,7 @@ NUM_PARAMETERS = {
     "FLUX.1-schnell": 11_891_178_560,
     "FLUX.2-dev": 32_223_281_152,
     "FLUX.2-klein-4B": 3_875_544_576,
+    "FLUX.2-klein-9B": 9_078_581_248,
     "LTX-2": 18_876_174_592,
     "Z-Image-Turbo": 6_154_908_736,
     "Z-Image": 6_154_908_736,

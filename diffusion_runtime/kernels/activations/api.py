@@ -17,6 +17,10 @@ def silu_mul(
     gate, features: [..., dim], such as the halves of one product. Triton rounds once, the reference after each of the
     two. Raises ConfigError for shapes that differ, and when the implementation that was asked for cannot run.
     """
+    if implementation == "auto":
+        made = triton.repeat(gate, features, "silu_mul", in_place)
+        if made is not None:
+            return made
     if gate.shape != features.shape:
         raise ConfigError(f"SiLU: expected gate and features alike, got {tuple(gate.shape)}, {tuple(features.shape)}")
     if runs_in_triton(implementation, triton.refusal(gate, features)):
@@ -27,6 +31,8 @@ def silu_mul(
 def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
     """The tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415) in place. x: [..., dim], such as a part of a
     product. Raises ConfigError when the implementation that was asked for cannot run."""
+    if implementation == "auto" and triton.repeat(x, x, "gelu", True) is not None:
+        return x
     if runs_in_triton(implementation, triton.refusal(x, x)):
         return triton.gelu_(x)
     return reference.gelu_(x)

@@ -35,6 +35,10 @@ def modulated_norm(
 
     Raises ConfigError for shapes that do not fit, and when the implementation that was asked for cannot run.
     """
+    if implementation == "auto":
+        made = triton.repeat(x, norm, shift, scale, branch, out)
+        if made is not None:
+            return made
     _check(x, norm, shift, scale, branch, out)
     if runs_in_triton(implementation, triton.refusal(x, norm, shift, scale, branch, out)):
         return triton.modulated_norm(x, norm, shift, scale, branch, out)
@@ -67,6 +71,8 @@ def add_branch_(x: torch.Tensor, branch: Branch, *, implementation: str = "auto"
 
     Raises ConfigError as modulated_norm does.
     """
+    if implementation == "auto" and triton.repeat(x, None, None, None, branch, x) is not None:
+        return x
     _check(x, None, None, None, branch, None)
     if runs_in_triton(implementation, triton.refusal(x, None, None, None, branch, None)):
         return triton.add_branch_(x, branch)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.implementation import NEEDS_CUDA, may_run_on, refusal_of
-from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of, may_repeat
 from diffusion_runtime.kernels.modulated_norm.reference import Branch, Norm
 
 # Numbers of a row that one program holds in registers.
@@ -58,9 +60,10 @@ def modulated_norm(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """As in api.py."""
+    key = _key(x, norm, shift, scale, branch, out, "")
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, norm, shift, scale, branch, out, None)
+    _launch(x, norm, shift, scale, branch, out, None, key)
     return out
 
 
@@ -74,13 +77,13 @@ def modulated_norm_fp8(
     """As in api.py."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
-    _launch(x, norm, shift, scale, branch, out, scales)
+    _launch(x, norm, shift, scale, branch, out, scales, _key(x, norm, shift, scale, branch, None, "fp8"))
     return QuantizedRows(out.view(-1, x.shape[2]), scales.view(-1, 1))
 
 
 def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
     """As in api.py."""
-    _launch(x, None, None, None, branch, x, None)
+    _launch(x, None, None, None, branch, x, None, _key(x, None, None, None, branch, x, ""))
     return x
 
 
@@ -91,6 +94,77 @@ def launch_shape(dim: int) -> tuple[int, int, int]:
     return block, rows, max(1, min(16, block * rows // 1024))
 
 
+def repeat(
+    x: torch.Tensor,
+    norm: Norm | None,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The result of a call like an earlier one, without its checks; None for the first of its kind. norm: None for
+    add_branch_, whose `out` is x."""
+    if not may_repeat(x.device):
+        return None
+    key = _key(x, norm, shift, scale, branch, out, "")
+    if key not in _launches:
+        return None
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launches.repeat(key, _pointers(x, norm, shift, scale, branch, out, None))
+    return out
+
+
+def _key(
+    x: torch.Tensor,
+    norm: Norm | None,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor | None,
+    form: str,
+) -> Hashable:
+    """All that checks and launch depend on. out: None for a new tensor; form: of its numbers."""
+    values, gate, branch_norm = (None, None, None) if branch is None else branch
+    return (
+        form,
+        kind_of(x),
+        None if norm is None else (norm.kind, norm.eps, kind_of(norm.weight), kind_of(norm.bias)),
+        kind_of(shift),
+        kind_of(scale),
+        kind_of(values),
+        kind_of(gate),
+        None if branch_norm is None else (branch_norm.kind, branch_norm.eps, kind_of(branch_norm.weight)),
+        "x" if out is x else kind_of(out),
+    )
+
+
+def _pointers(
+    x: torch.Tensor,
+    norm: Norm | None,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """In the order of the kernel's arguments; one that it does not read is x."""
+    values, gate, branch_norm = (None, None, None) if branch is None else branch
+    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    return (
+        x,
+        x if values is None else values,
+        out,
+        x if scales is None else scales,
+        x if gate is None else gate,
+        x if branch_norm is None or branch_norm.weight is None else branch_norm.weight,
+        x if weight is None else weight,
+        x if bias is None else bias,
+        x if scale is None else scale,
+        x if shift is None else shift,
+    )
+
+
 def _launch(
     x: torch.Tensor,
     norm: Norm | None,
@@ -99,17 +173,17 @@ def _launch(
     branch: Branch | None,
     out: torch.Tensor,
     scales: torch.Tensor | None,
+    key: Hashable,
 ) -> None:
     if guard_is_needed(x.device):
         with device_guard(x.device):
-            _launch(x, norm, shift, scale, branch, out, scales)
+            _launch(x, norm, shift, scale, branch, out, scales, key)
             return
     if x.numel() == 0:
         return
     values, gate, branch_norm = (None, None, None) if branch is None else branch
-    branch_weight, branch_eps = (None, 0.0) if branch_norm is None else (branch_norm.weight, branch_norm.eps)
+    branch_eps = 0.0 if branch_norm is None else branch_norm.eps
     kind, eps, weight, bias = ("none", 0.0, None, None) if norm is None else norm
-    tensors = (x, values, out, scales, gate, branch_weight, weight, bias, scale, shift)
 
     def prepare() -> Launch:
         from diffusion_runtime.kernels.modulated_norm import triton_kernels as kernels
@@ -135,6 +209,4 @@ def _launch(
         grid = (-(-num_tokens // rows), batch, 1)
         return Launch(kernels.modulated_norm, grid, (*numbers, eps, branch_eps), constants, num_warps)
 
-    key = (x.device, x.shape, kind, eps, branch_eps, *map(kind_of, tensors))
-    # A pointer that the kernel does not read is x.
-    _launches.run(key, tuple(x if each is None else each for each in tensors), prepare)
+    _launches.run(key, _pointers(x, norm, shift, scale, branch, out, scales), prepare)

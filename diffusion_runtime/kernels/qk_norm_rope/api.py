@@ -37,6 +37,10 @@ def norm_rope(
 
     Raises ConfigError for shapes that do not fit, and when the implementation that was asked for cannot run.
     """
+    if implementation == "auto":
+        made = triton.repeat(packed, weights, eps, rotations, out)
+        if made is not None:
+            return made
     _check(packed, weights, rotations, out)
     if runs_in_triton(implementation, triton.refusal(packed, weights, rotations, out)):
         return triton.norm_rope(packed, weights, eps, rotations, out)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.implementation import refusal_of
-from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of, may_repeat
 
 # Numbers of a token that one program holds in registers, heads and head_dim padded to powers of two.
 MAX_BLOCK = 16384
@@ -47,6 +47,24 @@ def num_warps_for(block: int, over_heads: bool) -> int:
     return max(1, min(16, block // 2048)) if over_heads else max(4, min(16, block // 512))
 
 
+def repeat(
+    packed: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    eps: float,
+    rotations: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...] | None:
+    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    if not may_repeat(packed.device):
+        return None
+    key = _key(packed, weights, eps, rotations, out)
+    if key not in _launches:
+        return None
+    target = packed if out is None else out
+    _launches.repeat(key, _pointers(packed, weights, rotations, target))
+    return target.unbind(2)
+
+
 def norm_rope(
     packed: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -61,7 +79,6 @@ def norm_rope(
     target = packed if out is None else out
     if packed.numel() == 0:
         return target.unbind(2)
-    turns = packed if rotations is None else torch.view_as_real(rotations)
 
     def prepare() -> Launch:
         from diffusion_runtime.kernels.qk_norm_rope import triton_kernels as kernels
@@ -89,10 +106,26 @@ def norm_rope(
             num_warps_for(heads_block * dim_block, over_heads),
         )
 
-    shapes = packed.shape, None if rotations is None else rotations.shape, weights[0].shape, len(weights), out is None
-    pointers = (packed, target, weights[0], weights[-1], turns)
-    _launches.run((packed.device, shapes, eps, *map(kind_of, pointers)), pointers, prepare)
+    _launches.run(_key(packed, weights, eps, rotations, out), _pointers(packed, weights, rotations, target), prepare)
     return target.unbind(2)
+
+
+def _key(
+    packed: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    eps: float,
+    rotations: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> Hashable:
+    """All that checks and launch depend on."""
+    return kind_of(packed), tuple(map(kind_of, weights)), eps, kind_of(rotations), kind_of(out)
+
+
+def _pointers(
+    packed: torch.Tensor, weights: Sequence[torch.Tensor], rotations: torch.Tensor | None, target: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    turns = packed if rotations is None else torch.view_as_real(rotations)
+    return packed, target, weights[0], weights[-1], turns
 
 
 def _strides(rotations: torch.Tensor) -> tuple[int, int, int]:

@@ -1,0 +1,284 @@
+"""Benchmarks one denoising step of a transformer: ours in each mode beside diffusers' own, eager and compiled.
+
+The same random weights everywhere, so every velocity is compared with the first one. Models are built one after the
+other and each is timed beside a large matrix product. A step is one in the middle of a generation: what depends on
+prompt and size alone was computed at the first one, where a model of ours keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.context import AttentionContext, RequestCache
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention.self_test import quiet_log
+from diffusion_runtime.benchmark.clock import Clock, matmul_tflops
+from diffusion_runtime.benchmark.device_time import time_shares
+from diffusion_runtime.benchmark.operations import count_operations
+from diffusion_runtime.benchmark.step_model import StepModel
+from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
+from diffusion_runtime.diffusers_bridge.random_transformer import compile_blocks
+from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs
+from diffusion_runtime.errors import ConfigError, DeviceMemoryError
+from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
+from diffusion_runtime.memory.device_memory import release_device_memory
+from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.step_info import StepInfo
+
+# Called with the item under way.
+OnProgress = Callable[[str], None]
+
+MODES = ("eager", "fp8", "fp8-all", "compile")
+_STEP = StepInfo(10, 20)
+# Relative L2 of two bfloat16 forwards of random weights that round at other places; of float32, hundreds of times less.
+_MAX_DIFFERENCE = 0.05
+# A forward of so many milliseconds says enough in one sample.
+_SLOW_MS = 20_000.0
+
+
+@dataclass(frozen=True)
+class StepEffort:
+    """num_samples: of each row. matmul_size: edge of the square matrices of the reference product."""
+
+    num_samples: int
+    matmul_size: int
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """What is timed. modes: of MODES, of ours; with_diffusers: its eager model too, and the compiled one where
+    `compile` is among the modes. attention: of ours, as --attention-backend takes it."""
+
+    modes: Sequence[str]
+    with_diffusers: bool = True
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [mode for mode in self.modes if mode not in MODES]
+        if unknown or not self.modes:
+            raise ConfigError(f"--mode: expected some of {','.join(MODES)}, got {','.join(self.modes) or 'none'}")
+
+
+def benchmark_step(
+    opened: StepModel,
+    choice: StepChoice,
+    device: torch.device,
+    dtype: torch.dtype,
+    effort: StepEffort,
+    *,
+    on_progress: OnProgress = lambda _: None,
+) -> StepBenchmark:
+    """Time the step in every way. An exception of one way becomes its row.
+
+    Raises DeviceMemoryError before anything is built where the weights do not fit, and BackendUnavailableError and
+    ConfigError for an attention choice that cannot run.
+    """
+    _check_memory(opened, device, dtype)
+    hardware = detect_hardware(str(device))
+    with torch.inference_mode(), quiet_log():
+        run = _Run(opened, choice, device, dtype, effort, on_progress)
+        rows = tuple(run.rows())
+    return StepBenchmark(
+        model=opened.describe(),
+        device=f"{hardware.device_name}, {hardware.describe()}",
+        versions={"torch": torch.__version__, **hardware.packages},
+        dtype=str(dtype).removeprefix("torch."),
+        num_blocks=opened.num_blocks,
+        whole_blocks=opened.whole_blocks,
+        operations=run.operations,
+        matmul_size=effort.matmul_size,
+        rows=rows,
+    )
+
+
+class _Run:
+    """The rows of one benchmark. operations: of one forward, once the first model was built."""
+
+    def __init__(
+        self,
+        opened: StepModel,
+        choice: StepChoice,
+        device: torch.device,
+        dtype: torch.dtype,
+        effort: StepEffort,
+        on_progress: OnProgress,
+    ) -> None:
+        self.operations = 0.0
+        self._opened = opened
+        self._choice = choice
+        self._device = device
+        self._dtype = dtype
+        self._effort = effort
+        self._say = on_progress
+        self._clock = Clock(device)
+        self._inputs = opened.inputs(device, dtype)
+        self._expected: torch.Tensor | None = None
+        attention = AttentionConfig.parse(choice.attention)
+        self._policy = AttentionPolicy(cli=attention, device=str(device), dtype=dtype)
+
+    def rows(self) -> Iterator[StepRow]:
+        modes = self._choice.modes
+        # What everything is compared with. Compiling changes a model in place, after it was timed eager.
+        yield from self._ours("none", ("eager", *(mode for mode in modes if mode == "compile")))
+        for mode in modes:
+            if mode not in ("eager", "compile"):
+                yield from self._ours(mode, (mode,))
+        if self._choice.with_diffusers:
+            yield from self._theirs("compile" in modes)
+
+    def _ours(self, quantization: str, modes: Sequence[str]) -> Iterator[StepRow]:
+        """Rows of one model of ours."""
+        self._say(f"building ours, {modes[0]}")
+        before = _memory_in_use(self._device)
+        begin = time.perf_counter()
+        model, rules = self._opened.build(self._policy, self._device, self._dtype, quantization)
+        self._clock.synchronize()
+        build_s = time.perf_counter() - begin
+        products: Counter[str] = Counter()
+        if rules is not None:
+            rules.counter.start(lambda how: products.update([how]))
+        if not self.operations:
+            self.operations = count_operations(model, _forward_of(model, self._inputs))
+        for mode in modes:
+            if mode == "compile":
+                CompiledBlocks().compile(model)
+            run = _forward_of(model, self._inputs, is_compiled=mode == "compile")
+            row = self._row(f"ours, {mode}", run, before)
+            yield replace(row, build_s=build_s, detail=", ".join([*_backends_of(model), *products]))
+        del model, run
+        release_device_memory(self._device)
+
+    def _theirs(self, compiles: bool) -> Iterator[StepRow]:
+        self._say("building diffusers'")
+        before = _memory_in_use(self._device)
+        begin = time.perf_counter()
+        try:
+            model = self._opened.build_theirs(self._device, self._dtype)
+        except Exception as error:  # any exception of diffusers
+            yield StepRow("diffusers, eager", "failed", raised_line(error))
+            return
+        build_s = time.perf_counter() - begin
+        run = _forward_of_theirs(model, self._inputs)
+        yield replace(self._row("diffusers, eager", run, before), build_s=build_s)
+        if compiles:
+            try:
+                compile_blocks(model)
+            except Exception as error:  # any exception: not every class names its blocks
+                yield StepRow("diffusers, compile", "failed", raised_line(error))
+            else:
+                yield replace(self._row("diffusers, compile", run, before), build_s=build_s)
+        del model, run
+        release_device_memory(self._device)
+
+    def _row(self, name: str, run: Callable[[], torch.Tensor], memory_before: int | None) -> StepRow:
+        self._say(name)
+        try:
+            return self._measured(name, run, memory_before)
+        except Exception as error:  # any exception of a kernel, a compiler or a package
+            return StepRow(name, "failed", raised_line(error))
+
+    def _measured(self, name: str, run: Callable[[], torch.Tensor], memory_before: int | None) -> StepRow:
+        clock, effort = self._clock, self._effort
+        begin = time.perf_counter()
+        found = run().float()
+        clock.synchronize()
+        first_s = time.perf_counter() - begin
+        if self._expected is None:
+            self._expected = found
+        difference = float((found - self._expected).norm() / self._expected.norm())
+        del found
+        is_wrong = "fp8" not in name and not difference < _MAX_DIFFERENCE
+        rate = matmul_tflops(clock, self._dtype, effort.matmul_size)
+        _reset_peak(self._device)
+        samples = [clock.milliseconds(run)]
+        peak = _peak(self._device, memory_before)
+        if samples[0] < _SLOW_MS:
+            samples = [clock.milliseconds(run) for _ in range(effort.num_samples)]
+        shares = time_shares(run, self._device)
+        host = None
+        if self._device.type == "cpu":
+            # An operator's time holds what interrupts it, and the profiler's own.
+            shares = shares.scaled_to(statistics.median(samples))
+        else:
+            host = min(clock.host_ms(run) for _ in range(3))
+        return StepRow(
+            name=name,
+            state="wrong" if is_wrong else "measured",
+            reason=f"the velocity differs by {difference:.2g} (relative L2) from the first row's" if is_wrong else "",
+            samples=tuple(samples),
+            host_ms=host,
+            shares=shares,
+            matmul_tflops=rate,
+            peak_bytes=peak,
+            first_s=first_s,
+            difference=difference,
+        )
+
+
+def _backends_of(model: DiffusionTransformer) -> list[str]:
+    """That self-attention was given."""
+    layers = [layer for layer in model.attention_layers() if layer.layer.role == "self"]
+    return list(dict.fromkeys(layer.decisions[0][1].backend for layer in layers))
+
+
+def _forward_of(
+    model: DiffusionTransformer, inputs: StepInputs, *, is_compiled: bool = False
+) -> Callable[[], torch.Tensor]:
+    """Forwards of one request."""
+    state = RequestCache()
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = model(*inputs.ours, AttentionContext(step=_STEP, state=state, is_compiled=is_compiled))
+        return out
+
+    return run
+
+
+def _forward_of_theirs(model: nn.Module, inputs: StepInputs) -> Callable[[], torch.Tensor]:
+    return lambda: inputs.theirs_to_velocity(model(**inputs.theirs))
+
+
+def _check_memory(opened: StepModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises DeviceMemoryError for weights that do not fit, and says which part would."""
+    needed = opened.num_parameters() * dtype.itemsize
+    room = _memory_room(device)
+    if room is None or needed <= room:
+        return
+    raise DeviceMemoryError(
+        f"{opened.name}: expected room for {needed / 1e9:.1f} GB of weights in {str(dtype).removeprefix('torch.')}, "
+        f"{device} has {room / 1e9:.1f} GB; --layers 4 builds a part of its {opened.num_blocks} blocks"
+    )
+
+
+def _memory_room(device: torch.device) -> int | None:
+    """Bytes: what is free on a GPU, all that a CPU has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device.type == "cpu" else None
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _memory_in_use(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(device: torch.device, before: int | None) -> int | None:
+    return None if before is None else torch.cuda.max_memory_allocated(device) - before

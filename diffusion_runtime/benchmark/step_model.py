@@ -1,0 +1,200 @@
+"""A model whose denoising step is timed, with random weights: a published one from its json in the package, or a
+folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.diffusers_bridge.random_transformer import random_transformer
+from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs, StepSample, step_inputs
+from diffusion_runtime.errors import ConfigError, RequestError, nearest
+from diffusion_runtime.model_folder import INDEX_FILE, component_class, read_json
+from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.model_sources import EMBEDDED, resolve_model_folder
+from diffusion_runtime.models.published import PublishedModel, published_models
+from diffusion_runtime.models.published_folders import FolderFiles, published_folders, write_folder
+from diffusion_runtime.models.quantization import Quantization
+from diffusion_runtime.models.random_weights import fill_randomly
+from diffusion_runtime.models.registry import family_for_folder
+
+_TRANSFORMER = "transformer/config.json"
+# Keys that say how many blocks a transformer has; a text's refiner stays whole.
+_BLOCK_COUNTS = ("num_layers", "num_single_layers", "n_layers")
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A transformer with its sizes. config: of the transformer as it is built; num_blocks: that are built;
+    whole_blocks: that the model has. size: of the clip; batch: samples of one forward. text_tokens: see StepSample."""
+
+    name: str
+    model: Model[Any, Any]
+    transformer_class: str
+    config: Mapping[str, Any]
+    num_blocks: int
+    whole_blocks: int
+    size: ClipSize
+    batch: int = 1
+    text_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Grid tokens of one sample."""
+        geometry: LatentGeometry = self.model.geometry
+        return geometry.num_tokens(self.size.height, self.size.width, self.size.num_frames)
+
+    def describe(self) -> str:
+        """`FLUX.1-dev, 1 frame of 1024 x 1024, 4096 tokens, batch 1, 57 blocks`."""
+        size = self.size
+        frames = "1 frame" if size.num_frames == 1 else f"{size.num_frames} frames"
+        blocks = f"{self.num_blocks} blocks"
+        if self.num_blocks != self.whole_blocks:
+            blocks = f"{self.num_blocks} of {self.whole_blocks} blocks"
+        return (
+            f"{self.name}, {frames} of {size.width} x {size.height}, {self.num_tokens} tokens, batch {self.batch}, "
+            f"{blocks}"
+        )
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> StepInputs:
+        """The same numbers at every call."""
+        generator = torch.Generator(device).manual_seed(0)
+        return step_inputs(
+            self.transformer_class,
+            StepSample(
+                self.config, self.model.geometry, self.size, self.batch, device, dtype, generator, self.text_tokens
+            ),
+        )
+
+    def build(
+        self,
+        policy: AttentionPolicy,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: str = "none",
+    ) -> tuple[DiffusionTransformer, Quantization | None]:
+        """Our transformer with random weights. quantization: none, fp8 or fp8-all.
+
+        Raises BackendUnavailableError and ConfigError for choices that cannot run.
+        """
+        empty = self.model.build_transformer(policy)
+        rules = Quantization.of(self.model.family.name, quantization, ())
+        if rules is not None:
+            rules.apply(self.model.modules(empty))
+        return fill_randomly(self.model, empty, device, dtype), rules
+
+    def build_theirs(self, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+        """diffusers' transformer with the same weights."""
+        return random_transformer(self.transformer_class, self.config, device, dtype)
+
+    def num_parameters(self) -> int:
+        empty = self.model.build_transformer(AttentionPolicy())
+        return sum(parameter.numel() for parameter in empty.parameters())
+
+
+def open_step_model(
+    name: str, num_layers: int | None = None, changes: Mapping[str, Any] = MappingProxyType({})
+) -> StepModel:
+    """The model of a name of `models`, of its hub id, or of a folder; of two experts, one.
+
+    num_layers: how many blocks are built of the kind that has most, and of other kinds in proportion; None for all.
+    changes: of the transformer's config, such as sizes that a CPU computes. Raises ConfigError for an unknown name and
+    ModelLoadError for a folder that no family here loads.
+    """
+    published = _find_published(name)
+    files = dict(_published_files(published) if published is not None else _folder_files(name))
+    # One forward pass runs one expert.
+    files[INDEX_FILE] = {
+        key: value for key, value in files[INDEX_FILE].items() if key not in ("transformer_2", "boundary_ratio")
+    }
+    config = {**files[_TRANSFORMER], **changes}
+    whole = _num_blocks(config)
+    if num_layers is not None:
+        config.update(_cut(config, num_layers))
+    files[_TRANSFORMER] = config
+    with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as temporary:
+        # Nothing reads the folder once it is described.
+        folder = write_folder(Path(temporary), files)
+        model = family_for_folder(folder).describe(folder)
+        transformer_class = component_class(folder, "transformer")[1]
+    return StepModel(
+        name=published.name if published is not None else name,
+        model=model,
+        transformer_class=transformer_class,
+        config=config,
+        num_blocks=_num_blocks(config),
+        whole_blocks=whole,
+        size=_default_size(model, published),
+        text_tokens=_text_tokens(files),
+    )
+
+
+def with_size(
+    opened: StepModel, *, height: int | None, width: int | None, num_frames: int | None, batch: int
+) -> StepModel:
+    """The same at another size. Raises RequestError for sizes that the model does not make."""
+    changes = {"height": height, "width": width, "num_frames": num_frames}
+    size = dataclasses.replace(opened.size, **{key: value for key, value in changes.items() if value is not None})
+    opened.model.geometry.check(size.height, size.width, size.num_frames)
+    return dataclasses.replace(opened, size=size, batch=batch)
+
+
+def _find_published(name: str) -> PublishedModel | None:
+    if name == EMBEDDED or Path(name).exists():
+        return None
+    found = next((each for each in published_models() if name in (each.name, each.model_path)), None)
+    if found is None:
+        known = [each.name for each in published_models()]
+        raise ConfigError(
+            f"MODEL: {name!r} is neither a folder nor a published model.{nearest(name, known)} "
+            f"Expected one of {', '.join(known)}, or a diffusers folder"
+        )
+    return found
+
+
+def _published_files(published: PublishedModel) -> FolderFiles:
+    return published_folders()[published.model_path.rpartition("/")[2]]
+
+
+def _folder_files(name: str) -> FolderFiles:
+    """The json that a family reads, of a folder with or without weights."""
+    folder = resolve_model_folder(name)
+    paths = [folder / INDEX_FILE, folder / "generation.json", *sorted(folder.glob("[!.]*/*config.json"))]
+    return {path.relative_to(folder).as_posix(): read_json(path) for path in paths if path.is_file()}
+
+
+def _num_blocks(config: Mapping[str, Any]) -> int:
+    return sum(config[key] for key in _BLOCK_COUNTS if isinstance(config.get(key), int))
+
+
+def _cut(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
+    counts = {key: config[key] for key in _BLOCK_COUNTS if isinstance(config.get(key), int)}
+    most = max(counts.values(), default=0)
+    if not 1 <= num_layers <= most:
+        raise ConfigError(f"--layers: expected 1 to {most} for this model, got {num_layers}")
+    return {key: max(1, round(count * num_layers / most)) for key, count in counts.items()}
+
+
+def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> ClipSize:
+    """That of a request that says none."""
+    values = {**model.defaults, **model.generation.defaults, **({} if published is None else published.request)}
+    missing = [key for key in ("height", "width") if values.get(key) is None]
+    if missing:
+        raise RequestError(f"{' and '.join(missing)}: this model has no size of its own; give --height and --width")
+    return ClipSize(values["height"], values["width"], values.get("num_frames") or 1, values.get("fps") or 1)
+
+
+def _text_tokens(files: FolderFiles) -> int | None:
+    """What a folder's tokenizer makes room for, where that is less than models of its kind have."""
+    room = files.get("tokenizer/tokenizer_config.json", {}).get("model_max_length")
+    return room if isinstance(room, int) and room <= 512 else None

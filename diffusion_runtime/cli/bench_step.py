@@ -1,0 +1,168 @@
+"""`bench step`: one denoising step of a model at its real size, ours in each mode beside diffusers'."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diffusion_runtime.cli import options
+from diffusion_runtime.cli.bench import check_result_place, progress_line, write_results
+from diffusion_runtime.cli.tables import plain_table
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+
+if TYPE_CHECKING:
+    from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
+
+EPILOG = """[bold]Examples[/]
+
+diffusion-runtime bench step
+
+diffusion-runtime bench step flux.1-dev --plot flux.png
+
+diffusion-runtime bench step wan2.2-t2v-a14b --height 480 --width 832 --layers 4
+
+diffusion-runtime bench step qwen-image --batch 2 --mode eager,fp8 --no-diffusers --json
+"""
+_WHAT, _HOW = "What to measure", "How it is computed"
+
+
+def _option(panel: str, text: str, name: str, metavar: str | None = None, **limits: Any) -> Any:
+    return typer.Option(name, help=text, metavar=metavar, show_default=False, rich_help_panel=panel, **limits)
+
+
+def step(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A name of `models`, or a folder. Its weights are not read."),
+    ] = "shapes",
+    height: Annotated[int | None, _option(_WHAT, "Pixels. Default: the model's.", "--height", "N", min=1)] = None,
+    width: Annotated[int | None, _option(_WHAT, "Pixels. Default: the model's.", "--width", "N", min=1)] = None,
+    num_frames: Annotated[
+        int | None, _option(_WHAT, "Frames. Default: the model's.", "--num-frames", "N", min=1)
+    ] = None,
+    batch: Annotated[
+        int, _option(_WHAT, "Samples per forward; 2: both branches of guidance as one batch.", "--batch", "N", min=1)
+    ] = 1,
+    layers: Annotated[
+        int | None,
+        _option(_WHAT, "Build N blocks of the kind with most; the figures are of this part.", "--layers", "N", min=1),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        _option(_HOW, "Of ours: eager,fp8,fp8-all,compile. Default: all, on a CPU eager.", "--mode", "NAMES"),
+    ] = None,
+    no_diffusers: Annotated[bool, _option(_HOW, "Leave out diffusers' model.", "--no-diffusers")] = False,
+    attention_backend: Annotated[
+        str | None, _option(_HOW, "Of ours, as in generate.", "--attention-backend", "NAME")
+    ] = None,
+    repeats: Annotated[
+        int | None, _option(_HOW, "Samples per row. Default: 7, on a CPU 3.", "--repeats", "N", min=1)
+    ] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    output_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-path",
+            "-o",
+            help="Write the results as JSON.",
+            metavar="FILE.json",
+            show_default=False,
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = None,
+    plot: Annotated[Path | None, _option(options.OUTPUT, "Plot where the time goes.", "--plot", "FILE.png")] = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """One denoising step at a model's real size, with random weights: nothing is downloaded.
+
+    Milliseconds of one forward, in attention, linear layers and the rest; time of the host; share of a matrix product's
+    rate; memory; difference of the velocities. A step in the middle of a generation. Exit code 1 when a row is wrong or
+    fails.
+    """
+    terminal = Terminal(quiet=quiet)
+    with terminal.log():
+        from diffusion_runtime.benchmark.plot import check_plotting
+        from diffusion_runtime.benchmark.plot_step import plot_step
+        from diffusion_runtime.benchmark.step import MODES, StepChoice, StepEffort, benchmark_step
+        from diffusion_runtime.benchmark.step_model import open_step_model, with_size
+        from diffusion_runtime.hardware import resolve_device, resolve_dtype
+
+        if plot is not None:
+            check_plotting(plot)
+        for path in (output_path, plot):
+            check_result_place(path)
+        torch_device = resolve_device(device or "auto")
+        on_cpu = torch_device.type == "cpu"
+        names = (("eager",) if on_cpu else MODES) if mode is None else [name.strip() for name in mode.split(",")]
+        choice = StepChoice(tuple(names), not no_diffusers, attention_backend)
+        effort = StepEffort(repeats or (3 if on_cpu else 7), 1024 if on_cpu else 8192)
+        opened = open_step_model(model, layers)
+        with progress_line(terminal) as on_progress:
+            sized = with_size(opened, height=height, width=width, num_frames=num_frames, batch=batch)
+            result = benchmark_step(
+                sized,
+                choice,
+                torch_device,
+                resolve_dtype(dtype or "auto", torch_device),
+                effort,
+                on_progress=on_progress,
+            )
+        write_results(result, output_path, plot, lambda path: plot_step(result, path), terminal)
+    if as_json:
+        put_on_stdout(json_text(result.to_dict()))
+    else:
+        show(result)
+    raise typer.Exit(result.exit_code)
+
+
+def show(result: StepBenchmark) -> None:
+    """One row per way of computing the step, and what the figures are of."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, file=sys.stdout)
+    console.print(Text(f"{result.device}, {result.dtype}"))
+    columns = ("one step", "ms", "attention", "linear", "rest", "idle", "host", "of matmul", "GB", "differs", "by")
+    console.print(plain_table(columns, [_cells(row, result.operations) for row in result.rows], f"\n{result.model}"))
+    rates = [row.matmul_tflops for row in result.rows if row.matmul_tflops is not None]
+    if rates:
+        size = result.matmul_size
+        console.print(
+            Text(
+                f"a matrix product of {size}^3 beside them: {min(rates):.4g} to {max(rates):.4g} TF/s; "
+                f"one step: {result.operations / 1e12:.4g} T operations"
+            )
+        )
+    if result.scale != 1:
+        console.print(
+            Text(
+                f"These figures are of {result.num_blocks} of {result.whole_blocks} blocks. Times "
+                f"{result.whole_blocks}/{result.num_blocks}, what stands outside of blocks as well, an upper bound:"
+            )
+        )
+        for row in result.rows:
+            if row.milliseconds is not None:
+                console.print(Text(f"  {row.name}: {row.milliseconds * result.scale:.4g} ms"))
+
+
+def _cells(row: StepRow, operations: float) -> tuple[str, ...]:
+    by = row.detail if row.state == "measured" else f"{row.state}: {row.reason}"
+    shares = row.shares
+    parts = (None, None, None) if shares is None else (shares.attention, shares.linear, shares.rest)
+    peak = None if row.peak_bytes is None else row.peak_bytes / 1e9
+    times = [_number(value) for value in (row.milliseconds, *parts, row.idle_ms, row.host_ms)]
+    share = row.share_of_matmul(operations)
+    differs = "-" if row.difference is None else f"{row.difference:.0e}"
+    return row.name, *times, "-" if share is None else f"{share:.2f}", _number(peak), differs, by
+
+
+def _number(value: float | None) -> str:
+    """Four digits of it."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

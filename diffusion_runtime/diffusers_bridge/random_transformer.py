@@ -1,0 +1,63 @@
+"""diffusers' own transformers with random weights, the same as ours of the same shapes; their torch.compile."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffusion_runtime.models.random_weights import draw_weight
+
+# Keys of configs that say how many layers of a kind there are.
+LAYER_COUNTS = ("num_layers", "num_single_layers", "num_refiner_layers", "n_layers", "n_refiner_layers")
+
+
+def random_transformer(
+    transformer_class: str, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """A model as `from_pretrained` would load it: in eval mode, without gradients. config: of its config.json."""
+    import diffusers
+
+    model_class = getattr(diffusers, transformer_class)
+    # Published files have keys that no version reads, of which `from_config` warns.
+    known = inspect.signature(model_class.__init__).parameters
+    config = {key: value for key, value in config.items() if key in known}
+    with torch.device("meta"):
+        model: nn.Module = model_class(**config)
+    kept = frozenset(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        stays = parameter.is_floating_point() and kept.isdisjoint(name.split("."))
+        parameter.data = parameter.data.to(dtype if stays else torch.float32)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        draw_weight(name, parameter)
+    _refill_tables(model, model_class(**{**config, **_one_layer_of_each(config)}), device)
+    return model
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Have diffusers compile each kind of repeated block at the first call, as its documentation advises."""
+    compile_repeated_blocks: Any = model.compile_repeated_blocks
+    compile_repeated_blocks(fullgraph=True)
+
+
+def _one_layer_of_each(config: Mapping[str, Any]) -> dict[str, int]:
+    return {key: 1 for key in LAYER_COUNTS if isinstance(config.get(key), int)}
+
+
+def _refill_tables(model: nn.Module, small: nn.Module, device: torch.device) -> None:
+    """Tables that a constructor computes hold nothing on the meta device: take those of a model of one layer."""
+    modules = dict(model.named_modules())
+    for name, module in small.named_modules():
+        if name not in modules:
+            continue
+        for key, table in module._buffers.items():
+            if table is not None:
+                modules[name]._buffers[key] = table.to(device)
+        # Some keep tables as plain attributes.
+        for key, table in vars(module).items():
+            if isinstance(table, torch.Tensor):
+                setattr(modules[name], key, table.to(device))

@@ -1,0 +1,277 @@
+"""Random inputs of one denoising step at any size: for our transformer, and the same for diffusers' own.
+
+Keys are class names of diffusers. Text is as long as an ordinary prompt where a model takes its tokens as they are, and
+fills what the model's pipeline fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from diffusion_runtime.errors import ConfigError, shown
+from diffusion_runtime.layers.embeddings import patchify, unpatchify
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
+from diffusion_runtime.text_encoders.interface import Conditions, TextStream
+
+# diffusers rounds a thousandth of the timestep to bfloat16, and a thousand times the guidance scale: it holds these.
+_TIMESTEP, _GUIDANCE = 500.0, 4.0
+_LATENT_PATCH = (1, 2, 2)
+# Tokens of a prompt of a few sentences and of a negative prompt, by turns over a batch.
+_PROMPT_LENGTHS = (120, 6)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """ours: latents, timestep and inputs of DiffusionTransformer.forward. theirs: keyword arguments of diffusers'
+    forward for the same step. theirs_to_velocity: their output as a velocity of ours, in the shape of our latents."""
+
+    ours: tuple[torch.Tensor, torch.Tensor, DenoiserInputs]
+    theirs: Mapping[str, Any]
+    theirs_to_velocity: Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """What inputs are drawn for. config: of the transformer, as its config.json says it; geometry, size: of the clip.
+    batch: samples; text_tokens: room for text, None for the model's usual."""
+
+    config: Mapping[str, Any]
+    geometry: LatentGeometry
+    size: ClipSize
+    batch: int
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+    text_tokens: int | None = None
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(self.batch, *shape, generator=self.generator, device=self.device, dtype=self.dtype)
+
+    def latents(self) -> torch.Tensor:
+        """[batch, *geometry.sample_shape]"""
+        return self.random(*self.geometry.sample_shape(self.size))
+
+    def grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
+        return self.geometry.grid(tuple(latents.shape))
+
+    def full(self, value: float) -> torch.Tensor:
+        """[batch], float32."""
+        return torch.full((self.batch,), value, device=self.device)
+
+    def lengths(self, *lengths: int, room: int) -> tuple[int, ...]:
+        """Of each sample's text: these by turns, within the room."""
+        return tuple(min(room, lengths[index % len(lengths)]) for index in range(self.batch))
+
+    def is_real(self, room: int, lengths: tuple[int, ...]) -> torch.Tensor:
+        """[batch, room], bool."""
+        bounds = torch.tensor(lengths, device=self.device)
+        return torch.arange(room, device=self.device)[None] < bounds[:, None]
+
+    def padded(self, room: int, dim: int, lengths: tuple[int, ...]) -> torch.Tensor:
+        """[batch, room, dim], zero past each length."""
+        return self.random(room, dim) * self.is_real(room, lengths)[..., None]
+
+
+def step_inputs(transformer_class: str, sample: StepSample) -> StepInputs:
+    """Inputs of one step of a diffusers class. Raises ConfigError for a class that none are known for, and RequestError
+    for a size that the model does not make."""
+    if transformer_class not in _MAKERS:
+        known = ", ".join(sorted(_MAKERS))
+        raise ConfigError(f"no sample inputs are known for {shown(transformer_class)}; expected one of {known}")
+    return _MAKERS[transformer_class](sample)
+
+
+def _video_cross(sample: StepSample) -> StepInputs:
+    latents = sample.latents()
+    text = sample.random(sample.text_tokens or 512, sample.config["text_dim"])
+    timestep = sample.full(700.0)
+    theirs = {"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": text, "return_dict": False}
+    return StepInputs((latents, timestep, DenoiserInputs(Conditions.of(text), sample.size)), theirs, lambda out: out[0])
+
+
+def _image_joint(sample: StepSample) -> StepInputs:
+    latents, num_tokens = sample.latents(), sample.text_tokens or 512
+    text = sample.random(num_tokens, sample.config["joint_attention_dim"])
+    pooled = sample.random(sample.config["pooled_projection_dim"])
+    timestep, grid = sample.full(_TIMESTEP), sample.grid(latents)
+    guidance = _GUIDANCE if sample.config["guidance_embeds"] else None
+    theirs = {
+        "hidden_states": patchify(latents, _LATENT_PATCH),
+        "timestep": timestep / 1000,
+        "guidance": None if guidance is None else sample.full(guidance),
+        "pooled_projections": pooled,
+        "encoder_hidden_states": text,
+        "txt_ids": torch.zeros(num_tokens, 3, device=sample.device),
+        "img_ids": _places(grid, sample.device).float(),
+        "return_dict": False,
+    }
+    inputs = DenoiserInputs(Conditions.of(text, pooled=pooled), sample.size, guidance=guidance)
+    return StepInputs(
+        (latents, timestep, inputs),
+        theirs,
+        lambda out: unpatchify(out[0], grid, _LATENT_PATCH, channels_first=True),
+    )
+
+
+def _image_joint_on_four_axes(sample: StepSample) -> StepInputs:
+    """All text tokens are attended, padding too."""
+    latents, num_tokens = sample.latents(), sample.text_tokens or 512
+    text = sample.random(num_tokens, sample.config["joint_attention_dim"])
+    timestep, grid = sample.full(_TIMESTEP), sample.grid(latents)
+    guidance = _GUIDANCE if sample.config["guidance_embeds"] else None
+    theirs = {
+        "hidden_states": patchify(latents, (1, 1, 1)),
+        "timestep": timestep / 1000,
+        "guidance": None if guidance is None else sample.full(guidance),
+        "encoder_hidden_states": text,
+        "txt_ids": _places((1, 1, 1, num_tokens), sample.device),
+        "img_ids": _places((*grid, 1), sample.device),
+        "return_dict": False,
+    }
+    inputs = DenoiserInputs(Conditions.of(text), sample.size, guidance=guidance)
+    return StepInputs((latents, timestep, inputs), theirs, lambda out: unpatchify(out[0], grid, (1, 1, 1)))
+
+
+def _image_text_first(sample: StepSample) -> StepInputs:
+    latents = sample.latents()
+    lengths = sample.lengths(*_PROMPT_LENGTHS, room=sample.text_tokens or max(_PROMPT_LENGTHS))
+    room = max(lengths)
+    text = sample.padded(room, sample.config["joint_attention_dim"], lengths)
+    timestep, grid = sample.full(_TIMESTEP), sample.grid(latents)
+    theirs = {
+        "hidden_states": patchify(latents, _LATENT_PATCH),
+        "timestep": timestep / 1000,
+        "encoder_hidden_states": text,
+        "encoder_hidden_states_mask": sample.is_real(room, lengths),
+        "img_shapes": [[grid]] * sample.batch,
+        "return_dict": False,
+    }
+    inputs = DenoiserInputs(Conditions.of(text, lengths), sample.size)
+    return StepInputs(
+        (latents, timestep, inputs),
+        theirs,
+        lambda out: unpatchify(out[0], grid, _LATENT_PATCH, channels_first=True),
+    )
+
+
+def _image_lists(sample: StepSample) -> StepInputs:
+    latents = sample.latents()
+    text = sample.random(sample.text_tokens or 100, sample.config["cap_feat_dim"])
+    timestep = sample.full(700.0)
+    theirs = {"x": list(latents), "t": (1000 - timestep) / 1000, "cap_feats": list(text), "return_dict": False}
+    inputs = DenoiserInputs(Conditions.of(text), sample.size)
+    return StepInputs((latents, timestep, inputs), theirs, lambda out: -torch.stack(out[0]))
+
+
+def _video_joint(sample: StepSample) -> StepInputs:
+    """diffusers fills the text up to 256 tokens and masks them."""
+    latents, room = sample.latents(), sample.text_tokens or 256
+    lengths = sample.lengths(80, 6, room=room)
+    text = sample.padded(room, sample.config["text_embed_dim"], lengths)
+    pooled, timestep = sample.random(sample.config["pooled_projection_dim"]), sample.full(700.0)
+    guidance = 6.0 if sample.config["guidance_embeds"] else None
+    theirs = {
+        "hidden_states": latents,
+        "timestep": timestep,
+        "encoder_hidden_states": text,
+        "encoder_attention_mask": sample.is_real(room, lengths).to(sample.dtype),
+        "pooled_projections": pooled,
+        "guidance": None if guidance is None else (1000 * sample.full(guidance)).to(sample.dtype),
+        "return_dict": False,
+    }
+    inputs = DenoiserInputs(Conditions.of(text, lengths, pooled=pooled), sample.size, guidance=guidance)
+    return StepInputs((latents, timestep, inputs), theirs, lambda out: out[0])
+
+
+def _video_joint_two_encoders(sample: StepSample) -> StepInputs:
+    """diffusers fills both texts and, without an image, 729 tokens of one, and masks all of them."""
+    config, latents = sample.config, sample.latents()
+    room, glyph_room, num_image_tokens = sample.text_tokens or 1000, 256, 729
+    lengths, glyphs = sample.lengths(*_PROMPT_LENGTHS, room=room), sample.lengths(20, 1, room=glyph_room)
+    text = sample.padded(room, config["text_embed_dim"], lengths)
+    glyph_text = sample.padded(glyph_room, config["text_embed_2_dim"], glyphs)
+    # One that bfloat16 holds: diffusers' pipeline rounds it.
+    timestep, image = sample.full(704.0), None
+    embeddings = torch.zeros(
+        sample.batch, num_image_tokens, config["image_embed_dim"], device=sample.device, dtype=sample.dtype
+    )
+    shape = latents.shape
+    first_frame = torch.zeros(shape[0], shape[1] + 1, *shape[2:], device=sample.device, dtype=sample.dtype)
+    if config.get("task_type") == "i2v":
+        embeddings = sample.random(*embeddings.shape[1:])
+        image = ImageCondition(sample.random(shape[1], 1, *shape[3:]), embeddings)
+        first_frame[:, :-1, :1], first_frame[:, -1:, :1] = image.latents, 1
+    theirs = {
+        "hidden_states": torch.cat([latents, first_frame], dim=1),
+        "timestep": timestep.to(sample.dtype),
+        "encoder_hidden_states": text,
+        "encoder_attention_mask": sample.is_real(room, lengths).to(sample.dtype),
+        "encoder_hidden_states_2": glyph_text,
+        "encoder_attention_mask_2": sample.is_real(glyph_room, glyphs).to(sample.dtype),
+        "image_embeds": embeddings,
+        "return_dict": False,
+    }
+    conditions = Conditions.of(text, lengths, further=[TextStream(glyph_text, glyphs)])
+    inputs = DenoiserInputs(conditions, sample.size, image=image)
+    return StepInputs((latents, timestep, inputs), theirs, lambda out: out[0])
+
+
+def _video_with_sound(sample: StepSample) -> StepInputs:
+    """Text as the connectors of the pipeline leave it, which is nothing to mask."""
+    latents, num_tokens = sample.latents(), sample.text_tokens or 1024
+    parts = sample.geometry.parts(latents, sample.size)
+    video, audio = parts.video, parts.audio
+    assert audio is not None
+    text_dim = sample.config["caption_channels"]
+    text, audio_text = sample.random(num_tokens, text_dim), sample.random(num_tokens, text_dim)
+    timestep = sample.full(700.0)
+    every_token = torch.ones(sample.batch, num_tokens, dtype=torch.long, device=sample.device)
+    theirs = {
+        "hidden_states": video.flatten(2).transpose(1, 2).contiguous(),
+        "audio_hidden_states": audio.transpose(1, 2).flatten(2).contiguous(),
+        "encoder_hidden_states": text,
+        "audio_encoder_hidden_states": audio_text,
+        "timestep": timestep,
+        "sigma": timestep,
+        "encoder_attention_mask": every_token,
+        "audio_encoder_attention_mask": every_token,
+        "num_frames": video.shape[2],
+        "height": video.shape[3],
+        "width": video.shape[4],
+        "fps": float(sample.size.fps),
+        "audio_num_frames": audio.shape[2],
+        "use_cross_timestep": True,
+        "return_dict": False,
+    }
+
+    def velocity(out: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        pictures, sound = out
+        moments = torch.unflatten(sound, 2, (audio.shape[1], audio.shape[3])).transpose(1, 2)
+        return torch.cat([pictures.transpose(1, 2).flatten(1), moments.flatten(1)], dim=1)
+
+    further = [TextStream(audio_text, (num_tokens,) * sample.batch)]
+    inputs = DenoiserInputs(Conditions.of(text, further=further), sample.size)
+    return StepInputs((latents, timestep, inputs), theirs, velocity)
+
+
+def _places(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[tokens, axes]: where each token is on every axis."""
+    return torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))
+
+
+_Maker: TypeAlias = Callable[[StepSample], StepInputs]
+_MAKERS: Mapping[str, _Maker] = {
+    "WanTransformer3DModel": _video_cross,
+    "HunyuanVideoTransformer3DModel": _video_joint,
+    "HunyuanVideo15Transformer3DModel": _video_joint_two_encoders,
+    "LTX2VideoTransformer3DModel": _video_with_sound,
+    "FluxTransformer2DModel": _image_joint,
+    "Flux2Transformer2DModel": _image_joint_on_four_axes,
+    "QwenImageTransformer2DModel": _image_text_first,
+    "ZImageTransformer2DModel": _image_lists,
+}

@@ -1,0 +1,175 @@
+"""The step of every family at tiny sizes: ours and diffusers' compute the same, operations and kinds are counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tables import table
+
+from diffusion_runtime.attention import AttentionContext, AttentionPolicy
+from diffusion_runtime.benchmark.device_time import kind_of
+from diffusion_runtime.benchmark.operations import count_operations
+from diffusion_runtime.benchmark.step import StepChoice, StepEffort, benchmark_step
+from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
+from diffusion_runtime.benchmark.step_result import StepBenchmark
+from diffusion_runtime.errors import ConfigError, DeviceMemoryError
+from diffusion_runtime.models.published import published_models
+
+CPU = torch.device("cpu")
+EFFORT = StepEffort(num_samples=2, matmul_size=64)
+
+
+def small(opened: StepModel, batch: int = 2) -> StepModel:
+    """At 64 x 64 pixels, two latent frames of a video."""
+    factor = opened.model.geometry.temporal_factor
+    return with_size(opened, height=64, width=64, num_frames=1 + factor if factor > 1 else 1, batch=batch)
+
+
+def tiny(batch: int = 2, num_layers: int | None = None) -> StepModel:
+    """The embedded model's sizes."""
+    return small(open_step_model("shapes", num_layers), batch)
+
+
+def run(choice: StepChoice, opened: StepModel | None = None) -> StepBenchmark:
+    return benchmark_step(opened or tiny(), choice, CPU, torch.float32, EFFORT)
+
+
+_JOINT = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 32}
+_HUNYUAN = {"num_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 2, "text_embed_dim": 32}
+_GLYPHS = {**_HUNYUAN, "text_embed_2_dim": 32, "image_embed_dim": 32}
+# Published models with two heads and a block of each kind.
+NARROW: dict[str, dict[str, int]] = {
+    "wan2.1-1.3b": {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64, "text_dim": 32},
+    "z-image-turbo": {
+        "n_layers": 1,
+        "n_refiner_layers": 1,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "dim": 256,
+        "cap_feat_dim": 32,
+    },
+    "flux.1-dev": {**_JOINT, "pooled_projection_dim": 32},
+    "flux.1-schnell": {**_JOINT, "pooled_projection_dim": 32},
+    "flux.2-dev": _JOINT,
+    "flux.2-klein-4b": _JOINT,
+    "qwen-image": {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 32},
+    "hunyuan-video": {**_HUNYUAN, "num_single_layers": 1, "pooled_projection_dim": 32},
+    "hunyuan-video-1.5-t2v": _GLYPHS,
+    "hunyuan-video-1.5-i2v": _GLYPHS,
+    "ltx-2": {
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "cross_attention_dim": 256,
+        "audio_num_attention_heads": 2,
+        "audio_cross_attention_dim": 128,
+        "caption_channels": 32,
+    },
+}
+
+
+@table(("name", "changes"), NARROW.items(), NARROW)
+@torch.inference_mode()
+def test_both_sides_get_the_same_weights_and_the_same_inputs(name: str, changes: dict[str, int]) -> None:
+    opened = small(open_step_model(name, changes=changes))
+    inputs = opened.inputs(CPU, torch.float32)
+    ours, _ = opened.build(AttentionPolicy(), CPU, torch.float32)
+    theirs = opened.build_theirs(CPU, torch.float32)
+    found = ours(*inputs.ours, AttentionContext())
+    expected = inputs.theirs_to_velocity(theirs(**inputs.theirs))
+    assert found.shape == (2, *opened.model.geometry.sample_shape(opened.size))
+    assert expected.std() > 0.01
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_every_published_model_opens_without_the_network() -> None:
+    for published in published_models():
+        opened = open_step_model(published.name)
+        assert opened.num_tokens > 1000, published.name
+        transformers = [size for name, size in published.parameters if name.startswith("transformer")]
+        assert opened.num_parameters() / 1e9 == pytest.approx(transformers[0], rel=0.01), published.name
+
+
+def test_a_part_has_its_kinds_of_blocks_in_proportion() -> None:
+    opened = open_step_model("flux.1-dev", 4)
+    assert (opened.config["num_layers"], opened.config["num_single_layers"]) == (2, 4)
+    assert (opened.num_blocks, opened.whole_blocks) == (6, 57)
+    with pytest.raises(ConfigError, match="--layers: expected 1 to 38 for this model, got 39"):
+        open_step_model("flux.1-dev", 39)
+
+
+def test_rows_of_one_run() -> None:
+    result = run(StepChoice(("eager", "fp8")), tiny(num_layers=4))
+    assert [row.name for row in result.rows] == ["ours, eager", "ours, fp8", "diffusers, eager"]
+    assert result.exit_code == 0
+    assert result.scale == pytest.approx(6 / 4)
+    for row in result.rows:
+        assert row.shares is not None
+        assert row.milliseconds is not None
+        assert row.shares.total == pytest.approx(row.milliseconds)
+        assert min(row.shares.attention, row.shares.linear, row.shares.rest) > 0
+        assert row.idle_ms is None
+    first, fp8, theirs = result.rows
+    assert first.difference == 0
+    assert fp8.difference is not None
+    assert 1e-4 < fp8.difference < 0.1
+    assert theirs.difference is not None
+    assert theirs.difference < 1e-5
+
+
+def test_what_fails_and_what_differs_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_weights(opened: StepModel, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+        theirs = build_theirs(opened, device, dtype)
+        next(theirs.parameters()).mul_(3.0)
+        return theirs
+
+    build_theirs = StepModel.build_theirs
+    monkeypatch.setattr(StepModel, "build_theirs", other_weights)
+    row = run(StepChoice(("eager",))).rows[-1]
+    assert row.state == "wrong"
+    assert "relative L2" in row.reason
+
+    def no_package(*_: object) -> torch.nn.Module:
+        raise ImportError("no such package")
+
+    monkeypatch.setattr(StepModel, "build_theirs", no_package)
+    result = run(StepChoice(("eager",)))
+    assert (result.rows[-1].state, result.rows[-1].reason) == ("failed", "ImportError: no such package")
+    assert result.rows[0].state == "measured"
+    assert result.exit_code == 1
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusion_runtime.benchmark.step._memory_room", lambda _: 10**9)
+    with pytest.raises(DeviceMemoryError, match=r"23.8 GB of weights in bfloat16, cpu has 1.0 GB; --layers 4 builds"):
+        benchmark_step(open_step_model("flux.1-dev"), StepChoice(("eager",)), CPU, torch.bfloat16, EFFORT)
+
+
+@torch.inference_mode()
+def test_operations_are_those_of_products_and_valid_pairs() -> None:
+    opened = tiny(batch=1)
+    model, _ = opened.build(AttentionPolicy(), CPU, torch.float32)
+    latents, timestep, inputs = opened.inputs(CPU, torch.float32).ours
+    counted = count_operations(model, lambda: model(latents, timestep, inputs, AttentionContext()))
+    tokens, dim, text, wide, blocks = opened.num_tokens, 256, 64, opened.config["ffn_dim"], 6
+    # Of each block: four projections and two of text, the feed-forward, attention over tokens and over text.
+    products = 2 * (tokens * (6 * dim * dim + 2 * dim * wide) + text * 2 * dim * dim)
+    pairs = 4 * dim * tokens * (tokens + text)
+    assert counted == pytest.approx(blocks * (products + pairs), rel=0.05)
+    assert counted > blocks * (products + pairs)
+
+
+KINDS = {
+    "flash_fwd_sm90_kernel_cutlass": "attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "attend_lists": "attention",
+    "nvjet_tst_128x256_64x4": "linear",
+    "cutlass::device_kernel<gemm>": "linear",
+    "aten::addmm": "linear",
+    "modulated_norm": "rest",
+    "aten::add": "rest",
+}
+
+
+@table(("name", "kind"), KINDS.items(), KINDS)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert kind_of(name) == kind

@@ -1,0 +1,60 @@
+"""`bench step`: the table, one JSON object, files, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_support import Command
+from tables import table
+
+# The smallest clip of the embedded model, as few samples as there can be.
+QUICK = ("bench", "step", "--device", "cpu", "--height", "64", "--width", "64", "--num-frames", "1", "--repeats", "1")
+
+
+@pytest.fixture(autouse=True)
+def hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_the_table_of_a_part(command: Command) -> None:
+    shown = command(*QUICK, "--layers", "3")
+    assert shown.code == 0
+    assert "shapes, 1 frame of 64 x 64, 16 tokens, batch 1, 3 of 6 blocks" in shown.out
+    row = next(line.split() for line in shown.out.splitlines() if " ours, eager " in line)
+    milliseconds, attention, linear, rest = map(float, row[2:6])
+    assert milliseconds == pytest.approx(attention + linear + rest, rel=0.03)
+    assert " diffusers, eager " in shown.out
+    assert "These figures are of 3 of 6 blocks." in shown.out
+    assert "ours, eager" in shown.err
+    assert max(map(len, shown.out.splitlines())) <= 100
+
+
+def test_one_object_and_files(command: Command, tmp_path: Path) -> None:
+    path, picture = tmp_path / "new" / "step.json", tmp_path / "step.png"
+    shown = command(*QUICK, "--no-diffusers", "--json", "--quiet", "-o", path, "--plot", picture)
+    assert (shown.code, shown.err) == (0, "")
+    result = json.loads(shown.out)
+    assert result == json.loads(path.read_text())
+    assert result["schema"] == "diffusion_runtime.bench_step/1"
+    assert [row["name"] for row in result["rows"]] == ["ours, eager"]
+    assert result["rows"][0]["whole_milliseconds"] == result["rows"][0]["milliseconds"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+REFUSALS = {
+    "an unknown model": (("flux.1-def",), "neither a folder nor a published model. Did you mean 'flux.1-dev'"),
+    "a size between": (("--height", "65"), "height: expected a multiple of 16, got 65"),
+    "an unknown mode": (("--mode", "eager,quick"), "--mode: expected some of eager,fp8,fp8-all,compile"),
+    "too many layers": (("--layers", "7"), "--layers: expected 1 to 6 for this model, got 7"),
+    "a plot that is none": (("--plot", "step.txt"), "--plot: expected a file that ends in"),
+}
+
+
+@table(("flags", "said"), REFUSALS.values(), REFUSALS)
+def test_what_is_refused(flags: tuple[str, ...], said: str, command: Command) -> None:
+    shown = command(*QUICK, *flags)
+    assert shown.code == 2
+    assert said in " ".join(shown.err.split())
+    assert shown.out == ""
