@@ -143,7 +143,7 @@ TransformerPath: TypeAlias = Annotated[
     str | None,
     _flag(
         WHERE,
-        "The transformer's weights from a file or a folder; none: the model's own. See docs/quantization.md.",
+        "The transformer's weights from a file or a folder; none: the model's own.",
         "--transformer-path",
         metavar="PATH",
     ),

@@ -65,12 +65,7 @@ class SafetensorsFile(TensorFile):
             ) from error
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        whole = slice(None) if rows is None else rows
-        tensor: torch.Tensor = self._file.get_slice(name)[whole] if self.heads[name].shape else self._scalar(name)
-        return tensor
-
-    def _scalar(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)
+        tensor: torch.Tensor = self._file.get_tensor(name) if rows is None else self._file.get_slice(name)[rows]
         return tensor
 
     def close(self) -> None:
