@@ -38,7 +38,7 @@ from diffusion_runtime.options import option_names
 
 CPU = Hardware()
 DENSE = ("torch_sdpa", "reference")
-SPARSE = ("sliding_tile_attn", "sparse_video_gen_2_attn", "video_sparse_attn", "vmoba_attn")
+SPARSE = ("sliding_tile_attn", "sparse_video_gen_2_attn", "video_sparse_attn", "vmoba_attn", "skip_softmax")
 ALL_FEATURES = frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"})
 
 
