@@ -34,6 +34,7 @@ KNOWN_NAMES = (
     "vmoba_attn",
     "sparse_video_gen_2_attn",
     "skip_softmax",
+    "int8_attn",
 )
 
 # Spellings of SGLang, vLLM-Omni and diffusers that differ from ours in more than case.
@@ -124,6 +125,7 @@ _OWN_MODULES = {
     "fa4": "diffusion_runtime.attention.backends.fa4",
     "flashinfer_attn": "diffusion_runtime.attention.backends.flashinfer_attn",
     "flex_attn": "diffusion_runtime.attention.backends.flex_attn",
+    "int8_attn": "diffusion_runtime.attention.backends.int8_attn",
     "sage_attn": "diffusion_runtime.attention.backends.sage_attn",
     "sage_attn_3": "diffusion_runtime.attention.backends.sage_attn_3",
     "xformers": "diffusion_runtime.attention.backends.xformers",
