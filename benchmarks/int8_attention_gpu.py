@@ -46,15 +46,12 @@ VARIANTS: tuple[tuple[str, TileShape], ...] = (
     ("int8", TileShape(64, 64, 4, 3)),
     ("int8", TileShape(64, 128, 4, 2)),
     ("int8", TileShape(64, 128, 4, 3)),
-    ("int8", TileShape(128, 64, 4, 3)),
     ("int8", TileShape(128, 64, 8, 3, bulk=False)),
     ("int8", TileShape(64, 64, 4, 3, bulk=False)),
     ("int8", TileShape(128, 64, 8, 3, ahead=True)),
     ("int8", TileShape(128, 128, 8, 2, ahead=True)),
     ("int8", TileShape(64, 64, 4, 3, ahead=True)),
     ("int8", TileShape(64, 128, 4, 3, ahead=True)),
-    ("int8", TileShape(128, 64, 4, 3, specialized=True)),
-    ("int8", TileShape(128, 64, 8, 3, specialized=True)),
     ("fp8", TileShape(128, 64, 8, 3)),
     ("fp8", TileShape(128, 128, 8, 3)),
     ("fp8", TileShape(64, 128, 4, 3)),
@@ -202,7 +199,7 @@ def print_table(timed: dict[str, Any]) -> None:
         best = min(times) if times else float("nan")
         rows = sorted(of_shape["variants"], key=lambda row: row.get("whole_ms", 1e9))
         for row in rows:
-            flags = " ".join(flag for flag in ("bulk", "ahead", "specialized") if row[flag])
+            flags = " ".join(flag for flag in ("bulk", "ahead") if row[flag])
             label = f"{row['values']:5} {row['rows']}x{row['block']} w{row['num_warps']} s{row['num_stages']} {flags}"
             if "failed" in row:
                 print(f"{label:42} failed: {row['failed'][:80]}")

@@ -4,8 +4,8 @@ After SageAttention (arXiv:2411.10958): the keys' mean over the tokens is subtra
 number to every score of a query, and scores are products of int8 numbers. Ours: every query has a scale of its own,
 every block of `block` keys one; the weights of a query are rounded relative to the highest of the block and not of all
 that came before, so small ones keep their bits, in 255 steps; values are int8 around their mean, with a scale per
-channel. Both products then sum exactly, in int32. On normal inputs of 8192 tokens the relative error is 0.017 with blocks of 64
-and 0.019 with 128, where weights and values in float8 (e4m3) give 0.038 and in float16 0.012.
+channel. Both products then sum exactly, in int32. On normal inputs of 8192 tokens the relative error is 0.017 with
+blocks of 64 and 0.019 with 128, where weights and values in float8 (e4m3) give 0.038 and in float16 0.012.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ class TileShape:
     num_stages: int = 3
     bulk: bool = True
     ahead: bool = False
-    specialized: bool = False
 
 
 def refusal(q: torch.Tensor, values: str) -> str | None:
@@ -169,7 +168,6 @@ def prepare(
             HAS_LSE=lse is not None,
             BULK=shape.bulk,
             AHEAD=shape.ahead,
-            SPECIALIZED=shape.specialized,
             STAGES=shape.num_stages,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,

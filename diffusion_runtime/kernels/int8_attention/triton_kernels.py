@@ -277,13 +277,11 @@ def attend(
     HAS_LSE: tl.constexpr,
     BULK: tl.constexpr,
     AHEAD: tl.constexpr,
-    SPECIALIZED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """ROWS queries of a head against all keys. Grid: (tiles of queries, B * H).
 
-    AHEAD: the scores of a block are computed while the softmax of the one before runs. SPECIALIZED: Triton deals loads
-    and products out to warps of their own.
+    AHEAD: the scores of a block are computed while the softmax of the one before runs.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -308,7 +306,7 @@ def attend(
     if AHEAD:
         scores = _scores(q, _load_tile(k_rows, k_first, 0, D, BLOCK, D, BULK))
         # The scores of one block too many: past the last whole block lie the rest, or the rows of another head.
-        for block in tl.range(0, num_whole, num_stages=STAGES, warp_specialize=SPECIALIZED):
+        for block in tl.range(0, num_whole, num_stages=STAGES):
             following = tl.minimum((block + 1) * BLOCK, k_padded - BLOCK)
             k = _load_tile(k_rows, k_first + following, 0, D, BLOCK, D, BULK)
             held = _load_tile(v_rows, v_first, block * BLOCK, k_padded, D, BLOCK, BULK)
@@ -321,7 +319,7 @@ def attend(
             )
             scores = next_scores
     else:
-        for block in tl.range(0, num_whole, num_stages=STAGES, warp_specialize=SPECIALIZED):
+        for block in tl.range(0, num_whole, num_stages=STAGES):
             k = _load_tile(k_rows, k_first + block * BLOCK, 0, D, BLOCK, D, BULK)
             held = _load_tile(v_rows, v_first, block * BLOCK, k_padded, D, BLOCK, BULK)
             if VALUES == "int8":
