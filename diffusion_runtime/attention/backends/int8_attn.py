@@ -50,8 +50,7 @@ class Int8Backend(ImportingBackend):
     # Of the log-sum-exp of a few keys, too, which is off by what single scores are.
     error_bound = 0.03
     distributions = ("triton",)
-    # Compiled by the machine's own Triton, for a chip that it may not have met.
-    self_check_platforms: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    self_check_platforms: ClassVar[frozenset[str]] = frozenset()
     capability = _CAPABILITY
 
     def probe(self, hardware: Hardware) -> Availability:

@@ -29,7 +29,7 @@ from diffusion_runtime.kernels.block_packing.reference import PackedTokens
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
-from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, RowCounts, SparsePlan
 from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -249,6 +249,7 @@ def plan_of_call(
     kv_index: torch.Tensor,
     row_mask: torch.Tensor | None = None,
     max_blocks_per_query: int | None = None,
+    row_counts: RowCounts | None = None,
     is_dense: bool = False,
 ) -> SparsePlan:
     """A SparsePlan whose batch, heads and tokens are those of a call; for the rest see SparsePlan."""
@@ -266,6 +267,7 @@ def plan_of_call(
         text_lengths=text_lengths_of(call),
         row_mask=row_mask,
         max_blocks_per_query=max_blocks_per_query,
+        row_counts=row_counts,
         is_dense=is_dense,
     )
 
