@@ -51,6 +51,7 @@ class SkipRule:
 
     def skipped(self, scores: torch.Tensor) -> torch.Tensor:
         """bool [heads, pieces]: what a tile skips. scores: [heads, rows, pieces * piece], scaled, in visiting order."""
-        tops = scores.unflatten(-1, (-1, self.piece)).amax(dim=-1)
+        tops = scores.reshape(*scores.shape[:-1], -1, self.piece).amax(dim=-1)
         before = torch.nn.functional.pad(tops, (1, 0), value=float("-inf"))[..., :-1].cummax(dim=-1).values
-        return (tops < before + math.log(self.threshold)).all(dim=1)
+        below: torch.Tensor = tops < before + math.log(self.threshold)
+        return below.all(dim=1)

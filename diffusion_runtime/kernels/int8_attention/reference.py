@@ -107,7 +107,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out [heads, rows, head_dim] and the base-2 log-sum-exp [heads, rows], of one sample."""
     _, num_blocks, block, _ = k.numbers.shape
-    scores = (q.numbers @ k.numbers.flatten(1, 2).transpose(1, 2)).unflatten(2, (num_blocks, block))
+    scores = q.numbers @ k.numbers.flatten(1, 2).transpose(1, 2)
+    scores = scores.view(*scores.shape[:2], num_blocks, block)
     scores = scores * (q.scales * k.scales[:, None])[..., None]
     hidden = (torch.arange(num_blocks * block, device=scores.device) >= num_keys).view(num_blocks, block)
     scores = scores.masked_fill(hidden, float("-inf"))
@@ -130,4 +131,5 @@ def _rounded(x: torch.Tensor, values: str) -> torch.Tensor:
 
 def in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     """x [..., seq, head_dim] as [..., blocks, block, head_dim], with zeros past the end."""
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % block)).unflatten(-2, (-1, block))
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % block))
+    return padded.reshape(*x.shape[:-2], -1, block, x.shape[-1])
