@@ -232,7 +232,8 @@ def measure(case: Case, device: str) -> dict[str, Any]:
         call = Call(*qkv, gate=qkv[2], layout=layout, options=VideoSparseOptions(**case.options))
         row["parts_ms"] = parts(call, lambda function: milliseconds(function, rep))
     if case.backend == "vmoba_attn":
-        row["listed"] = float(plan.kv_count.double().mean()) / plan.kv.num_blocks
+        assert plan.row_counts is not None
+        row["listed"] = float((plan.row_counts.of_blocks > 0).double().mean())
         row["parts_ms"] = vmoba_parts.parts(
             qkv, plan, case.options, case.layer_info, layout, lambda function: milliseconds(function, rep)
         )

@@ -45,6 +45,9 @@ def parts(
     row_mask = plan.row_mask.flatten(0, 1)
     counts = count_rows(row_mask, plan.q, plan.kv.num_blocks)
     packed = pack_tokens(q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens)
+    kv_count, kv_index = listed_blocks(counts.of_blocks)
+    heads = torch.arange(q.shape[2], dtype=torch.int32, device=q.device)[None]
+    by_lists = dataclasses.replace(plan, kv_count=kv_count, kv_index=kv_index, group_of=heads)
     times = {
         "plan: means of keys": milliseconds(lambda: block_means(k, chunks.kv)),
         "plan: gates and selection": milliseconds(lambda: chunk_row_mask(*select)),
@@ -77,7 +80,7 @@ def parts(
             for shape in (other_shapes(tile_shape(q, plan)) if num_units <= 4 else ())
         },
         "instead: by lists of blocks": milliseconds(
-            lambda: block_sparse_attention(q, k, v, plan, packed=packed, implementation="triton")
+            lambda: block_sparse_attention(q, k, v, by_lists, packed=packed, implementation="triton")
         ),
         "instead: selection by sorting": milliseconds(lambda: chunk_row_mask_reference(*select)),
     }

@@ -168,6 +168,7 @@ class AttentionLayer(nn.Module, ABC):
         if not served.shared:
             result = self._run(inputs, context, served, block_mask)
             self._count(context, served, result.implementation)
+            self._count_skipped(context, result)
             return result.out
         if block_mask is not None:
             raise ConfigError(f"{self.layer.name or self.layer.role}: a block mask cannot be cut for {served.shared}")
@@ -176,6 +177,7 @@ class AttentionLayer(nn.Module, ABC):
         def run(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
             result = self._run(inputs, context, served)
             implementations.append(result.implementation)
+            self._count_skipped(context, result)
             return result.out, result.lse
 
         out = served.exchange.attend(inputs, run)
@@ -288,6 +290,10 @@ class AttentionLayer(nn.Module, ABC):
             context.recorder.note(f"{self.layer.role}: {name} not used: {reason}")
         if served.shared:
             context.recorder.note(f"{self.layer.role}: {decision.backend} over a shared sequence: {served.shared}")
+
+    def _count_skipped(self, context: AttentionContext, result: AttentionResult) -> None:
+        if result.skip_counts is not None:
+            context.recorder.record_skipped(self.layer, result.skip_counts)
 
     def _served(
         self,

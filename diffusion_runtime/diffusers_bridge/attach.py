@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Iterable, Sequence
@@ -211,7 +212,7 @@ class AttachedAttention:
         """The attention report since attaching or the last `start_report`."""
         report = self._recorder.report()
         remarks = (self.reach, *self.remarks, *remarks_on(self.self_checks), self._calls.describe(), *report.notes)
-        return AttentionReport(report.rows, report.libraries, tuple(filter(None, remarks)))
+        return dataclasses.replace(report, notes=tuple(filter(None, remarks)))
 
     def start_report(self) -> None:
         """Begin a new report."""

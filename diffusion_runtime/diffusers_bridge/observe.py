@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -101,7 +102,7 @@ class ObservedAttention:
     def report(self) -> AttentionReport:
         report = self._recorder.report()
         notes = filter(None, (self.reach, self._calls.describe(), *report.notes))
-        return AttentionReport(report.rows, report.libraries, tuple(notes))
+        return dataclasses.replace(report, notes=tuple(notes))
 
     def _count(
         self,

@@ -12,7 +12,7 @@ import torch
 
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.self_check import SelfChecker
-from diffusion_runtime.attention_report import AttentionReport, LibraryAttention
+from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
@@ -168,8 +168,8 @@ class DiffusersPipeline:
                 **({"inputs": inputs} if inputs else {}),
                 "notes": notes,
             },
-            attention_report=AttentionReport(
-                report.rows, (*report.libraries, *self._libraries), report.notes, cached.steps
+            attention_report=dataclasses.replace(
+                report, libraries=(*report.libraries, *self._libraries), steps=cached.steps
             ),
             timings=timings,
             audio=sound,

@@ -45,10 +45,13 @@ Arrange: TypeAlias = Callable[[nn.Module, str, torch.Tensor], None]
 
 class TensorSource(Protocol):
     """What a component's parameters are filled from: its checkpoint, or numbers of another origin. folder: for
-    messages; shapes: of every tensor, by name."""
+    messages; shapes: of every tensor, by name; is_elsewhere: whether it is another file or folder than the model's."""
 
     @property
     def folder(self) -> Path: ...
+
+    @property
+    def is_elsewhere(self) -> bool: ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...

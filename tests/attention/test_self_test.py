@@ -38,7 +38,7 @@ from diffusion_runtime.options import option_names
 
 CPU = Hardware()
 DENSE = ("torch_sdpa", "reference")
-SPARSE = ("sliding_tile_attn", "sparse_video_gen_2_attn", "video_sparse_attn", "vmoba_attn")
+SPARSE = ("sliding_tile_attn", "sparse_video_gen_2_attn", "video_sparse_attn", "vmoba_attn", "skip_softmax")
 ALL_FEATURES = frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"})
 
 
@@ -227,7 +227,7 @@ def test_a_backend_declares_what_its_self_test_needs(tampered: type[Tampered], m
 
 def test_what_gives_up_precision_or_pairs_says_so() -> None:
     lossy = {name for name in available_names() if (backend := find_backend(name)) and not backend.lossless}
-    assert lossy == {"sage_attn", "sage_attn_3", *SPARSE}
+    assert lossy == {"sage_attn", "sage_attn_3", "int8_attn", *SPARSE}
     for name in available_names():
         backend = find_backend(name)
         assert backend is not None

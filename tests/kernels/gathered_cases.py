@@ -98,8 +98,8 @@ def main() -> None:
         assert len(units) == expected, (units, plan.q.num_blocks, plan.q.max_block_size)
     for budget in (3 * 54 * row, 40 * row):
         again = check(plan, SMALL, shape=rows[0], budget=budget)
-        assert torch.equal(again[0], whole[0])
-        assert torch.equal(again[1], whole[1])
+        # Queries lie elsewhere in a tile then, and numpy's products, which the interpreter takes, round by place.
+        torch.testing.assert_close(again, whole, rtol=2e-6, atol=2e-6)
     # Blocks of more queries than a tile of bits.
     one = gathered_plan(SMALL, (3, 3, 4), batch=1)
     assert one.q.max_block_size > row_masks.tile_of_bits(one.kv.num_blocks)[0]

@@ -33,6 +33,8 @@ KNOWN_NAMES = (
     "video_sparse_attn",
     "vmoba_attn",
     "sparse_video_gen_2_attn",
+    "skip_softmax",
+    "int8_attn",
 )
 
 # Spellings of SGLang, vLLM-Omni and diffusers that differ from ours in more than case.
@@ -81,6 +83,7 @@ PEER_SPELLINGS = {
     "fastvideo_vsa": "video_sparse_attn",
     "vmoba": "vmoba_attn",
     "svg2": "sparse_video_gen_2_attn",
+    "blasst": "skip_softmax",
 }
 
 _TORCH_CHOOSES = "torch_sdpa lets torch choose among its kernels"
@@ -122,10 +125,12 @@ _OWN_MODULES = {
     "fa4": "diffusion_runtime.attention.backends.fa4",
     "flashinfer_attn": "diffusion_runtime.attention.backends.flashinfer_attn",
     "flex_attn": "diffusion_runtime.attention.backends.flex_attn",
+    "int8_attn": "diffusion_runtime.attention.backends.int8_attn",
     "sage_attn": "diffusion_runtime.attention.backends.sage_attn",
     "sage_attn_3": "diffusion_runtime.attention.backends.sage_attn_3",
     "xformers": "diffusion_runtime.attention.backends.xformers",
     "measured": "diffusion_runtime.attention.measured",
+    "skip_softmax": "diffusion_runtime.attention.sparse.skip_softmax",
     "sliding_tile_attn": "diffusion_runtime.attention.sparse.sliding_tile",
     "sparse_video_gen_2_attn": "diffusion_runtime.attention.sparse.sparse_video_gen_2",
     "video_sparse_attn": "diffusion_runtime.attention.sparse.video_sparse",

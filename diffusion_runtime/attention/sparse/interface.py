@@ -30,7 +30,7 @@ from diffusion_runtime.kernels.block_packing.reference import PackedTokens
 from diffusion_runtime.kernels.block_sparse import flash4, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
-from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
+from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, RowCounts, SparsePlan
 from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -61,13 +61,19 @@ def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapabilit
 
 @dataclass(frozen=True)
 class SparseOptions:
-    """The options of every sparse method. min_tokens: grids with fewer tokens run dense, which the report states."""
+    """The options of every sparse method. min_tokens: grids with fewer tokens run dense, which the report states.
+    skip_threshold: of the keys that the method keeps, pieces whose weights are all below this share of the largest are
+    skipped (skip-softmax, kernels/block_sparse/skipping.py); in [0, 1), 0 skips nothing.
+    """
 
     min_tokens: int = field(default=0, kw_only=True)
+    skip_threshold: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens: expected 0 or more, got {self.min_tokens}")
+        if not 0.0 <= self.skip_threshold < 1.0:
+            raise ValueError(f"skip_threshold: expected a number in [0, 1), got {self.skip_threshold}")
 
     def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
         """The rules of the method's own options, such as dense first steps. num_layers, num_steps: of the run."""
@@ -112,6 +118,11 @@ class SparseBackend(ImportingBackend):
         not."""
         return None
 
+    def replay_refusal(self, options: Any) -> str | None:
+        if options.skip_threshold:
+            return "the pairs that skip_threshold leaves out are counted per request"
+        return self.not_replayed
+
     def step_key(self, options: Any, layer: LayerInfo, step: StepInfo) -> Hashable:
         """Which rules of the dense schedule hold."""
         rules = options.dense_schedule(layer.num_layers, step.num_steps)
@@ -153,10 +164,22 @@ class SparseBackend(ImportingBackend):
         packed: PackedTokens | None = None,
     ) -> AttentionResult:
         """The kernel on a plan. packed: the call's tokens in the plan's geometries, from planners that packed them."""
+        threshold: float = call.options.skip_threshold
         result = block_sparse_attention(
-            call.q, call.k, call.v, plan, scale=call.scale, return_lse=call.return_lse, branch=branch, packed=packed
+            call.q,
+            call.k,
+            call.v,
+            plan,
+            scale=call.scale,
+            return_lse=call.return_lse,
+            branch=branch,
+            packed=packed,
+            skip_threshold=threshold,
         )
-        return AttentionResult(result.out, result.lse, f"block-sparse {result.implementation}")
+        implementation = f"block-sparse {result.implementation}"
+        if threshold:
+            implementation += f", weights below {threshold:g} skipped"
+        return AttentionResult(result.out, result.lse, implementation, result.skip_counts)
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
         """Every key, by the dense backend that goes with this choice, and why; logged once per request.
@@ -238,6 +261,7 @@ def plan_of_call(
     kv_index: torch.Tensor,
     row_mask: torch.Tensor | None = None,
     max_blocks_per_query: int | None = None,
+    row_counts: RowCounts | None = None,
     is_dense: bool = False,
 ) -> SparsePlan:
     """A SparsePlan whose batch, heads and tokens are those of a call; for the rest see SparsePlan."""
@@ -255,6 +279,7 @@ def plan_of_call(
         text_lengths=text_lengths_of(call),
         row_mask=row_mask,
         max_blocks_per_query=max_blocks_per_query,
+        row_counts=row_counts,
         is_dense=is_dense,
     )
 

@@ -80,7 +80,7 @@ class SlidingTileBackend(SparseBackend):
             return "a search reads every distance at its step"
         if options.mask_strategy_file_path is not None or options.is_tuning:
             return "the windows of a strategy differ from step to step"
-        return None
+        return super().replay_refusal(options)
 
     def check_split_heads(self, options: SlidingTileOptions) -> None:
         if options.sta_mode == SEARCHING:

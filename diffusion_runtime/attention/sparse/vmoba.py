@@ -20,8 +20,9 @@ from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOp
 from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
+from diffusion_runtime.kernels.block_sparse.gathered import refusal_of_blocks
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
-from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, listed_blocks
+from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, every_block, listed_blocks
 from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -64,6 +65,11 @@ class VMobaOptions(SparseOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.skip_threshold:
+            raise ValueError(
+                "skip_threshold: V-MoBA computes every chunk by itself and merges the results, so there is no running "
+                f"maximum to compare scores with; leave it 0, got {self.skip_threshold}"
+            )
         if not (self.temporal_chunk_size > 0 and math.isfinite(self.temporal_chunk_size)):
             raise ValueError(f"temporal_chunk_size must be a number of frames above 0, got {self.temporal_chunk_size}")
         for name, sizes in (
@@ -142,8 +148,16 @@ class VMobaBackend(SparseBackend):
         means = block_means(call.k, chunks.kv)
         row_mask = chunk_row_mask(call.q, means, chunks.q.order[0], chunks.chunk_of_row, rule)
         counts = count_rows(row_mask.flatten(0, 1), chunks.q, chunks.num_chunks)
-        kv_count, kv_index = listed_blocks(counts.of_blocks)
-        heads = torch.arange(call.batch * call.num_heads, dtype=torch.int32, device=call.q.device)
+        heads = (call.batch, call.num_heads)
+        if refusal_of_blocks(call.q, chunks.q, chunks.kv, layout.num_grid_tokens) is None:
+            # The kernel that gathers queries reads no lists: making them takes eleven launches.
+            kv_count, kv_index = call.state.request.compute_once(
+                every_block, chunks.q.num_blocks, chunks.num_chunks, call.q.device
+            )
+            group_of = torch.zeros(heads, dtype=torch.int32, device=call.q.device)
+        else:
+            kv_count, kv_index = listed_blocks(counts.of_blocks)
+            group_of = torch.arange(math.prod(heads), dtype=torch.int32, device=call.q.device).view(heads)
         # A number of chunks over more than one query is an average.
         bound = rule.top if rule.top is not None and rule.group == "query_head" else chunks.num_chunks
         return plan_of_call(
@@ -151,11 +165,12 @@ class VMobaBackend(SparseBackend):
             call,
             q=chunks.q,
             kv=chunks.kv,
-            group_of=heads.view(call.batch, call.num_heads),
+            group_of=group_of,
             kv_count=kv_count,
             kv_index=kv_index,
             row_mask=row_mask,
             max_blocks_per_query=bound,
+            row_counts=counts,
         )
 
 

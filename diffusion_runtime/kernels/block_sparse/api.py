@@ -11,18 +11,21 @@ from diffusion_runtime.kernels.block_packing.reference import TAIL_ROWS, PackedT
 from diffusion_runtime.kernels.block_sparse import flash4, gathered, triton
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
-from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
+from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference, block_sparse_skipping_reference
 
 IMPLEMENTATIONS = ("reference", "triton", "gathered", "flash4")
+_NO_RUNNING_MAXIMUM = "which are computed chunk by chunk, without a running maximum to compare scores with"
 
 
 class BlockSparseResult(NamedTuple):
     """out: [B, seq, H, head_dim] in q's dtype; lse: natural log, float32, [B, H, seq], or None; implementation: which
-    computed it."""
+    computed it. skip_counts: int64 [2] on q's device, pairs of (tile of queries, piece of keys) that were skipped and
+    all of them; None without a threshold."""
 
     out: torch.Tensor
     lse: torch.Tensor | None
     implementation: str
+    skip_counts: torch.Tensor | None = None
 
 
 def block_sparse_attention(
@@ -36,6 +39,7 @@ def block_sparse_attention(
     branch: PooledBranch | None = None,
     packed: PackedTokens | None = None,
     implementation: str = "auto",
+    skip_threshold: float = 0.0,
 ) -> BlockSparseResult:
     """softmax(scale q k^T) v over the pairs that `plan` keeps, plus `branch`.
 
@@ -44,6 +48,8 @@ def block_sparse_attention(
     packed: q, k and v as pack_tokens gives them in the plan's own geometries and text lengths, for planners that
     read every token anyway: see reads_packed_rows. Other implementations read q, k and v.
     implementation: one of IMPLEMENTATIONS; `auto` is the fastest that can compute this plan on this device.
+    skip_threshold: pieces of keys whose weights are all below this share of the largest are skipped, as skipping.py
+    defines it, by `triton` and `reference` alone; in [0, 1), 0 skips nothing.
 
     Only the reference computes gradients: the others refuse inputs that require them while gradients are recorded.
 
@@ -51,15 +57,29 @@ def block_sparse_attention(
     cannot run, or gradients would be lost.
     """
     _check(q, k, v, plan)
+    if not 0.0 <= skip_threshold < 1.0:
+        raise ConfigError(f"skip_threshold: expected a number in [0, 1), got {skip_threshold}")
+    if skip_threshold and plan.row_mask is not None:
+        raise ConfigError(f"skip_threshold: the plan of {plan.method} has row masks, {_NO_RUNNING_MAXIMUM}; leave it 0")
     if packed is not None:
         _check_packed(packed, q, plan)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = _choose(implementation, q, plan)
+    chosen = _choose(implementation, q, plan, skip_threshold)
+    skip_counts = None
     if chosen != "reference":
         _refuse_gradients(chosen, q, k, v, branch)
-    if chosen == "reference":
+    if chosen == "reference" and skip_threshold:
+        rule = triton.skip_rule(q, plan, skip_threshold)
+        out, lse, skip_counts = block_sparse_skipping_reference(q, k, v, plan, scale=scale, rule=rule)
+        lse = lse.float()
+    elif chosen == "reference":
         out, lse = block_sparse_reference(q, k, v, plan, scale=scale)
         lse = lse.float()
+    elif chosen == "triton" and skip_threshold:
+        out, lse, skip_counts = triton.block_sparse_skipping_triton(
+            q, k, v, plan, scale=scale, threshold=skip_threshold, branch=branch, packed=packed
+        )
+        branch = None
     elif chosen == "triton":
         out, lse = triton.block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, packed=packed)
         branch = None
@@ -69,13 +89,17 @@ def block_sparse_attention(
         out, lse = flash4.block_sparse_flash4(q, k, v, plan, scale=scale)
     if branch is not None:
         out = add_branch(out, plan, branch)
-    return BlockSparseResult(out, lse if return_lse else None, chosen)
+    return BlockSparseResult(out, lse if return_lse else None, chosen, skip_counts)
 
 
-def refusal(implementation: str, q: torch.Tensor, plan: SparsePlan) -> str | None:
+def refusal(implementation: str, q: torch.Tensor, plan: SparsePlan, skip_threshold: float = 0.0) -> str | None:
     """Why an implementation cannot compute this plan on these tensors; None when it can."""
     if implementation == "reference":
         return None
+    if skip_threshold and implementation == "flash4":
+        return "skips no keys: skip_threshold runs on triton and reference"
+    if skip_threshold and implementation == "gathered":
+        return f"takes plans with row masks, {_NO_RUNNING_MAXIMUM}"
     if implementation == "gathered":
         return gathered.refusal(q, plan)
     return triton.refusal(q, plan) if implementation == "triton" else flash4.refusal(q, plan)
@@ -91,12 +115,13 @@ def reads_packed_rows(
     )
 
 
-def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan) -> str:
+def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan, skip_threshold: float) -> str:
     if implementation == "auto":
-        return next(name for name in ("flash4", "gathered", "triton", "reference") if refusal(name, q, plan) is None)
+        names = ("flash4", "gathered", "triton", "reference")
+        return next(name for name in names if refusal(name, q, plan, skip_threshold) is None)
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation: expected auto, {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    reason = refusal(implementation, q, plan)
+    reason = refusal(implementation, q, plan, skip_threshold)
     if reason is not None:
         raise ConfigError(f"block-sparse implementation {implementation!r} cannot run here: {reason}; use auto")
     return implementation

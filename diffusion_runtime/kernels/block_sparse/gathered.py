@@ -18,6 +18,7 @@ import torch
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_packing.reference import PackedTokens, row_width
 from diffusion_runtime.kernels.block_sparse import triton
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.row_masks import MAXIMUM_BLOCKS, count_rows, tile_of_bits
 from diffusion_runtime.kernels.block_sparse.triton import TileShape
@@ -28,17 +29,23 @@ BUDGET = 1 << 30
 
 def refusal(q: torch.Tensor, plan: SparsePlan) -> str | None:
     """Why this plan cannot be computed here on tensors like q; None when it can."""
-    reason = triton.refusal(q, plan)
+    reason = refusal_of_blocks(q, plan.q, plan.kv, plan.num_grid_tokens)
+    if reason is None and (plan.row_mask is None or plan.max_blocks_per_query is None):
+        reason = "needs row masks and the number of blocks that a query sees at most"
+    return reason
+
+
+def refusal_of_blocks(q: torch.Tensor, q_blocks: BlockGeometry, kv_blocks: BlockGeometry, num_grid: int) -> str | None:
+    """Why no plan of these blocks can be computed here on tensors like q; None when any with row masks can."""
+    reason = triton.refusal_of_size(q, q_blocks.num_tokens)
     if reason is not None:
         return reason
-    if plan.row_mask is None or plan.max_blocks_per_query is None:
-        return "needs row masks and the number of blocks that a query sees at most"
-    if plan.num_text_tokens:
+    if q_blocks.num_tokens > num_grid:
         return "supports no text beside the grid"
-    if plan.q.num_groups > 1 or plan.kv.num_groups > 1:
+    if q_blocks.num_groups > 1 or kv_blocks.num_groups > 1:
         return "needs blocks that all heads share"
-    if plan.kv.num_blocks > MAXIMUM_BLOCKS:
-        return f"takes up to {MAXIMUM_BLOCKS} key blocks, not {plan.kv.num_blocks}"
+    if kv_blocks.num_blocks > MAXIMUM_BLOCKS:
+        return f"takes up to {MAXIMUM_BLOCKS} key blocks, not {kv_blocks.num_blocks}"
     return None
 
 
@@ -134,7 +141,7 @@ def prepare(
         # The running maximum is taken before the scale is applied, so the scale must keep the order.
         q_packed, scale = (-q_packed, -scale) if scale < 0 else (torch.zeros_like(q_packed), 1.0)
     row_mask = plan.row_mask.flatten(0, 1).contiguous()
-    counts = count_rows(row_mask, plan.q, plan.kv.num_blocks)
+    counts = plan.row_counts or count_rows(row_mask, plan.q, plan.kv.num_blocks)
     num_entries = counts.of_rows.flatten().cumsum(0, dtype=torch.int64)
     call = _Call(
         plan=plan,

@@ -5,11 +5,19 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+
+
+class RowCounts(NamedTuple):
+    """of_blocks: int32 [G, q blocks, kv blocks], how many queries of a block see a key block; of_rows: int32 [G, S],
+    how many key blocks a query sees. G: batch * heads."""
+
+    of_blocks: torch.Tensor
+    of_rows: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class SparsePlan:
         the key block 32 w + b that its block lists; without it every query sees every block that is listed.
     max_blocks_per_query: how many key blocks a grid query sees at most, known without reading from the device. A
         planner that gives it sets no bit of row_mask for a block that is not listed.
+    row_counts: what is counted of row_mask, from planners that counted it.
     is_dense: every valid query sees every valid key, so a dense kernel gives the same.
     """
 
@@ -47,6 +56,7 @@ class SparsePlan:
     text_lengths: torch.Tensor | None = None
     row_mask: torch.Tensor | None = None
     max_blocks_per_query: int | None = None
+    row_counts: RowCounts | None = None
     is_dense: bool = False
 
     @property
@@ -156,6 +166,7 @@ class SparsePlan:
             kv=_geometry_of_heads(self.kv, self.batch, start // repeats, stop // repeats),
             group_of=self.group_of[:, start:stop].contiguous(),
             row_mask=None if self.row_mask is None else self.row_mask[:, start:stop].contiguous(),
+            row_counts=None,
         )
 
     def to(self, device: torch.device | str) -> Self:
@@ -169,6 +180,7 @@ class SparsePlan:
             kv_index=self.kv_index.to(device),
             text_lengths=None if self.text_lengths is None else self.text_lengths.to(device),
             row_mask=None if self.row_mask is None else self.row_mask.to(device),
+            row_counts=None,
         )
 
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from diffusion_runtime.kernels.block_sparse import triton
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.kernels.block_sparse.plan import RowCounts
 
 # Bits that are counted in torch at a time.
 _CHUNK = 1 << 25
 
 # Key blocks that a program holds in a tile.
 MAXIMUM_BLOCKS = 4096
-
-
-class RowCounts(NamedTuple):
-    """of_blocks: int32 [G, q blocks, kv blocks], how many queries of a block see a key block; of_rows: int32 [G, S],
-    how many key blocks a query sees."""
-
-    of_blocks: torch.Tensor
-    of_rows: torch.Tensor
 
 
 def packed_bits(selected: torch.Tensor) -> torch.Tensor:
@@ -104,3 +95,9 @@ def listed_blocks(of_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # What is not listed goes into one place too many, which is cut off.
     index = torch.zeros(*listed.shape[:-1], num_blocks + 1, dtype=torch.int32, device=listed.device)
     return listed.sum(dim=-1, dtype=torch.int32), index.scatter_(-1, place, every)[..., :num_blocks].contiguous()
+
+
+def every_block(num_q_blocks: int, num_kv_blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(kv_count, kv_index) of one selection in which every q block lists every key block, so that row masks decide."""
+    listed = torch.arange(num_kv_blocks, dtype=torch.int32, device=device).repeat(1, num_q_blocks, 1)
+    return torch.full((1, num_q_blocks), num_kv_blocks, dtype=torch.int32, device=device), listed

@@ -20,6 +20,7 @@ from diffusion_runtime.kernels.block_packing.reference import PackedTokens, row_
 from diffusion_runtime.kernels.block_packing.triton import rows_contiguous
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
+from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
 
 MINIMUM_CAPABILITY = (8, 0)
 # The dtypes the kernels compute; the reference computes any other.
@@ -105,13 +106,44 @@ def block_sparse_triton(
     return prepared.out, prepared.lse
 
 
+def block_sparse_skipping_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: SparsePlan,
+    *,
+    scale: float,
+    threshold: float,
+    branch: PooledBranch | None = None,
+    packed: PackedTokens | None = None,
+    shape: TileShape | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """block_sparse_triton without what skip_rule skips. The third result is int64 [2]: pairs of (tile of queries, whole
+    piece of keys) that were skipped, and all of them."""
+    prepared = prepare(q, k, v, plan, scale=scale, branch=branch, packed=packed, shape=shape, skip_threshold=threshold)
+    prepared.launch()
+    assert prepared.skip_counts is not None
+    return prepared.out, prepared.lse, prepared.skip_counts
+
+
+def skip_rule(q: torch.Tensor, plan: SparsePlan, threshold: float) -> SkipRule:
+    """What is skipped of a plan on tensors like q, whichever device computes it."""
+    shape = tile_shape(q, plan)
+    return SkipRule(threshold, shape.rows, shape.piece)
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """Packed inputs and listed pieces; `launch` runs the kernels over them and may be called again."""
+    """Packed inputs and listed pieces; `launch` runs the kernels over them and may be called again.
+
+    skip_counts: int64 [2], the pairs of (tile of queries, whole piece of keys) skipped by the last launch, and all of
+    them; None where nothing may be skipped.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
     launch: Callable[[], object]
+    skip_counts: torch.Tensor | None = None
 
 
 def prepare(
@@ -124,8 +156,10 @@ def prepare(
     branch: PooledBranch | None = None,
     packed: PackedTokens | None = None,
     shape: TileShape | None = None,
+    skip_threshold: float = 0.0,
 ) -> Prepared:
-    """Everything that comes before the kernel; arguments as in block_sparse_triton.
+    """Everything that comes before the kernel; arguments as in block_sparse_triton. skip_threshold: see skipping.py; 0
+    skips nothing.
 
     Long, because a launch names all of the kernel's arguments.
     """
@@ -149,6 +183,7 @@ def prepare(
     if text is not None:
         lse.fill_(float("-inf"))
     broken = plan.group_of if plan.row_mask is None else _has_broken_values(packed.v)
+    skip_counts = torch.zeros(2, dtype=torch.int64, device=q.device) if skip_threshold else None
     pooled, gate = (out, out) if branch is None else (branch.pooled.contiguous(), rows_contiguous(branch.gate))
 
     def attend(
@@ -176,7 +211,9 @@ def prepare(
             broken,
             pooled,
             gate,
+            plan.group_of if skip_counts is None else skip_counts,
             scale * math.log2(math.e),
+            math.log2(skip_threshold) if skip_threshold else 0.0,
             num_tiles,
             num_rows,
             plan.num_grid_tokens,
@@ -207,6 +244,7 @@ def prepare(
             HAS_ROW_MASK=plan.row_mask is not None,
             LOOK_FOR_BROKEN=look,
             HAS_BRANCH=branch is not None,
+            SKIPS=skip_counts is not None,
             BULK=shape.bulk,
             EXACT=q.dtype == torch.float32,
             STAGES=shape.num_stages,
@@ -216,18 +254,20 @@ def prepare(
 
     def launch() -> None:
         num_text_tiles = -(-plan.num_text_tokens // shape.rows)
+        if skip_counts is not None:
+            skip_counts.zero_()
         for look in (False,) if plan.row_mask is None else (False, True):
             attend(shape.rows, tiles.count, num_text_tiles, tiles.per_block, tiles.rest_rows, 0, look)
             if tiles.rest_rows:
                 attend(tiles.rest_rows, plan.q.num_blocks, 0, 1, 0, shape.rows, look)
 
-    return Prepared(out, lse, launch)
+    return Prepared(out, lse, launch, skip_counts)
 
 
 def tile_shape(q: torch.Tensor, plan: SparsePlan) -> TileShape:
     """What measured fastest on an H200 for blocks of this size; smaller where the head size or float32 asks for it."""
     bulk = q.is_cuda and has_bulk_copies(detect_hardware(str(q.device)))
-    head_dim, exact = q.shape[-1], q.dtype == torch.float32
+    head_dim, exact = q.shape[-1], q.dtype.itemsize > 2
     if exact or head_dim > 128:
         return TileShape(64, 32, 4, 2, bulk and not exact)
     # A tile of 64 rows takes 0.6 of the time of one of 128.

@@ -181,13 +181,26 @@ def _add_piece(
     EXACT: tl.constexpr,
 ):
     """One step of the online softmax, base 2. visible: which scores count; EMPTY_ROWS: a row may see none of them."""
+    scores = _scores(q, k, EXACT)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    return _add_scores(scores, tl.max(scores, 1) * qk_scale, v, acc, row_max, row_sum, qk_scale, EMPTY_ROWS, EXACT)
+
+
+@triton.jit
+def _scores(q, k, EXACT: tl.constexpr):
+    """q k^T, float32."""
     if EXACT:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     else:
         scores = tl.dot(q, tl.trans(k))
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
+    return scores
+
+
+@triton.jit
+def _add_scores(scores, top, v, acc, row_max, row_sum, qk_scale, EMPTY_ROWS: tl.constexpr, EXACT: tl.constexpr):
+    """The softmax of a step and its product with v. top: the highest score of each row, scaled."""
+    new_max = tl.maximum(row_max, top)
     if EMPTY_ROWS:
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     else:
@@ -226,7 +239,9 @@ def attend(
     has_broken_values,
     pooled,
     gate,
+    skip_counts,
     qk_scale,
+    skip_below,
     num_tiles,
     num_rows,
     num_grid,
@@ -257,6 +272,7 @@ def attend(
     HAS_ROW_MASK: tl.constexpr,
     LOOK_FOR_BROKEN: tl.constexpr,
     HAS_BRANCH: tl.constexpr,
+    SKIPS: tl.constexpr,
     BULK: tl.constexpr,
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -267,6 +283,8 @@ def attend(
     rest of a block after whole tiles may be a launch of its own, with fewer rows: this one leaves rests of at most LEFT
     queries to it; with REST_OF it is that launch, for rests of tiles of REST_OF rows, one tile per block. With row
     masks, a launch with LOOK_FOR_BROKEN handles values of which some are not finite, one without handles others.
+    SKIPS: whole pieces whose highest scores lie below the running maximum of every row by more than -skip_below, a
+    log2, are skipped; skip_counts, int64 [2], counts them and those visited.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -323,11 +341,27 @@ def attend(
             partial = tl.load(num_partial + listed)
             text_from = num_grid
         my_pieces = pieces + listed * capacity
+        num_skipped = tl.zeros([1], dtype=tl.int32)
         for place in tl.range(0, full, num_stages=STAGES):
             first = kv_first + (tl.load(my_pieces + place) >> LENGTH_BITS)
             k = _load_rows(k_rows, first, W, PIECE, BULK)
+            # Fetched for pieces that are skipped too: inside the branch no copy would run ahead of the loop.
             v = _load_rows(v_rows, first, W, PIECE, BULK)
-            acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, None, qk_scale, False, False, EXACT)
+            if SKIPS:
+                scores = _scores(q, k, EXACT)
+                top = tl.max(scores, 1) * qk_scale
+                # Rows past the tile's end hold other queries and have no say; NaN is below nothing.
+                in_tile = start + tl.arange(0, ROWS) < stop
+                needed = tl.where(in_tile & ~(top < row_max + skip_below), 1, 0)
+                if tl.max(needed, 0) > 0:
+                    acc, row_max, row_sum = _add_scores(scores, top, v, acc, row_max, row_sum, qk_scale, False, EXACT)
+                else:
+                    num_skipped += 1
+            else:
+                acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, None, qk_scale, False, False, EXACT)
+        if SKIPS:
+            pair = tl.arange(0, 2)
+            tl.atomic_add(skip_counts + pair, tl.where(pair == 0, num_skipped, full).to(tl.int64), sem="relaxed")
         if HAS_ROW_MASK:
             for place in tl.range(capacity - partial, capacity, num_stages=STAGES):
                 code = tl.load(my_pieces + place)

@@ -12,9 +12,11 @@ from sparse_oracle import random_qkv
 from tables import table
 
 from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout, plan_attention
+from diffusion_runtime.attention.sparse import vmoba
 from diffusion_runtime.attention.sparse.vmoba import VMobaOptions, chunk_kind
 from diffusion_runtime.attention.sparse.vmoba_chunks import chunks_of
-from diffusion_runtime.kernels.block_sparse import row_masks
+from diffusion_runtime.kernels.block_sparse import gathered, row_masks
+from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.chunk_selection import reference
 
@@ -234,6 +236,34 @@ def test_ties_over_a_head_go_to_the_first_queries() -> None:
     foreign = [(0, t, c) for t in range(60) for c in range(max(chunks) + 1) if c != chunks[t]]
     own = {(0, t, chunks[t]) for t in range(60)}
     assert entries_of(plan, 0, chunks) == own | set(foreign[:60])
+
+
+@table("layout", [TokenLayout((5, 8, 12)), TokenLayout((5, 8, 12), num_suffix_tokens=3)])
+def test_where_queries_are_gathered_no_list_is_made(layout: TokenLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block lists every chunk there, and the row masks say the same as they do beside lists."""
+    q, k, v = random_qkv(layout, batch=2, num_heads=2, seed=8)
+    options: dict[str, Any] = {"temporal_chunk_size": 1.5, "moba_select_mode": "topk", "temporal_topk": 2}
+    plan = plan_of(q, k, "temporal", layout, **options)
+    # A CPU computes by the reference, which reads the lists.
+    monkeypatch.setattr(vmoba, "refusal_of_blocks", gathered_refusal_on_a_gpu)
+    unlisted = plan_of(q, k, "temporal", layout, **options)
+    is_gathered = not layout.num_suffix_tokens
+    assert (unlisted.kv_index.shape[0] == 1) == is_gathered
+    assert torch.equal(unlisted.to_dense_mask(), plan.to_dense_mask())
+    assert unlisted.density == plan.density
+    out = [block_sparse_attention(q, k, v, of, implementation="reference").out for of in (plan, unlisted)]
+    torch.testing.assert_close(*out)
+    assert unlisted.row_counts is not None
+    again = row_masks.count_rows(unlisted.row_mask.flatten(0, 1), unlisted.q, 4)  # type: ignore[union-attr]
+    assert all(map(torch.equal, unlisted.row_counts, again))
+    assert unlisted.heads(0, 1).row_counts is None, "counts are those of all heads"
+
+
+def gathered_refusal_on_a_gpu(_q: torch.Tensor, *blocks: Any) -> str | None:
+    """As gathered.refusal_of_blocks, without asking for a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathered.triton, "refusal_of_size", lambda *_: None)
+        return gathered.refusal_of_blocks(_q, *blocks)
 
 
 def test_listed_chunks_are_the_union_of_what_the_queries_of_a_block_selected() -> None:

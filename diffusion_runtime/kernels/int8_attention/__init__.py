@@ -1,0 +1,1 @@
+"""Attention with products in 8 bits: api, eager reference, Triton."""
