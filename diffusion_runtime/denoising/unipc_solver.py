@@ -7,7 +7,7 @@ than a first command has.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -175,8 +175,8 @@ class _Interval:
     start: torch.Tensor
     end: torch.Tensor
     width: torch.Tensor
-    places: Sequence[torch.Tensor]
-    differences: Sequence[torch.Tensor]
+    places: list[torch.Tensor]
+    differences: list[torch.Tensor]
 
     @property
     def signal(self) -> torch.Tensor:

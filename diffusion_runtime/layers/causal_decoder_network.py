@@ -80,7 +80,8 @@ class ChannelNorm(nn.Module):
         """x: [batch, channels, ..]. The length of a pixel is summed in float32, everything else rounds to x's dtype."""
         normalized = F.normalize(x if x.dtype == torch.float32 else x.float(), dim=1).to(x.dtype)
         # The sum turns -0 into 0, as the norm's absent bias does in diffusers.
-        return normalized * self.scale * self.gamma + 0.0
+        out: torch.Tensor = normalized * self.scale * self.gamma + 0.0
+        return out
 
 
 class ResidualBlock(nn.Module):

@@ -54,7 +54,8 @@ def _widest_of_frame(module: CausalVideoAutoencoder) -> float:
     """`widest_activation` of a module on the meta device whose convolutions are called by their weights."""
     weight = module.post_quant_conv.weight
     latents = torch.empty(1, weight.shape[1], *_PROBE, dtype=weight.dtype, device="meta")
-    with torch.inference_mode(), _WidestConvolution() as widest:
+    widest = _WidestConvolution()
+    with torch.inference_mode(), widest:
         for _ in ChannelsFirstDecoder(module, is_eager=True).decode(latents):
             pass
     return widest.numbers / (_PROBE[1] * _PROBE[2])
@@ -63,7 +64,7 @@ def _widest_of_frame(module: CausalVideoAutoencoder) -> float:
 class _WidestConvolution(TorchFunctionMode):
     """Keeps the largest input, without its padding, or output of the convolutions inside."""
 
-    numbers = 0
+    numbers: int = 0
 
     def __torch_function__(
         self,

@@ -115,9 +115,10 @@ class UMT5TextEncoder(TextEncoder):
         self.model = model
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
-        is_ours = isinstance(model, UMT5Encoder)
-        self.library = "torch" if is_ours else "transformers"
-        self.implementation = "sdpa" if is_ours else str(model.config._attn_implementation)
+        if isinstance(model, UMT5Encoder):
+            self.library, self.implementation = "torch", "sdpa"
+        else:
+            self.library, self.implementation = "transformers", str(model.config._attn_implementation)
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
