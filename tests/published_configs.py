@@ -507,7 +507,7 @@ PUBLISHED: Mapping[str, Files] = {
         ),
         "transformer/config.json": {**_WAN_I2V, "pos_embed_seq_len": 514},
         "vae/config.json": _WAN_VAE,
-        "scheduler/scheduler_config.json": _UNIPC,
+        "scheduler/scheduler_config.json": {**_UNIPC, "flow_shift": 16.0},
         "text_encoder/config.json": {"model_type": "umt5"},
         "tokenizer/tokenizer_config.json": {"model_max_length": 512},
         **_CLIP_FILES,
