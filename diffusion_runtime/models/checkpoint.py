@@ -194,7 +194,9 @@ def _shape(rows: Sequence[StoredRows]) -> tuple[int, ...]:
     return first if len(rows) == 1 else (sum(each.shape[0] for each in rows), *first[1:])
 
 
-def stored_weight(checkpoint: TensorSource, pieces: Mapping[str, tuple[Piece, ...]], name: str) -> tuple[StoredRows, ...]:
+def stored_weight(
+    checkpoint: TensorSource, pieces: Mapping[str, tuple[Piece, ...]], name: str
+) -> tuple[StoredRows, ...]:
     """The rows of our parameter `name` as they are stored, where all are quantised; empty otherwise."""
     several = [checkpoint.quantized(piece.name) for piece in pieces[name] if piece.name in checkpoint.shapes]
     whole = len(several) == len(pieces[name]) and all(several)
