@@ -33,6 +33,7 @@ NUM_PARAMETERS = {
     "Wan2.2-TI2V-5B-Diffusers": 4_999_787_712,
     "Wan2.2-I2V-A14B-Diffusers": 2 * 14_288_901_184,
     "Wan2.1-I2V-14B-480P-Diffusers": 16_394_878_784,
+    "Wan2.1-I2V-14B-720P-Diffusers": 16_394_878_784,
     "Wan2.1-FLF2V-14B-720P-diffusers": 16_395_536_704,
     "HunyuanVideo": 12_821_012_544,
     "HunyuanVideo-1.5-Diffusers-480p_t2v": 8_326_608_160,
