@@ -37,7 +37,8 @@ def test_triton_on_a_gpu_gives_torchs_bits_where_it_says_so() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         wrong = norm_silu_cases.failures(dtype, "cuda", bound=0.0)
         assert [line for line in wrong if line.startswith(norm_silu_cases.EXACT)] == []
-        assert norm_silu_cases.failures(dtype, "cuda", bound=2e-5 if dtype == torch.float32 else 2e-2) == []
+        # Values of 300 in float32: their mean alone is off by up to 1.5e-5.
+        assert norm_silu_cases.failures(dtype, "cuda", bound=5e-5 if dtype == torch.float32 else 2e-2) == []
 
 
 @torch.inference_mode()
