@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -51,11 +52,15 @@ def _valid_keys(k: torch.Tensor, context: AttentionContext | None) -> int:
 
 
 def _own_counts() -> dict[Any, Any]:
-    """Of products that torch does not count: oneDNN's, in builds that have it."""
-    try:
-        return {torch.ops.mkldnn._linear_pointwise: _linear_operations}
-    except AttributeError:
-        return {}
+    """Of products that torch does not count: those with a GELU in their epilogue, and oneDNN's, in builds that have it."""
+    counts: dict[Any, Any] = {torch.ops.aten._addmm_activation: _addmm_operations}
+    with contextlib.suppress(AttributeError):
+        counts[torch.ops.mkldnn._linear_pointwise] = _linear_operations
+    return counts
+
+
+def _addmm_operations(_: object, left: torch.Size, right: torch.Size, *__: object, **___: object) -> int:
+    return 2 * math.prod(left) * right[1]
 
 
 def _linear_operations(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:

@@ -158,6 +158,17 @@ def test_operations_are_those_of_products_and_valid_pairs() -> None:
     assert counted > blocks * (products + pairs)
 
 
+def test_a_product_with_a_gelu_in_its_epilogue_counts() -> None:
+    """A GPU computes the feed-forward's first product so (Linear.forward_gelu); torch counts none of them."""
+    bias, left, right = torch.zeros(5), torch.zeros(3, 7), torch.zeros(7, 5)
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = torch.ops.aten._addmm_activation(bias, left, right, use_gelu=True)
+        return out
+
+    assert count_operations(torch.nn.Module(), run) == 2 * 3 * 7 * 5
+
+
 KINDS = {
     "flash_fwd_sm90_kernel_cutlass": "attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",

@@ -57,7 +57,11 @@ def refusal(q: torch.Tensor, values: str) -> str | None:
 def tile_shape(q: torch.Tensor) -> TileShape:
     """The shape for tensors like q."""
     bulk = q.is_cuda and has_bulk_copies(detect_hardware(str(q.device)))
-    return TileShape(bulk=bulk)
+    if not bulk:
+        return TileShape(64, 64, 4, 2, bulk=False)
+    # On one H200, 32760 tokens, heads of 128: 10.5 ms for int8 values, where 128 x 64 with 8 warps takes 16.3
+    # (benchmarks/results/int8_attention_gpu.json).
+    return TileShape(64, 128, 4, 3, ahead=True)
 
 
 @dataclass(frozen=True)
