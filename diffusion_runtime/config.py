@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.memory_size import parse_size
 
 RUNTIME_BACKENDS = ("auto", "native", "diffusers")
 # More processes than a cluster would use for one video; the seconds of a week.
@@ -22,6 +23,7 @@ VAE_DECODE_MODES = ("exact", "fast")
 QUANTIZATION_MODES = ("none", "fp8", "fp8-all")
 VAE_TILING_CHOICES = ("auto", "on", "off")
 COMPILE_MODES = ("off", "regional")
+OFFLOAD_MODES = ("auto", "none", "model", "layers")
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,10 @@ class RuntimeConfig:
         multiplies in 8 bits where the device can; `fp8-all` also those that a family keeps by default; `none`.
     quantization_ignored_layers: names or shell patterns of layers that stay as they are, such as `blocks.0.*`.
     compile: `regional` has torch.compile compile each kind of transformer block once, at the first step; `off`.
+    offload: which weights wait in the machine's memory while they are not used: `none`; `model`, whole parts (text
+        encoders, one of two transformers); `layers`, also the transformer's blocks, which are copied while the block
+        before them computes; `auto`, the first of these that fits.
+    memory_limit: what the process may take on its device, such as `12GB`; None for what is free there.
     """
 
     model_path: str = "shapes"
@@ -264,6 +270,8 @@ class RuntimeConfig:
     quantization: str = "none"
     quantization_ignored_layers: Any = ()
     compile: str = "off"
+    offload: str = "auto"
+    memory_limit: str | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in RUNTIME_BACKENDS:
@@ -303,6 +311,12 @@ class RuntimeConfig:
             raise ConfigError(
                 f"compile: unknown value {shown(self.compile)}.{nearest(str(self.compile), COMPILE_MODES)}"
             )
+        if self.offload not in OFFLOAD_MODES:
+            raise ConfigError(
+                f"offload: unknown value {shown(self.offload)}.{nearest(str(self.offload), OFFLOAD_MODES)}"
+            )
+        if self.memory_limit is not None:
+            parse_size(self.memory_limit, "memory_limit")
         if not isinstance(self.self_check, bool):
             raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")
         for name in ("model_path", "device", "dtype"):
@@ -328,6 +342,11 @@ class RuntimeConfig:
                 "quantization_ignored_layers: nothing is quantised; add quantization: fp8, or leave it out"
             )
         object.__setattr__(self, "quantization_ignored_layers", tuple(ignored))
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """`memory_limit` in bytes."""
+        return None if self.memory_limit is None else parse_size(self.memory_limit, "memory_limit")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -80,6 +80,8 @@ def generate(context: typer.Context, **given: Any) -> None:
             "quantization": run.quantization,
             "quantization_ignored_layers": run.quantization_ignored_layers or None,
             "compile": run.compile,
+            "offload": run.offload,
+            "memory_limit": run.memory_limit,
             "lora": pair_loras(source.lora_path or (), source.lora_scale or (), source.lora or ()),
         },
         parallel={

@@ -72,6 +72,7 @@ def run_generate(
     if output_flags.dry_run:
         outputs.check_without_writing()
         prepared, items = _prepare(settings, outputs)
+        prepared = prepared.planned_for([item.request for item in items if item.failure is None])
         return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
     new_folders = outputs.prepare() if coordinator.is_first else ()
     try:
@@ -142,7 +143,8 @@ def _generate(
             terminal.say(f"done already: {each.path}")
         if not items:
             return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, coordinator)
-    pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"))
+    requests = [item.request for item in items if item.failure is None]
+    pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"), requests)
     load_seconds = time.perf_counter() - load_started
     prints_paths = coordinator.is_first and not output_flags.as_json
     result = run_batch(

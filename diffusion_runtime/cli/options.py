@@ -156,6 +156,18 @@ Compile: TypeAlias = Annotated[
     str | None,
     _flag(WHERE, "Compile each kind of block once (torch.compile): off, regional.", "--compile", metavar="MODE"),
 ]
+Offload: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        WHERE,
+        "Which weights wait in the machine's memory: auto, none, model, layers. See docs/memory.md.",
+        "--offload",
+        metavar="MODE",
+    ),
+]
+MemoryLimit: TypeAlias = Annotated[
+    str | None, _flag(WHERE, "What to take on the device at most: 12GB.", "--memory-limit", metavar="SIZE")
+]
 NumGpus: TypeAlias = Annotated[
     int | None, _flag(WHERE, "Processes, one per device; degrees are chosen.", "--num-gpus", metavar="N")
 ]
@@ -225,6 +237,8 @@ class RunFlags:
     quantization: Quantization = None
     quantization_ignored_layers: QuantizationIgnoredLayers = None
     compile: Compile = None
+    offload: Offload = None
+    memory_limit: MemoryLimit = None
     num_gpus: NumGpus = None
     ulysses_degree: UlyssesDegree = None
     ring_degree: RingDegree = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from diffusion_runtime.model_folder import ModelFolder, read_index
 from diffusion_runtime.models.model_sources import fetch_weights
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.models.weight_files import check_components
+from diffusion_runtime.request import GenerationRequest
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 
@@ -62,8 +64,14 @@ class PreparedPassthrough:
     def layers(self) -> tuple[AttentionLayer, ...]:
         return self.plan.layers
 
-    def load(self, on_stage: OnStage | None = None) -> DiffusersPipeline:
-        """As `Prepared.load`."""
+    def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedPassthrough:
+        """See Prepared.planned_for. What diffusers' pipeline takes is not known here: there is no plan."""
+        del requests
+        return self
+
+    def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> DiffusersPipeline:
+        """As `Prepared.load`. requests: not read, as nothing is planned."""
+        del requests
         say: OnStage = on_stage if on_stage is not None else lambda _: None
         config = self.description.config
         bound_primitive_cache()
@@ -96,6 +104,11 @@ def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedP
         raise ConfigError(
             f"compile: {config.compile}: diffusers' own pipeline compiles its model itself, by "
             "pipeline.pipeline.transformer.compile_repeated_blocks() in Python; leave out --compile"
+        )
+    if config.offload not in ("auto", "none") or config.memory_limit is not None:
+        raise ConfigError(
+            "offload, memory_limit: diffusers' own pipeline has its own, by "
+            "pipeline.pipeline.enable_model_cpu_offload() in Python; leave out --offload and --memory-limit"
         )
     check_components(folder)
     device = resolve_device(config.device)

@@ -12,7 +12,7 @@ from torch import nn
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.checkpoint import Piece
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer
@@ -110,6 +110,7 @@ FAMILY = ModelFamily(
     lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
+    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
     load_text_encoder=_load_text_encoder,
     load_decoder=codec.load_decoder,
     tiny_decoders={16: "taew2_1", 48: "taew2_2"},

@@ -26,6 +26,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
+from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
@@ -74,6 +75,9 @@ class WanSelfAttention(nn.Module):
 
 class WanCrossAttention(nn.Module):
     """Attention from the grid's tokens to the text."""
+
+    # By `keys_and_values`, and not by forward.
+    read_once = ("kv", "norm_k")
 
     def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
         super().__init__()
@@ -283,7 +287,11 @@ class WanTransformer(DiffusionTransformer):
 
         def project() -> tuple[_KeysAndValues, ...]:
             text = self.text_embedding(embeddings.to(self.out.weight.dtype))
-            return tuple(block.cross_attention.keys_and_values(text) for block in self._blocks())
+            projected = []
+            for block in self._blocks():
+                with held_weights(block.cross_attention):
+                    projected.append(block.cross_attention.keys_and_values(text))
+            return tuple(projected)
 
         return cached_for_prompt("text_projection", embeddings, context, project)
 
