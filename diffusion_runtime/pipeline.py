@@ -55,8 +55,8 @@ class Pipeline:
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
     attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
     compiled: its blocks, where torch.compile compiles them. offloading: the parts that wait in the machine's memory.
-    fitting: what to offload so that a request fits, for the message of one that ran out of memory. few_steps_of: what the model was distilled to with other
-    LoRA files, by their paths.
+    fitting: what to offload so that a request fits, for the message of one that ran out of memory. few_steps_of: what
+    the model was distilled to with other LoRA files, by their paths.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Pipeline:
         self._remarks = tuple(remarks)
         self._quantization = quantization
         self._compiled = compiled
-        self._offloading = offloading
+        self.offloading = offloading
         self._fitting = fitting
         self._loras = loras
         self._few_steps_of = few_steps_of
@@ -156,9 +156,9 @@ class Pipeline:
         with self._one_generation.held(), device_guard(self.device):
             if self._loras is None:
                 raise ConfigError("set_loras: this pipeline does not know its model's folder: use load_pipeline")
-            if self._offloading is not None:
+            if self.offloading is not None:
                 # Where they wait, the weights are whole and belong to nobody else.
-                self._offloading.leave()
+                self.offloading.leave()
             self._loras.switch(configs)
             few_steps = self._few_steps_of([config.path for config in configs])
             model = self.recipe["model"]
@@ -230,9 +230,9 @@ class Pipeline:
         with self._one_generation.held():
             self._one_generation.close()
             del self.text_encoder, self.transformer, self.decoder, self._image_conditioner, self._load_image_conditioner
-            if self._offloading is not None:
-                self._offloading.close()
-            self._loras = self._compiled = self._offloading = None
+            if self.offloading is not None:
+                self.offloading.close()
+            self._loras = self._compiled = self.offloading = None
             release_device_memory(self.device)
 
     def _generate_apart(
@@ -312,10 +312,10 @@ class Pipeline:
             if self._quantization is not None:
                 self._quantization.counter.stop()
             compile_timings = compile_cost.report(recorder)
-            if self._offloading is not None:
-                for line in self._offloading.describe():
+            if self.offloading is not None:
+                for line in self.offloading.describe():
                     recorder.note(line)
-                self._offloading.make_room_for_decoding()
+                self.offloading.make_room_for_decoding()
             recipes = [
                 {**self.recipe, "request": request.to_dict(), **preset, "notes": list(notes)}
                 for request, notes in zip(batch, prompts.notes, strict=True)
@@ -359,8 +359,8 @@ class Pipeline:
             ):
                 yield
         except BaseException:
-            if self._offloading is not None:
-                self._offloading.leave()
+            if self.offloading is not None:
+                self.offloading.leave()
             raise
 
     def _note_remarks(

@@ -1,4 +1,4 @@
-"""Tiny pipelines whose weights are offloaded, with a device of the CPU's own memory that is strict about what is where."""
+"""Tiny pipelines whose weights are offloaded to a stand-in for a device: memory of the CPU with strict transfers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from diffusion_runtime.memory.transfers import Copies, Transfers
 
 class StrictTransfers(Transfers):
     """Hides the weights in the machine's memory: its tensors hold NaN there, so that whoever reads a weight that is not
-    on the device computes NaN. Every event is a number, and copies must be waited for.
+    on the device computes NaN.
 
-    log: what was done, in order. pins: addresses that are pinned now; refuses_pins: as a system without the right.
+    num_copies: begun so far; fails_at: which of them is interrupted. pins: addresses that are pinned now; refuses_pins:
+    as a system without the right.
     """
 
     def __init__(self, *, refuses_pins: bool = False) -> None:
         super().__init__(torch.device("cpu"))
-        self.log: list[str] = []
         self.pins: dict[int, int] = {}
         self.refuses_pins = refuses_pins
         self.fails_at: int | None = None
         self._hidden: dict[int, torch.Tensor] = {}
-        self._num_copies = 0
+        self.num_copies = 0
 
     def hide(self, arena_bytes: torch.Tensor) -> None:
         self._hidden[arena_bytes.data_ptr()] = arena_bytes.clone()
@@ -40,14 +40,14 @@ class StrictTransfers(Transfers):
 
     def copy(self, copies: Copies, after: Any) -> Any:
         assert after == "mark", "a copy must stand behind what computes"
-        self._num_copies += 1
-        if self._num_copies == self.fails_at:
+        self.num_copies += 1
+        if self.num_copies == self.fails_at:
             raise KeyboardInterrupt
         for target, source in copies:
             begin = max(address for address in self._hidden if address <= source.data_ptr())
             offset = source.data_ptr() - begin
             target.copy_(self._hidden[begin][offset : offset + source.nbytes])
-        return self._num_copies
+        return self.num_copies
 
     def wait(self, copied: Any) -> None:
         assert isinstance(copied, int)

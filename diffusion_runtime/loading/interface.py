@@ -35,9 +35,7 @@ class Prepared(Protocol):
         Raises DeviceMemoryError where it does not fit, with what would.
         """
 
-    def load(
-        self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()
-    ) -> GenerationPipeline:
+    def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> GenerationPipeline:
         """Read the weights. on_stage: called with a phrase before each part is loaded. requests: those that will come,
         resolved, for which memory is planned where it decides what is offloaded; none for the model's default one.
 

@@ -10,8 +10,8 @@ import torch
 
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.config import Degrees, RuntimeConfig
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.description import PipelineDescription
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.memory.machine_memory import free_in_machine, free_on_device, total_on_device
 from diffusion_runtime.memory.plan import OFFLOADS, MemoryDemand, MemoryPlan, Offload, as_offload, make_plan, plans_of
 from diffusion_runtime.memory_size import size_text
@@ -23,7 +23,7 @@ from diffusion_runtime.request_rules import RequestRules
 
 
 def check_offload(config: RuntimeConfig, device: torch.device) -> None:
-    """Raises ConfigError where a device has nothing to offload from, and for what offloading cannot be combined with."""
+    """Raises ConfigError for a device that has nothing to offload from, and what offloading cannot be combined with."""
     if config.offload not in ("model", "layers"):
         return
     if device.type in ("cpu", "mps"):
@@ -33,7 +33,7 @@ def check_offload(config: RuntimeConfig, device: torch.device) -> None:
         )
     if config.offload == "layers" and config.compile != "off":
         raise ConfigError(
-            f"offload: layers: compiled blocks keep their weights where they are in this version; leave out --compile, "
+            "offload: layers: compiled blocks keep their weights where they are in this version; leave out --compile, "
             "or use --offload model"
         )
 
@@ -89,9 +89,7 @@ def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: to
     return make_plan(planned.demand, choices, limit, free_in_machine(), planned.advice)
 
 
-def fitting_offloads(
-    planned: PlannedDemand | None, description: PipelineDescription, device: torch.device
-) -> str:
+def fitting_offloads(planned: PlannedDemand | None, description: PipelineDescription, device: torch.device) -> str:
     """What could be offloaded so that a demand fits, for a message; empty where nothing is known of it."""
     plan, total = description.memory, total_on_device(device)
     if planned is None or total is None:

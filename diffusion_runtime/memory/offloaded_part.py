@@ -19,7 +19,7 @@ from diffusion_runtime.memory.weight_unit import WeightUnit, tensors_of
 
 
 class OffloadedPart:
-    """A loaded module whose tensors are in an arena (`into_arena`, or filled there).
+    """A loaded module whose tensors are in an arena (`into_arena`, or filled there), where they wait.
 
     num_resident: how many of its blocks stay on the device between `enter` and `leave`, evenly spread; None for all,
     which are then copied whole. The others are streamed (`BlockStream`), and what is read once a request alone is there
@@ -30,7 +30,7 @@ class OffloadedPart:
         self, name: str, root: nn.Module, arena: HostArena, transfers: Transfers, num_resident: int | None = None
     ) -> None:
         self.name = name
-        self._arena = arena
+        self.arena = arena
         self._transfers = transfers
         self._buffers: list[torch.Tensor] = []
         blocks = () if num_resident is None else blocks_of(root)
@@ -85,7 +85,7 @@ class OffloadedPart:
     def close(self) -> None:
         """`leave`, and unlock the arena's pages."""
         self.leave()
-        self._arena.close()
+        self.arena.close()
 
     def _own_tensors(self, block: nn.Module) -> list[torch.Tensor]:
         return [tensor for tensor in tensors_of(block) if id(tensor) not in self._apart]

@@ -67,8 +67,8 @@ class Offloading:
         for part in self.parts:
             if part.stream is not None:
                 lines.append(
-                    f"offload: {part.name}: {part.stream.num_blocks} blocks streamed, {part.stream.num_copies} copies so "
-                    f"far, {part.stream.num_late_copies} of them not ahead"
+                    f"offload: {part.name}: {part.stream.num_blocks} blocks streamed, {part.stream.num_copies} copies "
+                    f"so far, {part.stream.num_late_copies} of them not ahead"
                 )
         return lines
 

@@ -61,6 +61,6 @@ class WeightUnit:
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers, each once, in the order of its state dict; those that a state dict leaves out last."""
+    """Its parameters and buffers, each once, in the order of its state dict; what that leaves out comes last."""
     order = [*module.state_dict(keep_vars=True).values(), *module.parameters(), *module.buffers()]
     return list({id(tensor): tensor for tensor in order}.values())

@@ -205,7 +205,9 @@ def load_weights(
             if arrange is not None:
                 arrange(module, name, target)
             for own, values in zip((name, scale_of[name]), quantize_rows(target), strict=True):
-                state[own] = values if make_empty is None else make_empty(values.shape, dtype=values.dtype).copy_(values)
+                state[own] = (
+                    values if make_empty is None else make_empty(values.shape, dtype=values.dtype).copy_(values)
+                )
             continue
         floating = torch.float32 if stays_float32(name) else dtype
         stored_dtype = floating if parameter.is_floating_point() else parameter.dtype

@@ -116,8 +116,10 @@ class Model(Generic[C, G]):
         """Read the weights into what `build_transformer` returned: in eval mode, without gradients.
 
         changes: made to the checkpoint's tensors as they are read, such as a LoRA. room_for: where the weights of a
-        component's module lie, whose parameters have the dtypes of loaded ones then; None for `device`. Raises ModelLoadError for files that
-        are missing, damaged or not this model's, and for changes made for another model.
+        component's module lie, whose parameters have the dtypes of loaded ones then; None for `device`.
+
+        Raises ModelLoadError for files that are missing, damaged or not this model's, and for changes made for another
+        model.
         """
         for component, module in self.modules(transformer).items():
             with Checkpoint(self.folder / component, changes=changes) as checkpoint:
@@ -192,9 +194,10 @@ class ModelFamily(Generic[C, G]):
 
     transformer: made of config, geometry and attention choices. pieces: our parameter name -> the checkpoint tensors
     that fill it; stays_float32: parameters that are not converted to the model's dtype. lora_names: what LoRA files
-    call its modules. shared_heads: see Model.num_shared_heads. text_shapes: what memory is planned for. shares_decoding: whether several
-    processes decode together, so that every one needs a decoder. decodes_fast: whether that has a `fast` mode;
-    has_tiles: whether it can decode in tiles; decodes_in_tiles: whether it does unless told otherwise.
+    call its modules. shared_heads: see Model.num_shared_heads. text_shapes: what memory is planned for.
+    shares_decoding: whether several processes decode together, so that every one needs a decoder. decodes_fast: whether
+    that has a `fast` mode; has_tiles: whether it can decode in tiles; decodes_in_tiles: whether it does unless told
+    otherwise.
     tiny_decoders: number of latent channels -> the name of the decoder for previews that TAEHV publishes for them.
     request_fields: those that not every model uses (RequestField.refusal) and this family does, beside the ones that
     loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: what is added to

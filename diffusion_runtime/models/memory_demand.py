@@ -34,7 +34,7 @@ from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 _META = torch.device("meta")
 # What samplers with a history hold beside the latents, in float32: UniPC's three predictions, noise and sample.
-_SAMPLER_COPIES = 6
+SAMPLER_COPIES = 6
 # Of the parts of a decoder: those that encode are loaded when a request brings an image.
 _ENCODER_PARTS = ("encoder.", "quant_conv.")
 # Of one layer of a language model, and of the states that models keep for the transformer: numbers of the width.
@@ -92,9 +92,7 @@ def memory_demand(
 def part_size(name: str, module: nn.Module) -> PartSize:
     """A transformer's, by its blocks."""
     blocks = [streamed_bytes(block) for block in blocks_of(module)]
-    return PartSize(
-        name, num_bytes_of(module), tuple(own for own, _ in blocks), sum(apart for _, apart in blocks)
-    )
+    return PartSize(name, num_bytes_of(module), tuple(own for own, _ in blocks), sum(apart for _, apart in blocks))
 
 
 def step_bytes(
@@ -123,7 +121,7 @@ def step_bytes(
 
     with _planned_attention(transformer):
         counted = peak_bytes(step, _META)
-    return counted // num_sharers + _SAMPLER_COPIES * planned.num_samples * math.prod(sample) * 4
+    return counted // num_sharers + SAMPLER_COPIES * planned.num_samples * math.prod(sample) * 4
 
 
 @contextlib.contextmanager
