@@ -110,7 +110,7 @@ class Loaded:
     seconds: float
 
 
-def planned_request(step: FamilyStep, inputs: StepInputs) -> PlannedRequest:
+def planned_request(inputs: StepInputs) -> PlannedRequest:
     given = inputs.ours[2]
     return PlannedRequest(given.size, 1, False, False, given.request, given.guidance)
 
@@ -147,7 +147,7 @@ def demand_of(
     """The transformer's alone: without encoders and decoder."""
     model.set_loaded_dtypes(transformer, DTYPE)
     shapes = model.family.text_shapes(model.folder, model.config)
-    planned = planned_request(step, step.make_inputs(device, DTYPE))
+    planned = planned_request(step.make_inputs(device, DTYPE))
     nothing = PartSize("decoder", 0)
     activations = step_bytes(model, transformer, shapes, DTYPE, planned)
     return MemoryDemand(
