@@ -26,6 +26,7 @@ from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
+from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.models.interface import (
     DiffusionTransformer,
@@ -312,10 +313,7 @@ class Pipeline:
             if self._quantization is not None:
                 self._quantization.counter.stop()
             compile_timings = compile_cost.report(recorder)
-            if self.offloading is not None:
-                for line in self.offloading.describe():
-                    recorder.note(line)
-                self.offloading.make_room_for_decoding()
+            move_timings = {} if self.offloading is None else self.offloading.report(recorder.note)
             recipes = [
                 {**self.recipe, "request": request.to_dict(), **preset, "notes": list(notes)}
                 for request, notes in zip(batch, prompts.notes, strict=True)
@@ -342,7 +340,8 @@ class Pipeline:
                 fps=settings.size.fps,
                 recipe=recipes[index],
                 attention_report=recorder.report(),
-                timings={**clock.timings(index), **compile_timings},
+                timings={**clock.timings(index), **compile_timings, **move_timings},
+                peak_memory=peaks(self.device),
                 audio=sounds[index],
             )
             for index in range(len(batch))

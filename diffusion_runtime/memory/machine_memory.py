@@ -37,6 +37,14 @@ def free_in_machine() -> int | None:
     return None
 
 
+def peaks(device: torch.device) -> dict[str, int]:
+    """The most bytes that this process had at once so far: `machine`, and `device` for tensors on a CUDA device."""
+    found = {"machine": peak_in_machine()}
+    if device.type == "cuda":
+        found["device"] = torch.cuda.max_memory_allocated(device)
+    return found
+
+
 def peak_in_machine() -> int:
     """The most bytes of this process that were in memory at once so far, pages of mapped files included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ class Offloading:
     def __init__(self, plan: MemoryPlan, transfers: Transfers) -> None:
         self.plan = plan
         self._transfers = transfers
+        self._seconds = 0.0
         self._text: list[OffloadedPart] = []
         self._transformers: list[OffloadedPart] = []
 
@@ -44,11 +46,6 @@ class Offloading:
     def use_text_encoders(self) -> None:
         self._use(self._text)
 
-    def make_room_for_decoding(self) -> None:
-        """Take from the device what the plan has not beside the decoder."""
-        if not self.plan.keeps_transformer:
-            self.leave()
-
     def leave(self) -> None:
         """Take every part from the device: the weights may be changed where they are then."""
         for part in self.parts:
@@ -59,18 +56,20 @@ class Offloading:
         for part in self.parts:
             part.close()
 
-    def describe(self) -> list[str]:
-        """What was offloaded and how, for the report of a generation."""
-        if not self._transformers:
-            return []
-        lines = [f"offload: {self.plan.offload} ({self.plan.reason})"]
+    def report(self, note: Callable[[str], object]) -> dict[str, float]:
+        """Say what was offloaded and how, once a generation has its latents, and make room for the decoder. Returns the
+        seconds in which whole parts were brought to the device, a part of the text's and of the denoising's."""
+        note(f"offload: {self.plan.offload} ({self.plan.reason})")
         for part in self.parts:
             if part.stream is not None:
-                lines.append(
+                note(
                     f"offload: {part.name}: {part.stream.num_blocks} blocks streamed, {part.stream.num_copies} copies "
                     f"so far, {part.stream.num_late_copies} of them not ahead"
                 )
-        return lines
+        if not self.plan.keeps_transformer:
+            self.leave()
+        seconds, self._seconds = self._seconds, 0.0
+        return {"move": seconds}
 
     def _part(self, name: str, module: nn.Module, arena: HostArena, num_resident: int | None) -> OffloadedPart:
         arena.pin(self._transfers.register, self._transfers.unregister)
@@ -82,7 +81,10 @@ class Offloading:
         for part in self.parts:
             if part not in parts:
                 part.leave()
-        # Outside of inference mode: tensors made in it could not be given to parameters.
+        started = time.perf_counter()
+        # Outside of inference mode: tensors made in it could not be written to later.
         with torch.inference_mode(False), torch.no_grad():
             for part in parts:
                 part.enter()
+        self._transfers.synchronize()
+        self._seconds += time.perf_counter() - started

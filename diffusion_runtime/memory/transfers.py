@@ -42,6 +42,9 @@ class Transfers:
     def wait(self, copied: Any) -> None:
         """What computes from now on runs behind the event."""
 
+    def synchronize(self) -> None:
+        """Return when everything so far is done."""
+
     def register(self, address: int, num_bytes: int) -> str | None:
         """Pin memory of the process; why it was refused, None where it was not."""
         del address, num_bytes
@@ -75,6 +78,9 @@ class CudaTransfers(Transfers):
 
     def wait(self, copied: Any) -> None:
         _cuda.current_stream(self.device).wait_event(copied)
+
+    def synchronize(self) -> None:
+        _cuda.current_stream(self.device).synchronize()
 
     def register(self, address: int, num_bytes: int) -> str | None:
         with _cuda.device(self.device):
