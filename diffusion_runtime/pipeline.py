@@ -386,6 +386,9 @@ class Pipeline:
 
     def _loaded_image_conditioner(self) -> ImageConditioner:
         """Loaded when the first request has an image."""
+        if self.offloading is not None:
+            # The text encoders, which are done, have its room.
+            self.offloading.leave()
         if self._image_conditioner is None:
             self._image_conditioner = self._load_image_conditioner()
         return self._image_conditioner

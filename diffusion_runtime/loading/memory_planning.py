@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.description import PipelineDescription
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, first_line
 from diffusion_runtime.memory.machine_memory import free_in_machine, free_on_device, total_on_device
 from diffusion_runtime.memory.plan import OFFLOADS, MemoryDemand, MemoryPlan, Offload, as_offload, make_plan, plans_of
 from diffusion_runtime.memory_size import size_text
@@ -20,6 +21,8 @@ from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
+
+_logger = logging.getLogger("diffusion_runtime")
 
 
 def check_offload(config: RuntimeConfig, device: torch.device) -> None:
@@ -69,13 +72,32 @@ def largest_demand(
         return None
     in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decodes_in_tiles)
     sharers = degrees.ulysses * degrees.ring
-    demand = memory_demand(model, transformer, dtype, planned, num_sharers=sharers, in_tiles=in_tiles)
+    try:
+        demand = memory_demand(model, transformer, dtype, planned, num_sharers=sharers, in_tiles=in_tiles)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        # A module of diffusers that cannot be run on the meta device, or sizes that only fail when they meet.
+        _logger.warning("memory is not planned: %s", first_line(error))
+        return None
     return PlannedDemand(demand, tuple(_advice(config, planned, model)))
 
 
 def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: torch.device) -> MemoryPlan | None:
-    """The plan for a demand, None where that is not known. Raises DeviceMemoryError where nothing fits."""
+    """The plan for a demand, None where that is not known. Raises DeviceMemoryError where nothing fits, and ConfigError
+    where a choice needs a plan and there is none."""
     if planned is None:
+        if config.memory_limit is not None or config.offload in ("model", "layers"):
+            raise ConfigError(
+                "offload, memory_limit: what this model takes cannot be computed, or not without a request's sizes; "
+                "leave out --offload and --memory-limit"
+            )
         return None
     limit = config.memory_limit_bytes
     if device.type in ("cpu", "mps"):
@@ -105,12 +127,12 @@ def fitting_offloads(planned: PlannedDemand | None, description: PipelineDescrip
 def _largest(rules: RequestRules, requests: Sequence[GenerationRequest]) -> PlannedRequest | None:
     given: Sequence[GenerationRequest] = requests
     if not given:
-        try:
-            given = [rules.resolve(GenerationRequest(prompt="a prompt", seed=0))]
-        except DiffusionRuntimeError:
-            # A model whose requests must bring an image, or sizes.
-            return None
-    planned = [_planned(rules, request) for request in given]
+        given = [GenerationRequest(prompt="a prompt", seed=0).with_defaults({"flow_shift": 1.0, **rules.defaults})]
+    try:
+        planned = [_planned(rules, request) for request in given]
+    except DiffusionRuntimeError:
+        # A model without default sizes.
+        return None
     return max(planned, key=lambda each: (_num_tokens(rules, each), each.is_guided, each.is_batched))
 
 

@@ -85,6 +85,7 @@ OWN_TEXTS = {
     "cli/terminal.py",
     "media/generated.py",
     "media/reading.py",
+    "memory/machine_memory.py",
     "models/shared_decoder.py",
     "parallel/failure.py",
     "parallel/launch.py",
