@@ -34,7 +34,7 @@ class _Slot:
 class BlockStream:
     """Streams the units of `blocks`, in their order and from the last to the first again.
 
-    blocks: modules with their units. Between `open` and `close` each of them has its weights on the device while it is
+    blocks: modules with their units. Between `start` and `stop` each of them has its weights on the device while it is
     called, and at no other time. num_copies: blocks copied so far; num_late_copies: those that a call waited for from
     their beginning.
     """
@@ -52,7 +52,7 @@ class BlockStream:
             set_hold(block, functools.partial(self._held, index))
 
     @property
-    def is_open(self) -> bool:
+    def is_running(self) -> bool:
         return bool(self._slots)
 
     @property
@@ -64,13 +64,13 @@ class BlockStream:
         """What the slots take."""
         return self._num_slots * self._slot_bytes
 
-    def open(self) -> None:
+    def start(self) -> None:
         """Make the slots, and begin to fill them with the first blocks."""
         self._slots = [_Slot(self._transfers.empty(self._slot_bytes)) for _ in range(self._num_slots)]
         for index, slot in enumerate(self._slots):
             self._fill(slot, index)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Give the slots back; the blocks' tensors are those of the machine again."""
         for slot in self._slots:
             # The memory may be used again at once, by what computes: behind the copy into it.
@@ -79,7 +79,7 @@ class BlockStream:
         self._slots = []
 
     def _before(self, index: int, *_: object) -> None:
-        if not self.is_open:
+        if not self.is_running:
             return
         slot = self._slot_of(index)
         if slot is None:
@@ -92,7 +92,7 @@ class BlockStream:
 
     def _behind(self, index: int, *_: object) -> None:
         """Fill every slot whose block is not among the next ones."""
-        if not self.is_open:
+        if not self.is_running:
             return
         # Whoever reads them now gets what lies in the machine's memory, and not what is written into the slot.
         self._units[index].use_host()

@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
         self.live -= num_bytes
 
 
-class AttentionInOnePass(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class AttentionInOnePass(TorchFunctionMode):
     """Attention as a kernel computes it: an output like the queries, and no matrix of scores."""
 
     def __torch_function__(
@@ -74,4 +74,4 @@ def peak_bytes(compute: Callable[[], object], device: torch.device) -> int:
     with torch.no_grad(), AttentionInOnePass(), LiveBytes(device) as live:
         result = compute()
         del result
-    return live.peak
+    return int(live.peak)

@@ -73,12 +73,12 @@ class OffloadedPart:
         self._transfers.wait(self._transfers.copy(self._whole.copies_to(buffer), self._transfers.mark()))
         self._whole.use_buffer(buffer)
         if self.stream is not None:
-            self.stream.open()
+            self.stream.start()
 
     def leave(self) -> None:
         """Give the memory on the device back. The module's tensors are those of the machine again."""
         if self.stream is not None:
-            self.stream.close()
+            self.stream.stop()
         self._whole.use_host()
         self._buffers.clear()
 

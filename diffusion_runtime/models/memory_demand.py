@@ -121,7 +121,7 @@ def step_bytes(
 
     with _planned_attention(transformer):
         counted = peak_bytes(step, _META)
-    return counted // num_sharers + SAMPLER_COPIES * planned.num_samples * math.prod(sample) * 4
+    return int(counted // num_sharers) + SAMPLER_COPIES * planned.num_samples * math.prod(sample) * 4
 
 
 @contextlib.contextmanager
