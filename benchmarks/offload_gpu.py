@@ -273,7 +273,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help=f"of {','.join(CASES)}, with commas between")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    # With its number: a memory fraction is of one device.
+    device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
     cases = TINY_CASES if device.type == "cpu" else CASES
     names = [name for name in arguments.only.split(",") if name] or list(cases)
     document: dict[str, Any] = {

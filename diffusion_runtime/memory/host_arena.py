@@ -29,12 +29,16 @@ def aligned(num_bytes: int) -> int:
 class HostArena:
     """Room for the tensors of one part. num_bytes: of all of them, each `aligned`.
 
-    Anonymous memory of its own and not torch's: torch rounds pinned memory up to a power of two, and keeps it.
+    Anonymous memory of its own and not torch's: torch rounds pinned memory up to a power of two, and keeps it. Raises
+    MemoryError where there is not as much.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
+        try:
+            self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
+        except OSError as error:
+            raise MemoryError(f"{size_text(num_bytes)} of the machine's memory: {error.strerror}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # Advice alone: pinning 4 KiB pages takes several times as long.
             self._map.madvise(mmap.MADV_HUGEPAGE)

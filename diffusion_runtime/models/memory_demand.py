@@ -107,7 +107,7 @@ def step_bytes(
     ones keep for later steps, and the sampler's latents."""
     num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
     branches = ["cond"] if not planned.is_guided else ["both"] if planned.is_batched else ["cond", "uncond"]
-    sample = model.geometry.sample_shape(planned.size)
+    sample: tuple[int, ...] = model.geometry.sample_shape(planned.size)
     latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
     inputs = {branch: _inputs(model, shapes, dtype, planned, num_samples) for branch in branches}
     timestep = torch.empty(num_samples, device=_META)
@@ -121,7 +121,7 @@ def step_bytes(
 
     with _planned_attention(transformer):
         counted = peak_bytes(step, _META)
-    return int(counted // num_sharers) + SAMPLER_COPIES * planned.num_samples * math.prod(sample) * 4
+    return counted // num_sharers + SAMPLER_COPIES * planned.num_samples * math.prod(sample) * 4
 
 
 @contextlib.contextmanager

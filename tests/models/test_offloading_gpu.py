@@ -90,13 +90,16 @@ def test_the_plan_holds_for_several_sizes() -> None:
 
 
 def test_closing_unpins_and_frees() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    pipeline = load("shapes", "layers", 0)
-    assert pipeline.offloading is not None
-    arenas = [part.arena for part in pipeline.offloading.parts]
-    pipeline(GenerationRequest(prompt="a star", num_inference_steps=2, seed=1))
-    pipeline.close()
-    assert not any(arena.is_pinned for arena in arenas)
-    assert torch.cuda.memory_allocated() - before < 2**20
+    left = []
+    # The first generation makes workspaces that libraries keep.
+    for _ in range(2):
+        pipeline = load("shapes", "layers", 0)
+        assert pipeline.offloading is not None
+        arenas = [part.arena for part in pipeline.offloading.parts]
+        assert all(arena.is_pinned for arena in arenas)
+        pipeline(GenerationRequest(prompt="a star", num_inference_steps=2, seed=1))
+        pipeline.close()
+        assert not any(arena.is_pinned for arena in arenas)
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+    assert left[1] - left[0] < 2**20
