@@ -297,10 +297,10 @@ def _report_end(result: BatchResult, timings: dict[str, float], terminal: Termin
     if result.finished:
         count = f"{len(result.finished)} file{'s' if len(result.finished) > 1 else ''}"
         whole = {name: seconds for name, seconds in timings.items() if name not in _PARTS_OF_LOAD}
-        terminal.say(f"{count}: {seconds_text(whole)}")
         peak = result.finished[-1].peak_memory
         if peak:
             terminal.say("peak memory: " + ", ".join(f"{place} {size_text(peak[place])}" for place in sorted(peak)))
+        terminal.say(f"{count}: {seconds_text(whole)}")
 
 
 def _finished_paths(result: BatchResult) -> str:
