@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.memory_size import parse_size
 
 RUNTIME_BACKENDS = ("auto", "native", "diffusers")
 # More processes than a cluster would use for one video; the seconds of a week.
@@ -23,6 +24,7 @@ QUANTIZATION_MODES = ("none", "fp8", "fp8-all")
 VAE_TILING_CHOICES = ("auto", "on", "off")
 COMPILE_MODES = ("off", "regional")
 CUDA_GRAPH_MODES = ("auto", "off", "on")
+OFFLOAD_MODES = ("auto", "none", "model", "layers")
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,10 @@ class RuntimeConfig:
     compile: `regional` has torch.compile compile each kind of transformer block once, at the first step; `off`.
     cuda_graphs: `auto` replays forward passes of the transformer from CUDA graphs on a GPU, where launching kernels
         takes the host about as long as computing them takes the device; `on` wherever they can be replayed; `off`.
+    offload: which weights wait in the machine's memory while they are not used: `none`; `model`, whole parts (text
+        encoders, one of two transformers); `layers`, also the transformer's blocks, which are copied while the block
+        before them computes; `auto`, the first of these that fits.
+    memory_limit: what the process may take on its device, such as `12GB`; None for what is free there.
     """
 
     model_path: str = "shapes"
@@ -272,6 +278,8 @@ class RuntimeConfig:
     quantization_ignored_layers: Any = ()
     compile: str = "off"
     cuda_graphs: str = "auto"
+    offload: str = "auto"
+    memory_limit: str | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in RUNTIME_BACKENDS:
@@ -322,6 +330,12 @@ class RuntimeConfig:
                 f"cuda_graphs: unknown value {shown(self.cuda_graphs)}."
                 f"{nearest(str(self.cuda_graphs), CUDA_GRAPH_MODES)}"
             )
+        if self.offload not in OFFLOAD_MODES:
+            raise ConfigError(
+                f"offload: unknown value {shown(self.offload)}.{nearest(str(self.offload), OFFLOAD_MODES)}"
+            )
+        if self.memory_limit is not None:
+            parse_size(self.memory_limit, "memory_limit")
         if not isinstance(self.self_check, bool):
             raise ConfigError(f"self_check: expected true or false, got {self.self_check!r}")
         for name in ("model_path", "device", "dtype"):
@@ -347,6 +361,11 @@ class RuntimeConfig:
                 "quantization_ignored_layers: nothing is quantised; add quantization: fp8, or leave it out"
             )
         object.__setattr__(self, "quantization_ignored_layers", tuple(ignored))
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """`memory_limit` in bytes."""
+        return None if self.memory_limit is None else parse_size(self.memory_limit, "memory_limit")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

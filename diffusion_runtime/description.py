@@ -18,6 +18,7 @@ from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
+from diffusion_runtime.memory.plan import MemoryPlan
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.request_rules import RequestRules
 
@@ -48,6 +49,7 @@ class PipelineDescription:
     defaults, presets and sizes. attention: every choice, by role, layers and steps. libraries: components whose
     attention is their library's own. degrees: how processes share the work. self_checks: of the chosen backends, as far
     as they are run or cached. quantization: how many linear layers have 8-bit weights, None for none.
+    memory: what it takes, None where nobody planned it.
     """
 
     config: RuntimeConfig
@@ -61,6 +63,7 @@ class PipelineDescription:
     degrees: Degrees = dataclasses.field(default_factory=Degrees)
     self_checks: tuple[SelfCheck, ...] = ()
     quantization: str | None = None
+    memory: MemoryPlan | None = None
 
     @property
     def folder(self) -> Path:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
+from diffusion_runtime.memory.machine_memory import peaks
+from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.models.interface import (
     DiffusionTransformer,
     ImageConditioner,
@@ -55,7 +58,9 @@ class Pipeline:
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
     attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
     compiled: its blocks, where torch.compile compiles them. graphs: the CUDA graphs of its forward passes, None for
-    none. few_steps_of: what the model was distilled to with other LoRA files, by their paths.
+    none. offloading: the parts that wait in the machine's memory. fitting: what to offload so that a request fits, for
+    the message of one that ran out of memory. few_steps_of: what the model was distilled to with other LoRA files, by
+    their paths.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class Pipeline:
         quantization: Quantization | None = None,
         compiled: CompiledBlocks | None = None,
         graphs: ForwardGraphs | None = None,
+        offloading: Offloading | None = None,
+        fitting: Callable[[GenerationRequest], str] = lambda _: "",
         loras: LoraSwitch | None = None,
         few_steps_of: Callable[[Iterable[str]], FewSteps | None] = lambda _: None,
     ) -> None:
@@ -89,6 +96,8 @@ class Pipeline:
         self._quantization = quantization
         self._compiled = compiled
         self._graphs = graphs
+        self.offloading = offloading
+        self._fitting = fitting
         self._loras = loras
         self._few_steps_of = few_steps_of
         self.defaults = rules.defaults
@@ -153,6 +162,9 @@ class Pipeline:
         with self._one_generation.held(), device_guard(self.device):
             if self._loras is None:
                 raise ConfigError("set_loras: this pipeline does not know its model's folder: use load_pipeline")
+            if self.offloading is not None:
+                # Where they wait, the weights are whole and belong to nobody else.
+                self.offloading.leave()
             self._loras.switch(configs)
             few_steps = self._few_steps_of([config.path for config in configs])
             model = self.recipe["model"]
@@ -229,7 +241,9 @@ class Pipeline:
         with self._one_generation.held():
             self._one_generation.close()
             del self.text_encoder, self.transformer, self.decoder, self._image_conditioner, self._load_image_conditioner
-            self._loras = self._compiled = self._graphs = None
+            if self.offloading is not None:
+                self.offloading.close()
+            self._loras = self._compiled = self._graphs = self.offloading = None
             release_device_memory(self.device)
 
     def _generate_apart(
@@ -299,7 +313,7 @@ class Pipeline:
             published=self.rules.teacache,
         )
         compile_cost = CompileCost(self._compiled)
-        with device_guard(self.device), explain_memory_shortage("generating", settings.advice(self.dtype)):
+        with device_guard(self.device), self._explained_shortage(settings):
             with clock.stage("text", 1) as done:
                 prompts = encode_prompts(
                     self.text_encoder, batch, recorder, self.device, self.dtype, is_guided=settings.is_guided
@@ -312,6 +326,7 @@ class Pipeline:
             if self._quantization is not None:
                 self._quantization.counter.stop()
             compile_timings = compile_cost.report(recorder)
+            move_timings = {} if self.offloading is None else self.offloading.report(recorder.note)
             recipes = [
                 {**self.recipe, "request": request.to_dict(), **inputs, **preset, "notes": list(notes)}
                 for request, notes in zip(batch, prompts.notes, strict=True)
@@ -338,12 +353,27 @@ class Pipeline:
                 fps=settings.size.fps,
                 recipe=recipes[index],
                 attention_report=recorder.report(),
-                timings={**clock.timings(index), **compile_timings},
+                timings={**clock.timings(index), **compile_timings, **move_timings},
+                peak_memory=peaks(self.device),
                 audio=sounds[index],
             )
             for index in range(len(batch))
             if cancellations.is_wanted(index)
         ]
+
+    @contextlib.contextmanager
+    def _explained_shortage(self, settings: BatchSettings) -> Iterator[None]:
+        """Out of memory inside is explained by what would fit. What fails leaves nothing of the offloaded parts on the
+        device."""
+        try:
+            with explain_memory_shortage(
+                "generating", lambda: f"{self._fitting(settings.shared)}{settings.advice(self.dtype)}"
+            ):
+                yield
+        except BaseException:
+            if self.offloading is not None:
+                self.offloading.leave()
+            raise
 
     def _note_remarks(
         self,
@@ -369,6 +399,9 @@ class Pipeline:
 
     def _loaded_image_conditioner(self) -> ImageConditioner:
         """Loaded when the first request has an image."""
+        if self.offloading is not None:
+            # The text encoders, which are done, have its room.
+            self.offloading.leave()
         if self._image_conditioner is None:
             self._image_conditioner = self._load_image_conditioner()
         return self._image_conditioner

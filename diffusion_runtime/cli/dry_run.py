@@ -67,6 +67,10 @@ def show_plan(
         terminal.say(note)
     for remark in dict.fromkeys(remark for request in makeable for remark in description.rules.unused(request)):
         terminal.warn(remark)
+    if description.memory is not None:
+        terminal.show(facts_table(description.memory.rows(), "Memory that it would take"))
+        for note in description.memory.demand.notes:
+            terminal.warn(note)
     if description.attention:
         terminal.show(_attention_plan(description))
     else:
@@ -141,6 +145,7 @@ def _to_json_object(
         **{key: value for key, value in description.to_dict().items() if key != "schema"},
         "folder": str(description.folder),
         "quantization": description.quantization,
+        "memory": None if description.memory is None else description.memory.to_dict(),
         "defaults": dict(description.rules.defaults),
         "presets": {name: dict(values) for name, values in description.rules.presets.items()},
         "libraries": [

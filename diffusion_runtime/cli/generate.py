@@ -85,6 +85,8 @@ def generate(context: typer.Context, **given: Any) -> None:
             "quantization_ignored_layers": run.quantization_ignored_layers or None,
             "compile": run.compile,
             "cuda_graphs": run.cuda_graphs,
+            "offload": run.offload,
+            "memory_limit": run.memory_limit,
             "lora": pair_loras(source.lora_path or (), source.lora_scale or (), source.lora or ()),
         },
         parallel={

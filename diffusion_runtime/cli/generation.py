@@ -17,6 +17,7 @@ from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
 from diffusion_runtime.cli.tables import attention_table, remarks_of
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.session.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from diffusion_runtime.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.generate/1"
+# Timings that `load` includes: of the libraries, and from the choice of attention to the last weight.
+_PARTS_OF_LOAD = ("import", "read")
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def run_generate(
     if output_flags.dry_run:
         outputs.check_without_writing()
         prepared, items = _prepare(settings, outputs)
+        prepared = prepared.planned_for([item.request for item in items if item.failure is None])
         return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
     new_folders = outputs.prepare() if coordinator.is_first else ()
     try:
@@ -128,6 +132,7 @@ def _generate(
 
     tune_cpu_allocator()
     load_started = time.perf_counter()
+    import_seconds = _import_libraries()
     terminal.say(f"loading {settings.runtime.model_path}")
     # The requests are checked against the model before its weights are read, which may take minutes.
     prepared, items = _prepare(settings, outputs, coordinator.world)
@@ -143,7 +148,10 @@ def _generate(
             terminal.say(f"done already: {each.path}")
         if not items:
             return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, coordinator)
-    pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"))
+    requests = [item.request for item in items if item.failure is None]
+    read_started = time.perf_counter()
+    pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"), requests)
+    parts = {"import": import_seconds, "read": time.perf_counter() - read_started}
     load_seconds = time.perf_counter() - load_started
     prints_paths = coordinator.is_first and not output_flags.as_json
     result = run_batch(
@@ -155,11 +163,20 @@ def _generate(
         coordinator,
     )
     result = dataclasses.replace(result, done=done)
-    timings = {"load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
+    timings = {**parts, "load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
     try:
         return _end(result, timings, output_flags, terminal, coordinator)
     except KeyboardInterrupt:
         return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, coordinator)
+
+
+def _import_libraries() -> float:
+    """Import what loads models, torch among it; returns the seconds that took."""
+    started = time.perf_counter()
+    from diffusion_runtime.loading import prepare
+
+    del prepare
+    return time.perf_counter() - started
 
 
 def _end(
@@ -288,7 +305,11 @@ def _report_end(result: BatchResult, timings: dict[str, float], terminal: Termin
         terminal.error("\n".join([f"{len(lines)} of {result.num_items} failed:", *lines]))
     if result.finished:
         count = f"{len(result.finished)} file{'s' if len(result.finished) > 1 else ''}"
-        terminal.say(f"{count}: {seconds_text(timings)}")
+        whole = {name: seconds for name, seconds in timings.items() if name not in _PARTS_OF_LOAD}
+        peak = result.finished[-1].peak_memory
+        if peak:
+            terminal.say("peak memory: " + ", ".join(f"{place} {size_text(peak[place])}" for place in sorted(peak)))
+        terminal.say(f"{count}: {seconds_text(whole)}")
 
 
 def _finished_paths(result: BatchResult) -> str:

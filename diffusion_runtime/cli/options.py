@@ -173,6 +173,18 @@ CudaGraphs: TypeAlias = Annotated[
     str | None,
     _flag(WHERE, "Replay launch-bound forward passes (CUDA graphs): auto, off, on.", "--cuda-graphs", metavar="MODE"),
 ]
+Offload: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        WHERE,
+        "Which weights wait in the machine's memory: auto, none, model, layers. See docs/memory.md.",
+        "--offload",
+        metavar="MODE",
+    ),
+]
+MemoryLimit: TypeAlias = Annotated[
+    str | None, _flag(WHERE, "What to take on the device at most: 12GB.", "--memory-limit", metavar="SIZE")
+]
 NumGpus: TypeAlias = Annotated[
     int | None, _flag(WHERE, "Processes, one per device; degrees are chosen.", "--num-gpus", metavar="N")
 ]
@@ -245,6 +257,8 @@ class RunFlags:
     quantization_ignored_layers: QuantizationIgnoredLayers = None
     compile: Compile = None
     cuda_graphs: CudaGraphs = None
+    offload: Offload = None
+    memory_limit: MemoryLimit = None
     num_gpus: NumGpus = None
     ulysses_degree: UlyssesDegree = None
     ring_degree: RingDegree = None

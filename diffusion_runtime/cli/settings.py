@@ -20,7 +20,7 @@ from diffusion_runtime.request import GenerationRequest, layered
 
 # What of a recipe's `runtime` is not repeated: the machine that repeats it may have another device, and other packages
 # to check; the processes that share the work do not change what they make.
-_NOT_REPEATED = ("device", "parallel", "self_check", "cuda_graphs")
+_NOT_REPEATED = ("device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit")
 _REPEATED_RUNTIME = tuple(each.name for each in dataclasses.fields(RuntimeConfig) if each.name not in _NOT_REPEATED)
 
 

@@ -31,6 +31,7 @@ from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
+from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.weight_files import DAMAGED
 from diffusion_runtime.one_generation import OneGeneration
@@ -172,6 +173,7 @@ class DiffusersPipeline:
                 report, libraries=(*report.libraries, *self._libraries), steps=cached.steps
             ),
             timings=timings,
+            peak_memory=peaks(self.device),
             audio=sound,
         )
 

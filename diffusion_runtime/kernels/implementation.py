@@ -41,6 +41,12 @@ def runs_in_triton(implementation: str, refusal: str | None) -> bool:
     return implementation == "triton"
 
 
+def has_shape_alone(x: torch.Tensor) -> bool:
+    """Whether a call is on the meta device, where memory is planned: a fused kernel makes its result there and nothing
+    else, as Triton does on a GPU, and not the temporaries of its eager formula."""
+    return x.is_meta and fusion_is_on() and not torch.compiler.is_dynamo_compiling()
+
+
 def may_run_on(device: torch.device) -> bool:
     """Whether Triton computes on such devices: CUDA, and others under its interpreter."""
     return device.type == "cuda" or is_interpreted

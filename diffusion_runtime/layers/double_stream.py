@@ -16,6 +16,7 @@ from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput
 from diffusion_runtime.kernels.modulated_norm.api import Branch
+from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
@@ -132,4 +133,5 @@ def modulated_input(blocks: nn.ModuleList, x: torch.Tensor, conditioning: torch.
     """What TeaCache compares in a model of DoubleStreamBlocks; x and conditioning as the first of them gets them."""
     first = blocks[0]
     assert isinstance(first, DoubleStreamBlock)
-    return first.modulated_input(x, conditioning)
+    with held_weights(first):
+        return first.modulated_input(x, conditioning)

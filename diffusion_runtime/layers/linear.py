@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
-from diffusion_runtime.kernels.implementation import fusion_is_on
+from diffusion_runtime.kernels.implementation import fusion_is_on, has_shape_alone
 
 
 def _find_onednn() -> Any:
@@ -91,10 +91,11 @@ class Linear(nn.Linear):
 
     def runs_in_parts(self, x: torch.Tensor) -> bool:
         """Whether products of parts of the weight, and cuBLASLt's operators, stand for the whole: in half precision on
-        a CUDA GPU, with weights of x's dtype. The operators have no backward; torch.compile has parts of its own."""
+        a CUDA GPU, and where memory is planned for one, with weights of x's dtype. The operators have no backward;
+        torch.compile has parts of its own."""
         return (
             not torch.compiler.is_dynamo_compiling()
-            and x.is_cuda
+            and (x.is_cuda or has_shape_alone(x))
             and torch.version.hip is None
             and x.dtype in (torch.bfloat16, torch.float16)
             and x.dtype == self.weight.dtype

@@ -33,9 +33,15 @@ def check_graphs(
         )
 
 
-def make_graphs(config: RuntimeConfig, device: torch.device) -> ForwardGraphs | None:
-    """Those of a pipeline; None where none are wanted, and on devices that have none."""
-    if config.cuda_graphs == "off" or device.type != "cuda":
+def make_graphs(config: RuntimeConfig, device: torch.device, is_offloaded: bool) -> ForwardGraphs | None:
+    """Those of a pipeline; None where none are wanted, on devices that have none, and where weights are offloaded: a
+    graph reads them at the addresses they had. Raises ConfigError for `on` with such weights."""
+    if is_offloaded and config.cuda_graphs == "on":
+        raise ConfigError(
+            "cuda_graphs: on: weights are offloaded, and a graph would read them where they were when it was captured; "
+            "use --cuda-graphs auto, or --offload none"
+        )
+    if config.cuda_graphs == "off" or device.type != "cuda" or is_offloaded:
         return None
     return ForwardGraphs(CudaCapture(device), is_probed=config.cuda_graphs == "auto")
 

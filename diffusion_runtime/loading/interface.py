@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.generation_pipeline import GenerationPipeline, GenerationRules
+from diffusion_runtime.request import GenerationRequest
 
 OnStage = Callable[[str], None]
 
@@ -27,8 +28,16 @@ class Prepared(Protocol):
     def layers(self) -> tuple[AttentionLayer, ...]:
         """Its attention layers in the order in which they run; empty where they are known once weights are loaded."""
 
-    def load(self, on_stage: OnStage | None = None) -> GenerationPipeline:
-        """Read the weights. on_stage: called with a phrase before each part is loaded.
+    def planned_for(self, requests: Sequence[GenerationRequest]) -> Prepared:
+        """The same with the memory plan of resolved requests in its description; of the model's default one where there
+        are none.
+
+        Raises DeviceMemoryError where it does not fit, with what would.
+        """
+
+    def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> GenerationPipeline:
+        """Read the weights. on_stage: called with a phrase before each part is loaded. requests: those that will come,
+        resolved, for which memory is planned where it decides what is offloaded; none for the model's default one.
 
         Raises BackendUnavailableError for an attention choice whose self-check fails here, before any weight is read;
         then ModelLoadError for a folder that cannot be used and DeviceMemoryError when it does not fit.

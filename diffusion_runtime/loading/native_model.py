@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
@@ -20,8 +22,22 @@ from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.compilation import keep_artefacts
 from diffusion_runtime.loading.cuda_graphs import make_graphs
 from diffusion_runtime.loading.interface import OnStage
+from diffusion_runtime.loading.memory_planning import (
+    PlannedDemand,
+    fitting_offloads,
+    is_planned,
+    largest_demand,
+    plan_memory,
+)
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
+from diffusion_runtime.memory.host_arena import HostArena
+from diffusion_runtime.memory.machine_memory import free_on_device
+from diffusion_runtime.memory.offloaded_part import arena_for
+from diffusion_runtime.memory.offloading import Offloading
+from diffusion_runtime.memory.transfers import Transfers, transfers_of
+from diffusion_runtime.memory_size import size_text
+from diffusion_runtime.models.checkpoint import MakeEmpty
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
 from diffusion_runtime.models.lora.binding import Lora
@@ -32,12 +48,14 @@ from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.models.shared_decoder import SharedDecoder
 from diffusion_runtime.models.tiny_decoder import TinyFile
-from diffusion_runtime.models.weight_files import check_component_files
+from diffusion_runtime.models.weight_files import GGUF, check_component_files
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.offloaded import OffloadedTextEncoder, modules_of
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 
 
@@ -68,8 +86,21 @@ class PreparedModel:
     def layers(self) -> tuple[AttentionLayer, ...]:
         return self.rules.attention_layers
 
-    def load(self, on_stage: OnStage | None = None) -> Pipeline:
-        """As `Prepared.load`. Raises besides ConfigError where several processes are asked for and none were joined."""
+    def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
+        """See Prepared.planned_for."""
+        memory = plan_memory(self._demand_of(self.transformer, requests), self.description.config, self.device)
+        return dataclasses.replace(self, description=dataclasses.replace(self.description, memory=memory))
+
+    def load(
+        self,
+        on_stage: OnStage | None = None,
+        requests: Sequence[GenerationRequest] = (),
+        *,
+        transfers: Transfers | None = None,
+    ) -> Pipeline:
+        """As `Prepared.load`. transfers: how offloaded weights come to the device, None for the device's own way.
+
+        Raises besides ConfigError where several processes are asked for and none were joined."""
         say: OnStage = on_stage if on_stage is not None else lambda _: None
         world, config = self.world, self.description.config
         if world is None and self.mesh.size > 1:
@@ -80,7 +111,10 @@ class PreparedModel:
         bound_primitive_cache()
         say("choosing attention")
         checked = self._check_attention()
+        checked = checked._with_plan(requests)
         description, opened = checked.description, self.model
+        offloading = checked._offloading(transfers)
+        graphs = make_graphs(config, self.device, offloading is not None)
         fetch_weights(config.model_path, opened.folder)
         check_component_files(opened.folder, [file.component for file in opened.transformer_files])
         is_quantized = opened.check_weights(checked.transformer)
@@ -90,12 +124,12 @@ class PreparedModel:
                 "run as they are in this version, as each product is counted; leave out --compile"
             )
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
-        with device_guard(self.device), explain_memory_shortage("loading", advice):
+        with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
             say("loading the text encoder")
-            text_encoder = self._load_text_encoder()
+            text_encoder = self._load_text_encoder(offloading)
             say("loading the transformer")
-            transformer = opened.load_transformer(
-                checked.transformer, self.device, self.dtype, self.loras, self.quantization
+            transformer = load_transformer(
+                opened, checked.transformer, self.device, self.dtype, self.loras, offloading, self.quantization
             )
             say("loading the decoder")
             decoder = self._load_decoder()
@@ -120,7 +154,9 @@ class PreparedModel:
             remarks=(*remarks_on(description.self_checks), *self._remarks_on_weights(transformer)),
             quantization=self.quantization,
             compiled=compiled,
-            graphs=make_graphs(config, self.device),
+            graphs=graphs,
+            offloading=offloading,
+            fitting=checked._fitting,
             few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
             loras=LoraSwitch(
                 functools.partial(opened.rewrite_transformer, transformer, dtype=self.dtype),
@@ -156,9 +192,52 @@ class PreparedModel:
         )
         return dataclasses.replace(self, description=description, transformer=transformer)
 
-    def _load_text_encoder(self) -> TextEncoder:
+    def _with_plan(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
+        """The same with a plan where loading needs one and there is none."""
+        if self.description.memory is not None or not is_planned(self.description.config, self.device):
+            return self
+        return self.planned_for(requests)
+
+    def _demand_of(
+        self, transformer: DiffusionTransformer, requests: Sequence[GenerationRequest]
+    ) -> PlannedDemand | None:
+        config, degrees = self.description.config, self.description.degrees
+        return largest_demand(config, self.model, transformer, self.rules, requests, self.dtype, degrees)
+
+    def _fitting(self, request: GenerationRequest) -> str:
+        """What of the offloading there is would fit a request that ran out of memory."""
+        empty = build_transformer(self.model, self.policy, self.quantization)
+        return fitting_offloads(self._demand_of(empty, [request]), self.description, self.device)
+
+    def _offloading(self, transfers: Transfers | None) -> Offloading | None:
+        plan = self.description.memory
+        if plan is None or plan.offload == "none":
+            return None
+        blocks = [file.path for file in self.model.transformer_files if file.place.suffix.lower() == GGUF]
+        if blocks:
+            raise ConfigError(
+                f"offload: {plan.offload}: {blocks[0]}: the blocks of a GGUF file stay on the device in this version; "
+                "use a smaller size or a file with fewer bits, with --offload none"
+            )
+        return Offloading(plan, transfers_of(self.device) if transfers is None else transfers)
+
+    def _shortage_advice(self, advice: str) -> str:
+        """What to do where loading ran out of memory. The plan may have counted on memory that another program took."""
+        plan, free = self.description.memory, free_on_device(self.device)
+        if plan is None or plan.limit is None or free is None:
+            return advice
+        return (
+            f"The plan counted on {size_text(plan.limit)} of {self.device}, and {size_text(free)} are free there now: "
+            f"end the programs that share it, or try again with --offload layers. {advice}"
+        )
+
+    def _load_text_encoder(self, offloading: Offloading | None) -> TextEncoder:
         def load() -> TextEncoder:
-            return self.model.load_text_encoder(self.device, self.dtype)
+            if offloading is None:
+                return self.model.load_text_encoder(self.device, self.dtype)
+            encoder = self.model.load_text_encoder(torch.device("cpu"), self.dtype)
+            offloading.add_text_encoders(modules_of(encoder))
+            return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
 
         return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
 
@@ -191,6 +270,30 @@ def self_checker_of(config: RuntimeConfig, rules: RequestRules, degrees: Degrees
     # Of one call of self-attention: a ring's part of the grid.
     num_keys = () if tokens is None else (-(-tokens // degrees.ring),)
     return SelfChecker(enabled=config.self_check, may_run=False, num_keys=num_keys)
+
+
+def load_transformer(
+    model: Model[Any, Any],
+    transformer: DiffusionTransformer,
+    device: torch.device,
+    dtype: torch.dtype,
+    loras: Sequence[Lora],
+    offloading: Offloading | None,
+    quantization: Quantization | None = None,
+) -> DiffusionTransformer:
+    """Read the weights, on the device or into the arenas of what is offloaded."""
+    if offloading is None:
+        return model.load_transformer(transformer, device, dtype, loras, quantization)
+    arenas: dict[str, HostArena] = {}
+
+    def room_for(component: str, module: nn.Module) -> MakeEmpty:
+        arenas[component] = arena_for(module)
+        return arenas[component].empty
+
+    model.load_transformer(transformer, device, dtype, loras, quantization, room_for)
+    for component, module in model.modules(transformer).items():
+        offloading.add_transformer(component, module, arenas[component])
+    return transformer
 
 
 def build_transformer(

@@ -18,6 +18,7 @@ from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.loading.compilation import check_compilation
 from diffusion_runtime.loading.cuda_graphs import check_graphs
+from diffusion_runtime.loading.memory_planning import check_offload
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
@@ -66,6 +67,7 @@ def prepare_native(
     device = resolve_device(_device_name(config, world))
     dtype = resolve_dtype(config.dtype, device)
     check_compilation(config, device)
+    check_offload(config, device)
     mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
     override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
     for level in (override, stated):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.model_sources import fetch_weights
 from diffusion_runtime.models.weight_files import check_components
+from diffusion_runtime.request import GenerationRequest
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,14 @@ class PreparedPassthrough:
     def layers(self) -> tuple[AttentionLayer, ...]:
         return self.plan.layers
 
-    def load(self, on_stage: OnStage | None = None) -> DiffusersPipeline:
-        """As `Prepared.load`."""
+    def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedPassthrough:
+        """See Prepared.planned_for. What diffusers' pipeline takes is not known here: there is no plan."""
+        del requests
+        return self
+
+    def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> DiffusersPipeline:
+        """As `Prepared.load`. requests: not read, as nothing is planned."""
+        del requests
         say: OnStage = on_stage if on_stage is not None else lambda _: None
         config = self.description.config
         bound_primitive_cache()
@@ -85,6 +93,11 @@ def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedP
         raise ConfigError(
             "cuda_graphs: on: diffusers' own pipeline runs its model as it is; leave out --cuda-graphs, or use "
             "--backend native where the model has a family here"
+        )
+    if config.offload not in ("auto", "none") or config.memory_limit is not None:
+        raise ConfigError(
+            "offload, memory_limit: diffusers' own pipeline has its own, by "
+            "pipeline.pipeline.enable_model_cpu_offload() in Python; leave out --offload and --memory-limit"
         )
     check_components(folder)
     device = resolve_device(config.device)

@@ -39,7 +39,8 @@ class GeneratedMedia:
     frames: uint8 RGB [num_frames, height, width, 3]; fps: frames per second of the written video.
     recipe: plain values that repeat the generation: `request` (every GenerationRequest field, filled), `runtime`
         (RuntimeConfig fields) and further values; `schema` is added when it is missing.
-    attention_report: which attention ran. timings: seconds by stage. audio: the sound, of models that generate it.
+    attention_report: which attention ran. timings: seconds by stage. peak_memory: the most bytes that the process had
+        so far, by place (`device`, `machine`). audio: the sound, of models that generate it.
 
     Raises OutputError when the frames have another shape or type.
     """
@@ -49,6 +50,7 @@ class GeneratedMedia:
     recipe: Mapping[str, Any]
     attention_report: AttentionReport
     timings: Mapping[str, float] = field(default_factory=dict)
+    peak_memory: Mapping[str, int] = field(default_factory=dict)
     audio: Audio | None = None
 
     def __post_init__(self) -> None:
@@ -186,6 +188,7 @@ class GeneratedMedia:
             "recipe": dict(self.recipe),
             "attention_report": self.attention_report.to_dict(),
             "timings": finite_seconds({**self.timings, "write": write_seconds}),
+            "peak_memory": dict(self.peak_memory),
         }
 
 

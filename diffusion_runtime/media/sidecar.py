@@ -1,7 +1,8 @@
 """Recipes and sidecars: the JSON inside a media file, and the JSON file beside it, with size limits.
 
 A recipe is a mapping with a `schema` of RECIPE_SCHEMA; a sidecar holds a recipe and measurements: `{"schema", "file",
-"recipe", "attention_report", "timings"}`. Both may be untrusted: they are parsed as JSON and as nothing else.
+"recipe", "attention_report", "timings", "peak_memory"}`. Both may be untrusted: they are parsed as JSON and as nothing
+else.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ A pickle (.bin, .pt, .ckpt) can run code when it is opened, so none is ever read
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,6 +40,14 @@ class Piece:
 _GGUF_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Opens files, which are closed with the stack, and gives their tensors by name.
 Source: TypeAlias = Callable[[contextlib.ExitStack], Rows]
+
+
+class MakeEmpty(Protocol):
+    """A tensor to be filled, where weights shall lie."""
+
+    def __call__(self, shape: torch.Size, *, dtype: torch.dtype) -> torch.Tensor: ...
+
+
 # (module, name of a parameter, its values): changes the values in place.
 Arrange: TypeAlias = Callable[[nn.Module, str, torch.Tensor], None]
 
@@ -212,13 +221,15 @@ def load_weights(
     stays_float32: Callable[[str], bool] = lambda _: False,
     ignored: Callable[[str], bool] = lambda _: False,
     arrange: Arrange | None = None,
+    make_empty: MakeEmpty | None = None,
 ) -> None:
     """Fill `module` in place, each parameter once, on its device and in its dtype, without gradients.
 
     pieces: at least every parameter and buffer of the state dict -> the checkpoint's tensors that fill it, in order.
     Weights of 8-bit layers are quantised one after the other, on the device.
     stays_float32: parameters that are not converted to `dtype`; integers never are. ignored: checkpoint tensors that
-        nothing reads. arrange: puts the rows of a parameter in the order that our layers have.
+        nothing reads. arrange: puts the rows of a parameter in the order that our layers have. make_empty: makes the
+        parameters, where they shall lie; None for `device`. 8-bit weights are quantised on `device` in any case.
 
     Raises ModelLoadError that lists what is missing, unexpected or of another shape.
     """
@@ -227,19 +238,22 @@ def load_weights(
     parameters = {name: value for name, value in module.state_dict().items() if name not in scale_of.values()}
     of_gguf = _gguf_layers(module)
     state = {}
+    on_device: MakeEmpty = functools.partial(torch.empty, device=device)
     for name, parameter in parameters.items():
         if name in scale_of:
-            state[name], state[scale_of[name]] = _float8_rows(
-                checkpoint, pieces[name], device, _row_order(module, name, parameter.shape[0], arrange)
-            )
+            rows = _float8_rows(checkpoint, pieces[name], device, _row_order(module, name, parameter.shape[0], arrange))
+            for own, values in zip((name, scale_of[name]), rows, strict=True):
+                state[own] = (
+                    values if make_empty is None else make_empty(values.shape, dtype=values.dtype).copy_(values)
+                )
             continue
         if name in of_gguf:
+            assert make_empty is None, "GGUF blocks are not offloaded (loading/native_model.py)"
             state[name] = _hold_blocks(of_gguf[name], module, name, checkpoint, pieces[name], device, dtype, arrange)
             continue
         floating = torch.float32 if stays_float32(name) else dtype
-        target = torch.empty(
-            parameter.shape, dtype=floating if parameter.is_floating_point() else parameter.dtype, device=device
-        )
+        stored_dtype = floating if parameter.is_floating_point() else parameter.dtype
+        target = (make_empty or on_device)(parameter.shape, dtype=stored_dtype)
         _fill(target, name, checkpoint, pieces[name])
         if arrange is not None:
             arrange(module, name, target)

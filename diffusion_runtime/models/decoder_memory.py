@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder
 from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.layers.sample_decoder import Tiling
+from diffusion_runtime.memory.live_bytes import peak_bytes
 
 # What is held at once around the widest convolution: the residual, the normalised input, that with its padding, and the
 # output.
@@ -96,3 +97,33 @@ def memory_advice(autoencoder: Any, shape: Sequence[int], dtype: torch.dtype, ti
     if tiling is None:
         return f"{text}. A smaller height, width or num_frames needs less"
     return f"{text}; --vae-tiling on takes about {formula(*tiling.largest((frames, height, width)))} and the frames"
+
+
+# Of a decoder that goes from latent frame to latent frame: one without a history, two with.
+_FRAMES_IN_TURN = 3
+
+
+def decoding_bytes(autoencoder: Any, height: int, width: int, latent_frames: int, *, in_tiles: bool) -> int:
+    """What decoding a clip has alive at once beside the weights, counted on the meta device.
+
+    autoencoder: diffusers' module on the meta device, in the dtype it computes in. height, width: in pixels. in_tiles:
+    tiles of diffusers' size.
+    """
+    convolutions = [each for each in autoencoder.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
+    is_video = any(isinstance(each, nn.Conv3d) for each in convolutions)
+    factor = getattr(autoencoder, "spatial_compression_ratio", None)
+    if factor is None:
+        factor = 2 ** (len(autoencoder.config.block_out_channels) - 1)
+    sizes, frames = [height // int(factor), width // int(factor)], latent_frames
+    if in_tiles:
+        tile = int(autoencoder.tile_sample_min_height) // int(factor)
+        sizes = [min(size, tile) for size in sizes]
+        if getattr(autoencoder, "use_framewise_decoding", False) or hasattr(autoencoder, "tile_sample_min_num_frames"):
+            tile_frames = autoencoder.tile_sample_min_num_frames // autoencoder.temporal_compression_ratio
+            frames = min(frames, int(tile_frames) + 1)
+    autoencoder.use_tiling = autoencoder.use_framewise_decoding = False
+    if "feat_cache" in inspect.signature(autoencoder.decoder.forward).parameters:
+        frames = min(frames, _FRAMES_IN_TURN)
+    shape = [1, convolutions[0].in_channels, *([frames] if is_video else []), *sizes]
+    latents = torch.empty(shape, dtype=convolutions[0].weight.dtype, device="meta")
+    return peak_bytes(lambda: autoencoder.decode(latents, return_dict=False), latents.device)

@@ -15,6 +15,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig, read_scheduler_config
 from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.layers.fp8_linear import quantized_weights
 from diffusion_runtime.model_folder import (
     AnyFolder,
     refuse_other_pipelines,
@@ -24,6 +25,7 @@ from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.checkpoint import (
     Arrange,
     Checkpoint,
+    MakeEmpty,
     Piece,
     TensorSource,
     WeightChange,
@@ -45,6 +47,18 @@ from diffusion_runtime.text_encoders.interface import TextEncoder
 # The transformer's config and the latents' geometry of a family.
 C = TypeVar("C")
 G = TypeVar("G", bound=LatentGeometry)
+
+
+@dataclass(frozen=True)
+class TextShapes:
+    """What a transformer is given of one prompt. streams: (tokens, dim) of each encoder's tokens at their longest, the
+    first encoder's first. pooled_dim: of the pooled vector. image: (tokens, dim) of an image encoder's embeddings.
+    num_layers: how many layers of the first encoder are loaded, None for all."""
+
+    streams: tuple[tuple[int, int], ...]
+    pooled_dim: int | None = None
+    image: tuple[int, int] | None = None
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,16 +164,20 @@ class Model(Generic[C, G]):
         dtype: torch.dtype,
         changes: Sequence[WeightChange] = (),
         quantization: Quantization | None = None,
+        room_for: Callable[[str, nn.Module], MakeEmpty | None] = lambda *_: None,
     ) -> DiffusionTransformer:
         """Read the weights into what `build_transformer` returned: in eval mode, without gradients.
 
         changes: made to the checkpoint's tensors as they are read, such as a LoRA. quantization: keeps the layers that
-        are quantised in the files as they are; None dequantises them. Raises ModelLoadError for files that are missing,
-        damaged or not this model's, and for changes made for another model.
+        are quantised in the files as they are; None dequantises them. room_for: where the weights of a component's
+        module lie, whose parameters have the dtypes of loaded ones then; None for `device`.
+
+        Raises ModelLoadError for files that are missing, damaged or not this model's, and for changes made for another
+        model.
         """
         for component in self.modules(transformer):
             with self._checkpoint(component, changes) as checkpoint:
-                self.fill_component(transformer, component, checkpoint, device, dtype, quantization)
+                self.fill_component(transformer, component, checkpoint, device, dtype, quantization, room_for)
         return transformer
 
     def fill_component(
@@ -170,6 +188,7 @@ class Model(Generic[C, G]):
         device: torch.device,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
+        room_for: Callable[[str, nn.Module], MakeEmpty | None] = lambda *_: None,
     ) -> None:
         """Fill the part of an empty transformer that one component's tensors are for. Raises as load_transformer."""
         module = self.modules(transformer)[component]
@@ -177,6 +196,7 @@ class Model(Generic[C, G]):
         pieces = self.pieces(component)
         if quantization is not None:
             quantization.keep_stored(module, functools.partial(stored_weight, source, pieces))
+        self.set_loaded_dtypes(module, dtype)
         load_weights(
             module,
             source,
@@ -186,7 +206,16 @@ class Model(Generic[C, G]):
             self.family.stays_float32,
             self.is_ignored,
             self.arrange,
+            room_for(component, module),
         )
+
+    def set_loaded_dtypes(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Give the parameters of an empty transformer the dtypes that loading gives them, so that their bytes count."""
+        quantized = quantized_weights(module)
+        scales = set(quantized.values())
+        for name, parameter in module.named_parameters():
+            if parameter.is_floating_point() and name not in quantized and name not in scales:
+                parameter.data = parameter.data.to(torch.float32 if self.family.stays_float32(name) else dtype)
 
     def lora_target(self, known: Callable[[], Sequence[LoraNames]]) -> LoraTarget:
         """This model as LoRA files meet it, from its json alone. known: the names of all families."""
@@ -238,10 +267,10 @@ class ModelFamily(Generic[C, G]):
 
     transformer: made of config, geometry and attention choices. pieces: our parameter name -> the checkpoint tensors
     that fill it; stays_float32: parameters that are not converted to the model's dtype. lora_names: what LoRA files
-    call its modules. shared_heads: see Model.num_shared_heads. shares_decoding: whether several
-    processes decode together, so that every one needs a decoder. decodes_fast: whether that has a `fast` mode;
-    has_tiles: whether it can decode in tiles.
-    text_library: whose attention the text encoder runs, for the report.
+    call its modules. shared_heads: see Model.num_shared_heads. text_shapes: what memory is planned for.
+    shares_decoding: whether several processes decode together, so that every one needs a decoder. decodes_fast: whether
+    that has a `fast` mode; has_tiles: whether it can decode in tiles; decodes_in_tiles: whether it does unless told
+    otherwise. text_library: whose attention the text encoder runs, for the report.
     tiny_decoders: number of latent channels -> the name of the decoder for previews that TAEHV publishes for them.
     request_fields: those that not every model uses (RequestField.refusal) and this family does, beside the ones that
     loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: what is added to
@@ -265,12 +294,14 @@ class ModelFamily(Generic[C, G]):
     load_text_encoder: Callable[[AnyFolder, torch.device, torch.dtype], TextEncoder]
     load_decoder: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
     shared_heads: Callable[[C], int | None]
+    text_shapes: Callable[[AnyFolder, C], TextShapes]
     stays_float32: Callable[[str], bool] = lambda _: False
     load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
     text_library: Callable[[AnyFolder, torch.dtype], str] = lambda *_: "transformers"
     index_keys: tuple[str, ...] = ()
     shares_decoding: bool = False
     has_tiles: bool = False
+    decodes_in_tiles: bool = False
     decodes_fast: bool = False
     tiny_decoders: Mapping[int, str] = field(default_factory=dict)
     guidance_offset: float = 0.0

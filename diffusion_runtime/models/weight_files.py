@@ -95,6 +95,17 @@ def stored_dtypes(path: Path) -> dict[str, str]:
 
     Raises ModelLoadError for a file that is cut off, damaged, or a Git-LFS pointer.
     """
+    return {name: str(entry["dtype"]) for name, entry in _head(path, "dtype").items()}
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a safetensors file; from the head of the file alone. Raises as stored_dtypes."""
+    head = _head(path, "shape")
+    return {name: tuple(size for size in entry["shape"] if isinstance(size, int)) for name, entry in head.items()}
+
+
+def _head(path: Path, key: str) -> dict[str, Any]:
+    """What the head of a safetensors file says of every tensor, `key` among it."""
     check_whole(path)
     try:
         with open_file(path, error=ModelLoadError) as file:
@@ -102,7 +113,7 @@ def stored_dtypes(path: Path) -> dict[str, str]:
             if length > _MAX_HEADER_BYTES:
                 raise DocumentError(f"its header would be {length} bytes, more than {_MAX_HEADER_BYTES}")
             head = parse_json(file.read(length))
-        return {name: str(entry["dtype"]) for name, entry in head.items() if name != "__metadata__"}
+        return {name: {key: entry[key]} for name, entry in head.items() if name != "__metadata__"}
     except (OSError, DocumentError, AttributeError, TypeError, KeyError) as error:
         raise ModelLoadError(
             f"{path} is damaged or not a safetensors file ({first_line(error)}); copy or download it again"

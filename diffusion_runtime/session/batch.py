@@ -36,7 +36,7 @@ class Item:
 class Outcome:
     """What became of an item. Without a failure `path` is written and everything else is filled.
 
-    seconds: of the whole item; timings: by stage.
+    seconds: of the whole item; timings: by stage. peak_memory: as of GeneratedMedia.
     """
 
     request: GenerationRequest
@@ -44,6 +44,7 @@ class Outcome:
     path: Path | None = None
     seconds: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
+    peak_memory: dict[str, int] = field(default_factory=dict)
     frames_shape: tuple[int, ...] = ()
     attention_report: dict[str, Any] = field(default_factory=dict)
 
@@ -62,6 +63,7 @@ class Outcome:
             "width": width,
             "seconds": round(self.seconds, 4),
             "timings": {name: round(seconds, 4) for name, seconds in self.timings.items()},
+            "peak_memory": self.peak_memory,
             "request": self.request.to_dict(),
             "attention_report": self.attention_report,
         }
@@ -208,6 +210,7 @@ def _finish(
         path=path,
         seconds=now - started,
         timings={**media.timings, "write": now - write_started},
+        peak_memory=dict(media.peak_memory),
         frames_shape=media.frames.shape,
         attention_report=media.attention_report.to_dict(),
     )

@@ -196,7 +196,7 @@ def test_everything_that_changes_the_frames_is_repeated(tmp_path: Path) -> None:
     assert (plain.quantization, plain.quantization_ignored_layers) == ("none", ())
     assert repeated({"compile": "regional"}).compile == "regional"
     # The others are the machine's; a new field belongs to one of the two.
-    machine = {"device", "parallel", "self_check", "cuda_graphs"}
+    machine = {"device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit"}
     known = {"model_path", "backend", "dtype", "attention", "attention_override", "vae_decoder", "compile", *OWN_VALUES}
     assert {each.name for each in dataclasses.fields(RuntimeConfig)} == known | machine
 

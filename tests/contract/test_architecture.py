@@ -29,7 +29,7 @@ ROWS = [
     {"config", "request", "media", "hardware", "device_guard", "cache_folder"},
     {"attention_report", "progress", "model_folder", "step_cache", "progressive_resolution", "block_stack"},
     {"token_layout", "step_info", "options"},
-    {"untrusted", "request_fields", "samplers"},
+    {"untrusted", "request_fields", "samplers", "memory_size"},
     {"errors"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -85,6 +85,7 @@ OWN_TEXTS = {
     "cli/terminal.py",
     "media/generated.py",
     "media/reading.py",
+    "memory/machine_memory.py",
     "models/shared_decoder.py",
     "parallel/failure.py",
     "parallel/launch.py",

@@ -6,7 +6,7 @@ import torch
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.activations import reference, triton
-from diffusion_runtime.kernels.implementation import runs_in_triton
+from diffusion_runtime.kernels.implementation import has_shape_alone, runs_in_triton
 
 
 def silu_mul(
@@ -23,6 +23,8 @@ def silu_mul(
             return made
     if gate.shape != features.shape:
         raise ConfigError(f"SiLU: expected gate and features alike, got {tuple(gate.shape)}, {tuple(features.shape)}")
+    if has_shape_alone(gate):
+        return gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
     if runs_in_triton(implementation, triton.refusal(gate, features)):
         return triton.silu_mul(gate, features, in_place)
     return reference.silu_mul(gate, features, in_place)
@@ -32,6 +34,8 @@ def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
     """The tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415) in place. x: [..., dim], such as a part of a
     product. Raises ConfigError when the implementation that was asked for cannot run."""
     if implementation == "auto" and triton.repeat(x, x, "gelu", True) is not None:
+        return x
+    if has_shape_alone(x):
         return x
     if runs_in_triton(implementation, triton.refusal(x, x)):
         return triton.gelu_(x)

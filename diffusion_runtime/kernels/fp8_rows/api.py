@@ -13,7 +13,7 @@ import torch
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.fp8_rows import reference, triton
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows as QuantizedRows
-from diffusion_runtime.kernels.implementation import runs_in_triton
+from diffusion_runtime.kernels.implementation import has_shape_alone, runs_in_triton
 
 # Numbers per row and rows that the product of torch takes: multiples of this.
 ALIGNMENT = 16
@@ -29,6 +29,9 @@ def quantize_rows(x: torch.Tensor, *, gelu_from: int | None = None) -> Quantized
     if x.ndim < 1:
         raise ConfigError("quantize_rows: expected [..., dim], got a single number")
     rows = x.reshape(-1, x.shape[-1])
+    if has_shape_alone(rows):
+        values = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
+        return QuantizedRows(values, rows.new_empty(len(rows), 1, dtype=torch.float32))
     if runs_in_triton("auto", triton.refusal(rows)):
         return triton.quantize_rows(rows, gelu_from=gelu_from)
     return reference.quantize_rows(rows, gelu_from=gelu_from)
@@ -36,6 +39,9 @@ def quantize_rows(x: torch.Tensor, *, gelu_from: int | None = None) -> Quantized
 
 def product_refusal(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> str | None:
     """Why a device cannot multiply 8-bit rows into results of `dtype`; None when it can."""
+    if device.type == "meta":
+        # Where memory is planned for a device that has them.
+        return None
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{device.type} has no 8-bit float products here"
     major, minor = torch.cuda.get_device_capability(device)
@@ -54,6 +60,8 @@ def multiply_rows(x: QuantizedRows, weight: QuantizedRows, bias: torch.Tensor | 
     weight: [out_features, in_features]; bias: bfloat16 [out_features]. On a device without `product_refusal`. Sums are
     rounded to 14 bits now and then on Hopper (fast accumulation), which is below the error of the 8-bit inputs.
     """
+    if has_shape_alone(x.values):
+        return x.values.new_empty(len(x.values), len(weight.values), dtype=torch.bfloat16)
     return torch._scaled_mm(
         x.values,
         weight.values.t(),

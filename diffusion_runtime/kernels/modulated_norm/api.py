@@ -11,7 +11,7 @@ import torch
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
-from diffusion_runtime.kernels.implementation import runs_in_triton
+from diffusion_runtime.kernels.implementation import has_shape_alone, runs_in_triton
 from diffusion_runtime.kernels.modulated_norm import reference, triton
 from diffusion_runtime.kernels.modulated_norm.reference import Branch as Branch
 from diffusion_runtime.kernels.modulated_norm.reference import Norm as Norm
@@ -40,6 +40,8 @@ def modulated_norm(
         if made is not None:
             return made
     _check(x, norm, shift, scale, branch, out)
+    if has_shape_alone(x):
+        return torch.empty_like(x) if out is None else out
     if runs_in_triton(implementation, triton.refusal(x, norm, shift, scale, branch, out)):
         return triton.modulated_norm(x, norm, shift, scale, branch, out)
     return reference.modulated_norm(x, norm, shift, scale, branch, out)
@@ -74,6 +76,8 @@ def add_branch_(x: torch.Tensor, branch: Branch, *, implementation: str = "auto"
     if implementation == "auto" and triton.repeat(x, None, None, None, branch, x) is not None:
         return x
     _check(x, None, None, None, branch, None)
+    if has_shape_alone(x):
+        return x
     if runs_in_triton(implementation, triton.refusal(x, None, None, None, branch, None)):
         return triton.add_branch_(x, branch)
     return reference.add_branch_(x, branch)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.implementation import runs_in_triton
+from diffusion_runtime.kernels.implementation import has_shape_alone, runs_in_triton
 from diffusion_runtime.kernels.qk_norm_rope import reference, triton
 
 
@@ -42,6 +42,8 @@ def norm_rope(
         if made is not None:
             return made
     _check(packed, weights, rotations, out)
+    if has_shape_alone(packed):
+        return (packed if out is None else out).unbind(2)
     if runs_in_triton(implementation, triton.refusal(packed, weights, rotations, out)):
         return triton.norm_rope(packed, weights, eps, rotations, out)
     return reference.norm_rope(packed, weights, eps, rotations, out)

@@ -7,10 +7,10 @@ import dataclasses
 from functools import partial
 
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.flux1.lora_names import LORA_NAMES
-from diffusion_runtime.models.flux1.text import MAX_TOKENS_FEW_STEPS, load_text_encoder
+from diffusion_runtime.models.flux1.text import MAX_TOKENS, MAX_TOKENS_FEW_STEPS, load_text_encoder
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux1.weights import transformer_pieces
 from diffusion_runtime.models.geometry import ImageGeometry
@@ -48,6 +48,7 @@ FAMILY = ModelFamily(
     pieces=transformer_pieces,
     lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
+    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),), config.pooled_dim),
     load_text_encoder=load_text_encoder,
     load_decoder=load_image_decoder,
     check_parts=read_normalisation,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.flux2 import codec
 from diffusion_runtime.models.flux2.config import (
     DEV,
@@ -20,7 +21,7 @@ from diffusion_runtime.models.flux2.config import (
     read_transformer_config,
 )
 from diffusion_runtime.models.flux2.lora_names import LORA_NAMES
-from diffusion_runtime.models.flux2.text import load_text_encoder
+from diffusion_runtime.models.flux2.text import DEV_LAYERS, KLEIN_LAYERS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux2.weights import transformer_pieces
 from diffusion_runtime.models.geometry import ImageGeometry
@@ -73,6 +74,11 @@ def _adapt(model: _Model) -> _Model:
     return dataclasses.replace(model, takes_guidance=False, defaults={**model.defaults, **_FEW_STEPS})
 
 
+def _text_shapes(folder: AnyFolder, config: Flux2TransformerConfig) -> TextShapes:
+    layers = KLEIN_LAYERS if read_pipeline_config(folder).is_klein else DEV_LAYERS
+    return TextShapes(((MAX_TOKENS, config.text_dim),), num_layers=max(layers))
+
+
 FAMILY = ModelFamily(
     name="flux2",
     transformer_classes=("Flux2Transformer2DModel",),
@@ -89,6 +95,7 @@ FAMILY = ModelFamily(
     pieces=transformer_pieces,
     lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
+    text_shapes=_text_shapes,
     load_text_encoder=load_text_encoder,
     load_decoder=codec.load_decoder,
     adapt=_adapt,

@@ -11,11 +11,11 @@ from diffusion_runtime.denoising.flow_schedule import LinearSigmas
 from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.hunyuan_video.lora_names import LORA_NAMES
-from diffusion_runtime.models.hunyuan_video.text import load_text_encoder
+from diffusion_runtime.models.hunyuan_video.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
@@ -79,12 +79,14 @@ FAMILY = ModelFamily(
     lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
+    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),), config.pooled_dim),
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
     tiny_decoders={16: "taehv"},
     shares_decoding=True,
     decodes_fast=True,
     has_tiles=True,
+    decodes_in_tiles=True,
     check_parts=read_scaling_factor,
     adapt=_adapt,
 )

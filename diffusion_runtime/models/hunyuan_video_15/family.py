@@ -6,7 +6,7 @@ import dataclasses
 
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
 from diffusion_runtime.model_folder import AnyFolder
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15 import codec
 from diffusion_runtime.models.hunyuan_video_15.config import (
@@ -19,11 +19,14 @@ from diffusion_runtime.models.hunyuan_video_15.config import (
     wide_size,
 )
 from diffusion_runtime.models.hunyuan_video_15.lora_names import LORA_NAMES
-from diffusion_runtime.models.hunyuan_video_15.text import load_text_encoder
+from diffusion_runtime.models.hunyuan_video_15.text import MAX_GLYPH_TOKENS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
 from diffusion_runtime.models.hunyuan_video_15.weights import stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
+
+# Of SigLIP, for 384 pixels a side in patches of 14.
+_NUM_IMAGE_TOKENS = 729
 
 _Model = Model[HunyuanVideo15Config, LatentGeometry]
 
@@ -64,12 +67,17 @@ FAMILY = ModelFamily(
     lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
+    text_shapes=lambda _, config: TextShapes(
+        ((MAX_TOKENS, config.text_dim), (MAX_GLYPH_TOKENS, config.glyph_dim)),
+        image=(_NUM_IMAGE_TOKENS, config.image_dim) if config.starts_from_image else None,
+    ),
     load_text_encoder=load_text_encoder,
     load_decoder=codec.load_decoder,
     tiny_decoders={32: "taehv1_5"},
     shares_decoding=True,
     decodes_fast=True,
     has_tiles=True,
+    decodes_in_tiles=True,
     load_image_conditioner=codec.load_image_conditioner,
     check_parts=_check_parts,
     adapt=_adapt,

@@ -14,7 +14,7 @@ import dataclasses
 
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.model_folder import AnyFolder
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.ltx2 import codec, text
 from diffusion_runtime.models.ltx2.block import (
     AUDIO_CROSS_ROLE,
@@ -70,6 +70,7 @@ FAMILY = ModelFamily(
     lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.video.num_heads,
+    text_shapes=lambda _, config: TextShapes(((text.MAX_TOKENS, config.text_dim),) * 2),
     load_text_encoder=text.load_text_encoder,
     load_decoder=codec.load_decoder,
     tiny_decoders={128: "taeltx_2"},

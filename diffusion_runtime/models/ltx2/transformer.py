@@ -18,14 +18,15 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import overwriting
+from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
+from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.models.ltx2.block import KeysAndValues, LTX2Block, StreamBlock, StreamInputs
+from diffusion_runtime.models.ltx2.block import KeysAndValues, LTX2Block, StreamInputs
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import audio_rotations, shared_rotations, video_rotations
@@ -131,10 +132,13 @@ class LTX2Transformer(DiffusionTransformer):
             overwriting(block, video_inputs, audio_inputs, *of_block)
             for block, *of_block in zip(self.blocks, text, audio_text, strict=True)
         )
-        first, entering = next(self.all_blocks()).video, video
-        video, audio = context.run_blocks(
-            blocks, (video, audio), math.prod(grid), lambda: first.modulated_input(entering, video_inputs)
-        )
+        first, entering = next(self.all_blocks()), video
+
+        def modulated_input() -> ModulatedInput:
+            with held_weights(first):
+                return first.video.modulated_input(entering, video_inputs)
+
+        video, audio = context.run_blocks(blocks, (video, audio), math.prod(grid), modulated_input)
         tokens = sharding.gather(self.video.finish(video, video_embedded), math.prod(grid))
         video_velocity = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
         moments = torch.unflatten(self.audio.finish(audio, audio_embedded), 2, (parts.audio.shape[1], -1))
@@ -163,15 +167,14 @@ class LTX2Transformer(DiffusionTransformer):
             dtype = self.video.out.weight.dtype
             video = self.video.text_embedding(embeddings[0][:, :num_tokens].to(dtype))
             audio = self.audio.text_embedding(embeddings[1][:, :num_tokens].to(dtype))
-            return _keys(video, (block.video for block in self.all_blocks())), _keys(
-                audio, (block.audio for block in self.all_blocks())
-            )
+            video_keys, audio_keys = [], []
+            for block in self.all_blocks():
+                with held_weights(block):
+                    video_keys.append(block.video.cross_attention.keys_and_values(video))
+                    audio_keys.append(block.audio.cross_attention.keys_and_values(audio))
+            return tuple(video_keys), tuple(audio_keys)
 
         return cached_for_prompt("ltx2_text", embeddings[0], context, project)
 
     def all_blocks(self) -> Iterator[LTX2Block]:
         return (block for block in self.blocks if isinstance(block, LTX2Block))
-
-
-def _keys(text: torch.Tensor, blocks: Iterator[StreamBlock]) -> TextKeys:
-    return tuple(block.cross_attention.keys_and_values(text) for block in blocks)

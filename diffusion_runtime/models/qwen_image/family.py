@@ -13,7 +13,7 @@ from diffusion_runtime.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
-from diffusion_runtime.models.family import ModelFamily
+from diffusion_runtime.models.family import ModelFamily, TextShapes
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image.config import read_geometry, read_transformer_config
 from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
@@ -84,6 +84,7 @@ FAMILY = ModelFamily(
     pieces=transformer_pieces,
     lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
+    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
     tiny_decoders={16: "taew2_1"},

@@ -54,6 +54,9 @@ class WanImageEmbedding(ImageEmbedding):
 class WanImageCrossAttention(nn.Module):
     """Attention to the tokens of an image, with the queries of the attention to the text."""
 
+    # By `keys_and_values`, and not by forward.
+    read_once = ("kv", "norm_k")
+
     def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
         super().__init__()
         self.num_heads = config.num_heads
@@ -70,6 +73,9 @@ class WanImageCrossAttention(nn.Module):
 
 class WanCrossAttention(nn.Module):
     """Attention to the text and, added to it, to the tokens of an image in models with an image encoder."""
+
+    # By `keys_and_values`, and not by forward.
+    read_once = ("kv", "norm_k")
 
     def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
         super().__init__()

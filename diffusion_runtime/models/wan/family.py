@@ -13,7 +13,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.checkpoint import Piece
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
@@ -157,6 +157,7 @@ FAMILY = ModelFamily(
     lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
+    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
     load_text_encoder=_load_text_encoder,
     text_library=umt5_library,
     load_decoder=codec.load_decoder,

@@ -28,6 +28,7 @@ from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Branch
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
+from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
@@ -294,7 +295,11 @@ class WanTransformer(DiffusionTransformer):
 
         def project() -> tuple[KeysAndValues, ...]:
             text = self.text_embedding(embeddings.to(self.out.weight.dtype))
-            return tuple(block.cross_attention.keys_and_values(text) for block in self._blocks())
+            projected = []
+            for block in self._blocks():
+                with held_weights(block.cross_attention):
+                    projected.append(block.cross_attention.keys_and_values(text))
+            return tuple(projected)
 
         return cached_for_prompt("text_projection", embeddings, context, project)
 
@@ -306,8 +311,12 @@ class WanTransformer(DiffusionTransformer):
 
         def project() -> tuple[KeysAndValues, ...]:
             image = embedding(tokens.to(self.out.weight.dtype))
-            layers = (block.cross_attention.image for block in self._blocks())
-            return tuple(layer.keys_and_values(image) for layer in layers if layer is not None)
+            projected = []
+            for layer in (block.cross_attention.image for block in self._blocks()):
+                if layer is not None:
+                    with held_weights(layer):
+                        projected.append(layer.keys_and_values(image))
+            return tuple(projected)
 
         return cached_for_prompt("image_projection", tokens, context, project)
 

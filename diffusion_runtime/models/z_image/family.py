@@ -8,7 +8,7 @@ import torch
 
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.model_folder import AnyFolder
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.image_decoder import AUTOENCODER, load_image_decoder, read_normalisation
 from diffusion_runtime.models.published import published_defaults
@@ -65,6 +65,7 @@ FAMILY = ModelFamily(
     pieces=transformer_pieces,
     lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
+    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
     load_text_encoder=load_text_encoder,
     load_decoder=load_image_decoder,
     check_parts=read_normalisation,

@@ -24,6 +24,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
+from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
@@ -177,7 +178,12 @@ class ZImageTransformer(DiffusionTransformer):
         blocks = (overwriting(block, conditioning, joint_rotations, joint) for block in self.blocks)
         first, entering = self.blocks[0], x
         assert isinstance(first, ZImageBlock)
-        (x,) = context.run_blocks(blocks, (x,), num_tokens, lambda: first.modulated_input(entering, conditioning))
+
+        def modulated_input() -> ModulatedInput:
+            with held_weights(first):
+                return first.modulated_input(entering, conditioning)
+
+        (x,) = context.run_blocks(blocks, (x,), num_tokens, modulated_input)
         x = x[:, : x.shape[1] - layout.num_suffix_tokens]
         scale = self.out_modulation(F.silu(conditioning))
         normalized = modulated_norm(x, Norm("layer", self.config.out_eps), scale=scale)

@@ -1,0 +1,48 @@
+"""The blocks of a model: what is streamed one after the other, and how many bytes modules hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+# A list of fewer modules than this is no stack of blocks: embeddings of two streams, heads of an output.
+MIN_BLOCKS = 2
+
+
+def num_bytes_of(module: nn.Module) -> int:
+    """Bytes of its parameters and persistent buffers, each counted once; on the meta device those it would take."""
+    return sum({id(tensor): tensor.nbytes for tensor in module.state_dict(keep_vars=True).values()}.values())
+
+
+def blocks_of(root: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules of its outermost ModuleLists whose elements are of one class each, in the order of declaration, which
+    is the order they run in."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in root.modules():
+        if not isinstance(module, nn.ModuleList) or module in inside:
+            continue
+        elements = list(module)
+        is_stack = len(elements) >= MIN_BLOCKS and len({type(each) for each in elements}) == 1
+        if is_stack and any(True for _ in module.parameters()):
+            found += elements
+            inside.update(each for element in elements for each in element.modules())
+    return tuple(found)
+
+
+def read_once(block: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
+    """Modules of a block with tensors of theirs that its forward does not read: what `read_once` of the module names,
+    such as the projections of a text to keys and values. Whoever reads them says so (layers/held_weights.py)."""
+    found = []
+    for module in block.modules():
+        names: tuple[str, ...] = getattr(module, "read_once", ())
+        tensors: list[torch.Tensor] = [tensor for name in names for tensor in module.get_submodule(name).parameters()]
+        if tensors:
+            found.append((module, tensors))
+    return found
+
+
+def streamed_bytes(block: nn.Module) -> tuple[int, int]:
+    """(bytes of a block that its forward reads, bytes that are read once a request)."""
+    apart = sum(tensor.nbytes for _, tensors in read_once(block) for tensor in tensors)
+    return num_bytes_of(block) - apart, apart

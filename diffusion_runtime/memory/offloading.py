@@ -1,0 +1,90 @@
+"""Offloading of a loaded model: which of its parts are on the device now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from diffusion_runtime.memory.host_arena import HostArena
+from diffusion_runtime.memory.offloaded_part import OffloadedPart, into_arena
+from diffusion_runtime.memory.plan import MemoryPlan
+from diffusion_runtime.memory.transfers import Transfers
+
+
+class Offloading:
+    """The offloaded parts of one model. One of them is on the device at a time: the text encoders together, or one
+    transformer."""
+
+    def __init__(self, plan: MemoryPlan, transfers: Transfers) -> None:
+        self.plan = plan
+        self._transfers = transfers
+        self._seconds = 0.0
+        self._text: list[OffloadedPart] = []
+        self._transformers: list[OffloadedPart] = []
+
+    @property
+    def parts(self) -> tuple[OffloadedPart, ...]:
+        return (*self._text, *self._transformers)
+
+    def add_text_encoders(self, modules: Sequence[nn.Module]) -> None:
+        """Loaded on the CPU. Whoever calls them calls `use_text_encoders` first."""
+        resident = self.plan.resident.get(self.plan.demand.text.name)
+        for module in modules:
+            arena = into_arena(module)
+            # Planned for the largest encoder; the others are small beside it.
+            self._text.append(self._part("text_encoder", module, arena, resident))
+
+    def add_transformer(self, component: str, module: nn.Module, arena: HostArena) -> None:
+        """With its tensors in `arena`. It comes to the device when it is called."""
+        part = self._part(component, module, arena, self.plan.resident.get(component))
+        self._transformers.append(part)
+        module.register_forward_pre_hook(lambda *_: self._use([part]))
+
+    def use_text_encoders(self) -> None:
+        self._use(self._text)
+
+    def leave(self) -> None:
+        """Take every part from the device: the weights may be changed where they are then."""
+        for part in self.parts:
+            part.leave()
+
+    def close(self) -> None:
+        """Give all memory back. What was offloaded must not be called any more."""
+        for part in self.parts:
+            part.close()
+
+    def report(self, note: Callable[[str], object]) -> dict[str, float]:
+        """Say what was offloaded and how, once a generation has its latents, and make room for the decoder. Returns the
+        seconds in which whole parts were brought to the device, a part of the text's and of the denoising's."""
+        note(f"offload: {self.plan.offload} ({self.plan.reason})")
+        for part in self.parts:
+            if part.stream is not None:
+                note(
+                    f"offload: {part.name}: {part.stream.num_blocks} blocks streamed, {part.stream.num_copies} copies "
+                    f"so far, {part.stream.num_late_copies} of them not ahead"
+                )
+        if not self.plan.keeps_transformer:
+            self.leave()
+        seconds, self._seconds = self._seconds, 0.0
+        return {"move": seconds}
+
+    def _part(self, name: str, module: nn.Module, arena: HostArena, num_resident: int | None) -> OffloadedPart:
+        arena.pin(self._transfers.register, self._transfers.unregister)
+        return OffloadedPart(name, module, arena, self._transfers, num_resident)
+
+    def _use(self, parts: Sequence[OffloadedPart]) -> None:
+        if all(part.is_on_device for part in parts):
+            return
+        for part in self.parts:
+            if part not in parts:
+                part.leave()
+        started = time.perf_counter()
+        # Outside of inference mode: tensors made in it could not be written to later.
+        with torch.inference_mode(False), torch.no_grad():
+            for part in parts:
+                part.enter()
+        self._transfers.synchronize()
+        self._seconds += time.perf_counter() - started

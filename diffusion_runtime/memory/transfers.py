@@ -1,0 +1,101 @@
+"""Transfers of weights to a device: on a stream of their own beside the kernels (CUDA), or in turn with them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+# (target on the device, source in the machine's memory), both bytes.
+Copies: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+# Its functions have no annotations.
+_cuda: Any = torch.cuda
+
+
+class Transfers:
+    """Copies that are finished when the call returns: of a device without a second stream, and of a CPU in tests.
+
+    Events are what `mark` and `copy` return; they belong to the one who made them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Bytes on the device, for the stream that computes."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def mark(self) -> Any:
+        """An event behind everything that computes so far."""
+        return None
+
+    def copy(self, copies: Copies, after: Any) -> Any:
+        """Begin copies behind the event `after`; the event behind them."""
+        del after
+        for target, source in copies:
+            target.copy_(source)
+        return None
+
+    def wait(self, copied: Any) -> None:
+        """What computes from now on runs behind the event."""
+
+    def synchronize(self) -> None:
+        """Return when everything so far is done."""
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        """Pin memory of the process; why it was refused, None where it was not."""
+        del address, num_bytes
+        return f"{self.device.type} has no pinned memory here"
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+
+
+class CudaTransfers(Transfers):
+    """On a copy stream. Events order it with the computing stream, so that no memory is given to the allocator's
+    bookkeeping of streams (record_stream), which would hold it back for an unknown time."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = _cuda.Stream(device)
+
+    def mark(self) -> Any:
+        event = _cuda.Event()
+        event.record(_cuda.current_stream(self.device))
+        return event
+
+    def copy(self, copies: Copies, after: Any) -> Any:
+        with _cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            copied = _cuda.Event()
+            copied.record(self._stream)
+        return copied
+
+    def wait(self, copied: Any) -> None:
+        _cuda.current_stream(self.device).wait_event(copied)
+
+    def synchronize(self) -> None:
+        _cuda.current_stream(self.device).synchronize()
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        with _cuda.device(self.device):
+            status = int(_cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+            if status == 0:
+                return None
+            # The failure is also kept as the last error, and the next launch would raise it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.device)
+        return f"cudaHostRegister of {num_bytes} bytes failed with error {status}"
+
+    def unregister(self, address: int) -> None:
+        _cuda.cudart().cudaHostUnregister(address)
+
+
+def transfers_of(device: torch.device) -> Transfers:
+    """How weights come to a device."""
+    return CudaTransfers(device) if device.type == "cuda" else Transfers(device)

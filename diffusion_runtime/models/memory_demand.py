@@ -1,0 +1,233 @@
+"""What a model and a request take in memory, by part: weights of tensors on the meta device, activations counted there.
+
+Nothing is read but json and the heads of weight files: a folder whose weights are still to be downloaded has a demand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffusion_runtime.attention.context import AttentionContext, RequestCache
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.memory.blocks import blocks_of, num_bytes_of, streamed_bytes
+from diffusion_runtime.memory.live_bytes import peak_bytes
+from diffusion_runtime.memory.plan import MemoryDemand, PartSize
+from diffusion_runtime.model_folder import read_index
+from diffusion_runtime.models.autoencoder import COMPONENT as AUTOENCODER
+from diffusion_runtime.models.decoder_memory import decoding_bytes
+from diffusion_runtime.models.family import Model, TextShapes
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.models.weight_files import find_weight_files, stored_shapes
+from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.text_encoders.encoder_size import shapes_by_config, tensor_sizes_of
+from diffusion_runtime.text_encoders.interface import Conditions, TextStream
+
+_META = torch.device("meta")
+# What samplers with a history hold beside the latents, in float32: UniPC's three predictions, noise and sample.
+SAMPLER_COPIES = 6
+# Of the parts of a decoder: those that encode are loaded when a request brings an image.
+_ENCODER_PARTS = ("encoder.", "quant_conv.")
+# Of one layer of a language model, and of the states that models keep for the transformer: numbers of the width.
+_NUM_TEXT_HELD = 12
+
+
+@dataclass(frozen=True)
+class PlannedRequest:
+    """What of a request decides about memory. num_samples: in one forward pass; is_guided: whether it has two branches,
+    is_batched: whether both go through one forward pass. request: resolved."""
+
+    size: ClipSize
+    num_samples: int
+    is_guided: bool
+    is_batched: bool
+    request: GenerationRequest
+    guidance: float | None = None
+
+
+def memory_demand(
+    model: Model[Any, Any],
+    transformer: DiffusionTransformer,
+    dtype: torch.dtype,
+    planned: PlannedRequest,
+    *,
+    num_sharers: int = 1,
+    in_tiles: bool = False,
+) -> MemoryDemand:
+    """transformer: on the meta device, with quantised layers where there will be some. num_sharers: processes that
+    share the tokens. in_tiles: whether frames are decoded in tiles."""
+    modules = model.modules(transformer)
+    for module in modules.values():
+        model.set_loaded_dtypes(module, dtype)
+    shapes = model.family.text_shapes(model.folder, model.config)
+    notes: list[str] = []
+    text = _text_size(model, shapes, dtype, notes)
+    decoder, decode_activations = _decoder_size(model, dtype, planned, in_tiles)
+    widest = max((dim for _, dim in shapes.streams), default=0)
+    tokens = sum(tokens for tokens, _ in shapes.streams)
+    return MemoryDemand(
+        text=text,
+        transformers=tuple(part_size(component, module) for component, module in modules.items()),
+        decoder=decoder,
+        text_activations=_NUM_TEXT_HELD * tokens * widest * dtype.itemsize,
+        step_activations=max(
+            step_bytes(model, module, shapes, dtype, planned, num_sharers)
+            for module in modules.values()
+            if isinstance(module, DiffusionTransformer)
+        ),
+        decode_activations=decode_activations,
+        notes=tuple(notes),
+    )
+
+
+def part_size(name: str, module: nn.Module) -> PartSize:
+    """A transformer's, by its blocks."""
+    blocks = [streamed_bytes(block) for block in blocks_of(module)]
+    return PartSize(name, num_bytes_of(module), tuple(own for own, _ in blocks), sum(apart for _, apart in blocks))
+
+
+def step_bytes(
+    model: Model[Any, Any],
+    transformer: DiffusionTransformer,
+    shapes: TextShapes,
+    dtype: torch.dtype,
+    planned: PlannedRequest,
+    num_sharers: int = 1,
+) -> int:
+    """What the largest step has alive at once beside the weights: one forward pass of every branch, with what the first
+    ones keep for later steps, and the sampler's latents."""
+    num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
+    branches = ["cond"] if not planned.is_guided else ["both"] if planned.is_batched else ["cond", "uncond"]
+    sample: tuple[int, ...] = model.geometry.sample_shape(planned.size)
+    latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
+    inputs = {branch: _inputs(model, shapes, dtype, planned, num_samples) for branch in branches}
+    timestep = torch.empty(num_samples, device=_META)
+
+    def step() -> RequestCache:
+        state = RequestCache()
+        for branch in branches:
+            context = AttentionContext(step=StepInfo(branch=branch), state=state)
+            transformer(latents, timestep, inputs[branch], context)
+        return state
+
+    with _planned_attention(transformer):
+        counted = peak_bytes(step, _META)
+    return counted // num_sharers + SAMPLER_COPIES * planned.num_samples * math.prod(sample) * 4
+
+
+@contextlib.contextmanager
+def _planned_attention(transformer: nn.Module) -> Iterator[None]:
+    """Within the block, attention layers make an output and take what their backend needs, and compute nothing."""
+    layers = [layer for layer in transformer.modules() if isinstance(layer, AttentionLayer)]
+    for layer in layers:
+        layer.forward = _AttendedShape(layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+class _AttendedShape:
+    """An output like the queries; beside it, while it is made, the sums of each row, and copies of queries, keys,
+    values and output in the order of blocks where the backend chooses among keys, or for the other processes."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        packs = any(decision.dense is not None for _, decision in layer.decisions)
+        self._num_copies = 4 if packs or layer.policy.mesh.size > 1 else 0
+
+    def __call__(self, q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        copies = torch.empty(self._num_copies, *q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        del sums, copies
+        return out
+
+
+def _inputs(
+    model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, planned: PlannedRequest, num_samples: int
+) -> DenoiserInputs:
+    def empty(*sizes: int) -> torch.Tensor:
+        return torch.empty(num_samples, *sizes, dtype=dtype, device=_META)
+
+    streams = [TextStream(empty(*shape), (shape[0],) * num_samples) for shape in shapes.streams]
+    text = Conditions.of(
+        streams[0].embeddings,
+        streams[0].lengths,
+        pooled=None if shapes.pooled_dim is None else empty(shapes.pooled_dim),
+        further=streams[1:],
+    )
+    image = None
+    if planned.request.image_path is not None or model.needs_image:
+        channels, _, height, width = model.geometry.latent_shape(
+            planned.size.height, planned.size.width, planned.size.num_frames
+        )
+        embeddings = None if shapes.image is None else empty(*shapes.image)
+        image = ImageCondition(empty(channels, 1, height, width), embeddings)
+    return DenoiserInputs(text, planned.size, planned.guidance, image, planned.request)
+
+
+def _text_size(model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, notes: list[str]) -> PartSize:
+    """The encoders of transformers' that a prompt goes through, and diffusers' between them and the transformer."""
+    total: int = 0
+    blocks: list[int] = []
+    for component, (library, class_name) in _components(model):
+        if library != "transformers" or not component.startswith("text_encoder"):
+            continue
+        num_layers = shapes.num_layers if component == "text_encoder" else None
+        try:
+            sizes = _shapes_of(model, component, class_name)
+        except ModelLoadError as error:
+            notes.append(f"{component} is not counted: {error}")
+            continue
+        numbers, layers = tensor_sizes_of(sizes, num_layers)
+        total += numbers
+        blocks += layers
+    others = [each for each in model.family.diffusers_components if each.name == "connectors"]
+    connectors = sum(num_bytes_of(nn.Module.to(each.build(model.folder), dtype)) for each in others)
+    itemsize = dtype.itemsize
+    return PartSize("text_encoder", total * itemsize + connectors, tuple(block * itemsize for block in blocks))
+
+
+def _shapes_of(model: Model[Any, Any], component: str, class_name: str) -> Mapping[str, int]:
+    """Numbers of each tensor: of the weight files where they are here, of the config where not."""
+    folder = model.folder / component
+    try:
+        files = find_weight_files(folder, "model")
+    except ModelLoadError:
+        return shapes_by_config(folder, class_name)
+    return {name: math.prod(shape) for file in files for name, shape in stored_shapes(file).items()}
+
+
+def _components(model: Model[Any, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    for component, entry in read_index(model.folder).items():
+        if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
+            yield component, (entry[0], entry[1])
+
+
+def _decoder_size(
+    model: Model[Any, Any], dtype: torch.dtype, planned: PlannedRequest, in_tiles: bool
+) -> tuple[PartSize, int]:
+    """Its weights with the encoder of an image where the request brings one, and the activations of a decode."""
+    takes_image = planned.request.image_path is not None or model.needs_image
+    total, activations = 0, 0
+    for component in model.family.diffusers_components:
+        if component.name == "connectors":
+            continue
+        module = nn.Module.to(component.build(model.folder), dtype)
+        for name, tensor in module.state_dict().items():
+            total += 0 if name.startswith(_ENCODER_PARTS) and not takes_image else tensor.nbytes
+        if component.name == AUTOENCODER:
+            size = planned.size
+            frames = model.geometry.latent_shape(size.height, size.width, size.num_frames)[1]
+            activations = decoding_bytes(module, size.height, size.width, frames, in_tiles=in_tiles)
+    return PartSize("decoder", total), activations

@@ -1,0 +1,63 @@
+"""The size of a text encoder in memory, known without reading its weights: of tensors' shapes, or of its config."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.text_encoders.loading import quiet_transformers
+from diffusion_runtime.untrusted.component_sizes import check_sizes
+from diffusion_runtime.untrusted.json_text import read_json_file
+
+# Halves of multimodal models that read no text, and output layers: loaders drop them.
+_UNREAD = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|lm_head|decoder\.block)\.")
+# The layers of an encoder, by their names in every model of transformers that is read here.
+_LAYER = re.compile(r"(?:^|\.)(?:layers|block)\.(\d+)\.")
+
+
+def tensor_sizes_of(shapes: Mapping[str, int], num_layers: int | None = None) -> tuple[int, tuple[int, ...]]:
+    """(numbers of all tensors that are loaded, numbers of each layer). shapes: numbers of each tensor, by name.
+    num_layers: how many of the first layers are loaded, None for all."""
+    total, layers = 0, defaultdict[int, int](int)
+    for name, numbers in shapes.items():
+        layer = _LAYER.search(name)
+        if _UNREAD.search(name) or (layer and num_layers is not None and int(layer[1]) >= num_layers):
+            continue
+        total += numbers
+        if layer:
+            layers[int(layer[1])] += numbers
+    return total, tuple(layers[index] for index in sorted(layers))
+
+
+def shapes_by_config(folder: Path, class_name: str) -> dict[str, int]:
+    """Numbers of each tensor of an encoder whose weights are not here, by name; from config.json. class_name: of
+    transformers, as model_index.json says. Imports transformers, which takes seconds.
+
+    Raises ModelLoadError for a class or settings that transformers does not know.
+    """
+    config_file = folder / "config.json"
+    values = read_json_file(config_file, error=ModelLoadError, allow_constants=True)
+    check_sizes(values, config_file)
+    import transformers
+
+    model_class: Any = getattr(transformers, class_name, None)
+    if not inspect.isclass(model_class) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise ModelLoadError(f"{config_file}: {class_name} is no model of the installed transformers")
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            config_class: Any = model_class.config_class
+            return sizes_of(model_class(config_class.from_dict(values)).named_parameters())
+    except Exception as error:  # any exception: settings of another version make it raise several kinds
+        raise ModelLoadError(f"{config_file}: {class_name} cannot be built of it: {error}") from error
+
+
+def sizes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Numbers of each tensor, by name."""
+    return {name: tensor.numel() for name, tensor in tensors}

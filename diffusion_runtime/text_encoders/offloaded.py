@@ -1,0 +1,38 @@
+"""A text encoder whose weights come to the device when a prompt is encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+
+
+class OffloadedTextEncoder(TextEncoder):
+    """encoder: loaded on the CPU. bring: called before each use, brings its weights to the device."""
+
+    def __init__(self, encoder: TextEncoder, bring: Callable[[], object]) -> None:
+        self._encoder = encoder
+        self._bring = bring
+        self.max_tokens = encoder.max_tokens
+        self.library = encoder.library
+        self.implementation = encoder.implementation
+
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        """See TextEncoder.encode."""
+        self._bring()
+        return self._encoder.encode(prompts)
+
+
+def modules_of(encoder: object) -> list[nn.Module]:
+    """The modules that hold the weights of an encoder, whether it has them itself or by the encoders it is made of."""
+    return list(dict.fromkeys(_modules(encoder)))
+
+
+def _modules(encoder: object) -> Iterator[nn.Module]:
+    for value in vars(encoder).values():
+        if isinstance(value, nn.Module):
+            yield value
+        elif type(value).__module__.startswith(__package__):
+            yield from _modules(value)

@@ -1,0 +1,141 @@
+"""Memory plans: which offloading fits, how many blocks stay, and what is said where nothing fits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from diffusion_runtime.errors import DeviceMemoryError
+from diffusion_runtime.memory.live_bytes import peak_bytes
+from diffusion_runtime.memory.plan import (
+    NUM_SLOTS,
+    OFFLOADS,
+    WORKSPACE_BYTES,
+    MemoryDemand,
+    MemoryPlan,
+    PartSize,
+    make_plan,
+    spread,
+)
+
+GB = 10**9
+MB = 10**6
+
+
+def demand(**changes: object) -> MemoryDemand:
+    """About Wan 14B at 480p: 40 blocks, and an encoder of 24 layers."""
+    values = {
+        "text": PartSize("text_encoder", 11 * GB, (380 * MB,) * 24),
+        "transformers": (PartSize("transformer", 28 * GB, (590 * MB,) * 40, 4 * GB),),
+        "decoder": PartSize("decoder", 250 * MB),
+        "text_activations": 50 * MB,
+        "step_activations": 4 * GB,
+        "decode_activations": 3 * GB,
+        **changes,
+    }
+    return MemoryDemand(**values)  # type: ignore[arg-type]
+
+
+def test_auto_takes_what_costs_the_least_and_fits() -> None:
+    chosen = {limit: make_plan(demand(), OFFLOADS, limit * GB).offload for limit in (80, 45, 40, 24, 12, 8)}
+    assert chosen == {80: "none", 45: "none", 40: "model", 24: "layers", 12: "layers", 8: "layers"}
+    plan = make_plan(demand(), OFFLOADS, 40 * GB)
+    assert plan.reason == "none would take 43.53 GB in denoise"
+
+
+def test_no_plan_that_fits_takes_more_than_the_limit_and_more_memory_never_streams_more() -> None:
+    plans = [make_plan(demand(), OFFLOADS, limit * GB // 4) for limit in range(32, 200, 3)]
+    assert all(plan.limit is not None and plan.peak <= plan.limit for plan in plans)
+    streamed = [plan.resident["transformer"] for plan in plans if plan.offload == "layers"]
+    assert streamed == sorted(streamed)
+    assert max(streamed) > 20
+    order = [OFFLOADS.index(plan.offload) for plan in plans]
+    assert order == sorted(order, reverse=True)
+
+
+def test_a_streamed_transformer_is_its_rest_two_slots_and_the_blocks_that_stay() -> None:
+    plan = make_plan(demand(), ["layers"], 12 * GB)
+    (part,) = plan.demand.transformers
+    count = plan.resident["transformer"]
+    weights = part.rest + (NUM_SLOTS + count) * 590 * MB
+    assert part.rest == 28 * GB - 40 * 590 * MB - 4 * GB
+    assert plan.phases["denoise"] == 250 * MB + weights + WORKSPACE_BYTES + int(4 * GB * 1.02)
+    assert plan.limit is not None
+    assert 0 <= plan.limit - plan.phases["denoise"] < 590 * MB
+    # 11 GB of encoder fit into 12 GB with all that is beside them; into 11 they are streamed.
+    assert "text_encoder" not in plan.resident
+    assert 0 < make_plan(demand(), ["layers"], 11 * GB).resident["text_encoder"] < 24
+
+
+def test_the_transformer_leaves_before_decoding_where_both_do_not_fit() -> None:
+    assert make_plan(demand(), ["model"], 40 * GB).keeps_transformer
+    large = demand(decode_activations=14 * GB)
+    plan = make_plan(large, ["model"], 40 * GB)
+    assert not plan.keeps_transformer
+    assert plan.phases["decode"] < 15 * GB
+
+
+def test_two_transformers_are_on_the_device_one_at_a_time() -> None:
+    experts = tuple(PartSize(name, 28 * GB, (590 * MB,) * 40, 4 * GB) for name in ("transformer", "transformer_2"))
+    plan = make_plan(demand(transformers=experts), ["model"], 40 * GB)
+    assert plan.phases["denoise"] == make_plan(demand(), ["model"], 40 * GB).phases["denoise"]
+    assert plan.host == 67 * GB
+
+
+@pytest.mark.parametrize(
+    ("changes", "choices", "limit", "message"),
+    [
+        (
+            {},
+            OFFLOADS,
+            4,
+            r"layers: the plan takes 6\.\d\d GB on the device in denoise, 2\.\d\d GB more than the 4.00 GB",
+        ),
+        ({}, ["none"], 12, "none: the plan takes 43.53 GB .*--offload layers, which fits"),
+        ({"decode_activations": 30 * GB}, OFFLOADS, 12, "in decode, .*decoding takes 30.00 GB.*--vae-tiling on"),
+        ({"text": PartSize("text_encoder", 11 * GB)}, OFFLOADS, 8, "in text, .*the text encoders take 11.00 GB"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_what_would(
+    changes: dict[str, object], choices: list[str], limit: int, message: str
+) -> None:
+    with pytest.raises(DeviceMemoryError, match=message):
+        make_plan(demand(**changes), choices, limit * GB, advice=("--vae-tiling on",))  # type: ignore[arg-type]
+
+
+def test_the_machine_must_hold_what_waits_there() -> None:
+    with pytest.raises(DeviceMemoryError, match=r"take 39.00 GB of the machine's memory, and 16.00 GB are free"):
+        make_plan(demand(), ["layers"], 12 * GB, 16 * GB)
+    assert make_plan(demand(), ["none"], 80 * GB, 16 * GB).host == 0
+
+
+def test_a_plan_is_shown_and_recorded() -> None:
+    plan = make_plan(demand(), OFFLOADS, 12 * GB)
+    assert isinstance(plan, MemoryPlan)
+    rows = dict(plan.rows())
+    assert rows["weights, text encoder"] == "11.00 GB"
+    assert rows["transformer, streamed"] == f"{plan.resident['transformer']} of 40 blocks stay on the device"
+    assert plan.to_dict()["phases"]["denoise"] == plan.phases["denoise"]
+
+
+def test_resident_blocks_are_spread() -> None:
+    assert sorted(spread(4, 40)) == [5, 15, 25, 35]
+    for count, total in itertools.product(range(0, 9), range(8, 12)):
+        found = sorted(spread(count, total))
+        assert len(found) == count
+        gaps = [b - a for a, b in itertools.pairwise(found)]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_the_peak_is_what_is_alive_at_once() -> None:
+    layers = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    sizes = {}
+    for device in ("cpu", "meta"):
+        x = torch.empty(100, 8, device=device)
+        placed = layers.to(device)
+        sizes[device] = peak_bytes(lambda: placed(x), x.device)  # noqa: B023 - called at once
+    # The hidden layer and its activation.
+    assert sizes == {"cpu": 2 * 100 * 64 * 4, "meta": 2 * 100 * 64 * 4}

@@ -1,0 +1,224 @@
+"""Offloading in every family: the frames of a model whose weights wait elsewhere are those of one that is all there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from offloaded_pipelines import StrictTransfers, load_offloaded
+from tables import table
+from tiny_families import WRITERS, given_to, small_request
+from tiny_models import TINY_SIZES, write_tiny_wan
+
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
+from diffusion_runtime.attention import AttentionContext
+from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.errors import ConfigError, DeviceMemoryError
+from diffusion_runtime.kernels.implementation import VARIABLE
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading.native_model import PreparedModel, build_transformer
+from diffusion_runtime.memory.live_bytes import peak_bytes
+from diffusion_runtime.memory.offloading import Offloading
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import DenoiserInputs
+from diffusion_runtime.models.memory_demand import SAMPLER_COPIES, PlannedRequest, step_bytes
+from diffusion_runtime.text_encoders.interface import Conditions, TextStream
+from diffusion_runtime.text_encoders.offloaded import modules_of
+
+FolderOf = Callable[[str], Path]
+SMALL = {"height": 64, "width": 64, "num_frames": 5}
+# Leaves blocks out in the middle of the stack.
+BLOCK_CACHE = "dbcache:F=1,B=1,W=1,R=10,force=true"
+STREAMED = {"transformer": 0, "transformer_2": 1, "text_encoder": 0}
+
+
+def offloaded(folder: str, offload: str, resident: Mapping[str, int] = STREAMED, **values: Any) -> Pipeline:
+    """On a device that is strict about what is there."""
+    transfers = StrictTransfers()
+    pipeline = load_offloaded(folder, offload, resident if offload == "layers" else {}, transfers, **values)
+    for part in offloading_of(pipeline).parts:
+        transfers.hide(part.arena.bytes)
+    return pipeline
+
+
+def offloading_of(pipeline: Pipeline) -> Offloading:
+    assert pipeline.offloading is not None
+    return pipeline.offloading
+
+
+def aligned(pipeline: Pipeline) -> Pipeline:
+    """With the encoder's weights at addresses that torch would choose: those of a mapped file begin anywhere, and MKL
+    sums in another order there."""
+    for module in modules_of(pipeline.text_encoder):
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.clone()
+    return pipeline
+
+
+class Comparing(BlockRunner):
+    """Computes what TeaCache compares, of weights of the first block outside of its forward."""
+
+    values: torch.Tensor
+
+    def run(self, blocks: Any, streams: Any, step: Any, num_grid_tokens: int, modulated_input: Any = None) -> Any:
+        self.values = modulated_input().values.clone()
+        return super().run(blocks, streams, step, num_grid_tokens)
+
+
+def forward(pipeline: Pipeline, encoder: Pipeline) -> tuple[torch.Tensor, torch.Tensor]:
+    """The velocity of one forward pass, and what TeaCache compares. encoder: of the text."""
+    runner = Comparing()
+    latents, timestep, inputs = given_to(encoder)
+    velocity = pipeline.transformer(latents, timestep, inputs, AttentionContext(block_runner=runner))
+    return velocity, runner.values
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_streamed_and_resident_make_the_same_frames(family: str, tiny_folder_of: FolderOf) -> None:
+    folder = str(tiny_folder_of(family))
+    whole = aligned(load_pipeline(folder, device="cpu"))
+    request = small_request(whole, 2)
+    expected, (velocity, modulated) = whole(request).frames, forward(whole, whole)
+    pipeline = offloaded(folder, "layers")
+    assert numpy.array_equal(pipeline(request).frames, expected)
+    found = forward(pipeline, whole)
+    assert torch.equal(found[0], velocity)
+    assert torch.equal(found[1], modulated)
+    assert any(part.stream is not None for part in offloading_of(pipeline).parts)
+    pipeline.close()
+
+
+def test_two_experts_take_turns(tmp_path: Path) -> None:
+    folder = str(write_tiny_wan(tmp_path / "experts", boundary_ratio=0.8, num_layers=3))
+    request = GenerationRequest(prompt="a red circle", **TINY_SIZES, num_inference_steps=4, seed=1)
+    expected = load_pipeline(folder, device="cpu")(request).frames
+    for mode in ("model", "layers"):
+        pipeline = offloaded(folder, mode)
+        media = pipeline(request)
+        assert numpy.array_equal(media.frames, expected), mode
+        first, second = (part for part in offloading_of(pipeline).parts if part.name != "text_encoder")
+        # The last steps are the second one's; before decoding it left.
+        assert not first.is_on_device
+        assert not second.is_on_device
+        assert any(note.startswith(f"offload: {mode} (of a test)") for note in media.attention_report.notes)
+
+
+def test_with_a_step_cache_eight_bit_layers_and_lora_files_that_change() -> None:
+    values: dict[str, Any] = {"quantization": "fp8", "lora": ["shapes-fast"]}
+    request = GenerationRequest(prompt="a red circle", num_inference_steps=6, step_cache=BLOCK_CACHE, seed=1, **SMALL)
+    whole, pipeline = load_pipeline(device="cpu", **values), offloaded("shapes", "layers", {"transformer": 1}, **values)
+    assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
+    # The new weights are computed of the files and written where the old ones wait.
+    plain = load_offloaded("shapes", "layers", {"transformer": 1}, Readable(), **values)
+    plain(request)
+    plain.set_loras([])
+    whole.set_loras([])
+    assert numpy.array_equal(plain(request).frames, whole(request).frames)
+
+
+class Readable(StrictTransfers):
+    """Weights stay where they wait."""
+
+    def copy(self, copies: Any, after: Any) -> Any:
+        for target, source in copies:
+            target.copy_(source)
+        return 0
+
+
+def test_an_interrupted_generation_leaves_nothing_on_the_device_or_pinned() -> None:
+    transfers = StrictTransfers()
+    pipeline = load_offloaded("shapes", "layers", {"transformer": 0}, transfers)
+    for part in offloading_of(pipeline).parts:
+        transfers.hide(part.arena.bytes)
+    request = GenerationRequest(prompt="a red circle", num_inference_steps=3, seed=1, **SMALL)
+    transfers.fails_at = 9
+    with pytest.raises(KeyboardInterrupt):
+        pipeline(request)
+    assert not any(part.is_on_device for part in offloading_of(pipeline).parts)
+    transfers.fails_at = None
+    assert numpy.array_equal(pipeline(request).frames, load_pipeline(device="cpu")(request).frames)
+    assert transfers.pins
+    pipeline.close()
+    assert transfers.pins == {}
+
+
+def test_a_generation_without_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = load_pipeline(device="cpu")
+    monkeypatch.setattr(pipeline, "_fitting", lambda _: "--offload layers fits: it takes 2.00 GB of 8.00 GB. ")
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pipeline.transformer.register_forward_pre_hook(fail)
+    with pytest.raises(
+        DeviceMemoryError, match=r"--offload layers fits: it takes 2\.00 GB of 8\.00 GB\. These need less"
+    ):
+        pipeline(GenerationRequest(prompt="a red circle", num_inference_steps=2, seed=1, **SMALL))
+
+
+# Heights in pixels.
+SIZES = (64, 160)
+# Of the counted activations against those of a real forward pass.
+TOLERANCE = 0.1
+
+
+@table("family", ("wan", "flux1", "hunyuan_video_15", "ltx2", "z_image"))
+def test_planned_activations_are_those_of_a_forward_pass(
+    family: str, tiny_folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, where both are the eager formulas; a GPU's kernels are the business of a GPU's test."""
+    monkeypatch.setenv(VARIABLE, "reference")
+    prepared = prepare(RuntimeConfig(model_path=str(tiny_folder_of(family)), device="cpu"))
+    assert isinstance(prepared, PreparedModel)
+    model, geometry, factor = prepared.model, prepared.rules.geometry, prepared.rules.geometry.temporal_factor
+    shapes = model.family.text_shapes(model.folder, model.config)
+    streams = [TextStream(torch.zeros(1, *shape), (shape[0],)) for shape in shapes.streams]
+    pooled = None if shapes.pooled_dim is None else torch.zeros(1, shapes.pooled_dim)
+    text = Conditions.of(streams[0].embeddings, streams[0].lengths, pooled=pooled, further=streams[1:])
+    # What the numbers are does not matter.
+    real = build_transformer(model, prepared.policy, None).to_empty(device="cpu")
+    for pixels in SIZES:
+        size = ClipSize(pixels, 64, 1 + factor if factor > 1 else 1, 24)
+        request = PlannedRequest(size, 1, False, False, GenerationRequest("a"), 1.0 if model.embeds_guidance else None)
+        planned = step_bytes(model, prepared.transformer, shapes, torch.float32, request)
+        latents = torch.zeros(1, *geometry.sample_shape(size))
+        inputs = DenoiserInputs(text, size, request.guidance)
+
+        def step(latents: torch.Tensor = latents, inputs: DenoiserInputs = inputs) -> object:
+            context = AttentionContext()
+            return real(latents, torch.full((1,), 500.0), inputs, context), context
+
+        measured = peak_bytes(step, latents.device) + SAMPLER_COPIES * latents.nbytes
+        assert (1 - TOLERANCE) * measured <= planned <= (1 + TOLERANCE) * measured, (size, planned / measured)
+
+
+def test_weights_by_part_are_those_that_load(tiny_folder_of: FolderOf) -> None:
+    for family in ("wan", "flux2"):
+        folder = str(tiny_folder_of(family))
+        prepared = prepare(RuntimeConfig(model_path=folder, device="cpu")).planned_for(())
+        plan = prepared.description.memory
+        assert plan is not None, family
+        pipeline = load_pipeline(folder, device="cpu")
+        found = sum(each.nbytes for each in pipeline.transformer.state_dict().values())
+        assert plan.demand.transformers[0].total == found, family
+        text = sum(
+            parameter.nbytes for module in modules_of(pipeline.text_encoder) for parameter in module.parameters()
+        )
+        assert 0.9 * text <= plan.demand.text.total <= 1.6 * text, (family, plan.demand.text.total, text)
+
+
+def test_what_cannot_be_offloaded_or_does_not_fit_is_refused_before_a_weight_is_read() -> None:
+    for offload in ("model", "layers"):
+        with pytest.raises(ConfigError, match=f"offload: {offload}: the memory of cpu is the machine's"):
+            prepare(RuntimeConfig(device="cpu", offload=offload))
+    with pytest.raises(ConfigError, match="leave out --offload and --memory-limit"):
+        prepare(RuntimeConfig(device="cpu", backend="diffusers", memory_limit="1GB"))
+    prepared = prepare(RuntimeConfig(device="cpu", memory_limit="50MB"))
+    stages: list[str] = []
+    with pytest.raises(DeviceMemoryError, match=r"more than the 50 MB there are: .*What would help"):
+        prepared.load(stages.append)
+    assert stages == ["choosing attention"]

@@ -1,0 +1,92 @@
+"""The plan of a model and its requests: which limit holds, which choices are open, which request decides."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from diffusion_runtime import GenerationRequest, RuntimeConfig
+from diffusion_runtime.errors import ConfigError, DeviceMemoryError
+from diffusion_runtime.loading import memory_planning, prepare
+from diffusion_runtime.loading.memory_planning import PlannedDemand, fitting_offloads, plan_memory
+from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.memory.plan import MemoryDemand, PartSize
+
+GB = 10**9
+DEMAND = PlannedDemand(
+    MemoryDemand(
+        PartSize("text_encoder", 11 * GB, (GB // 3,) * 24),
+        (PartSize("transformer", 28 * GB, (650 * 10**6,) * 40),),
+        PartSize("decoder", GB // 4),
+        GB // 10,
+        3 * GB,
+        4 * GB,
+    ),
+    ("--vae-tiling on",),
+)
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Free bytes of a stand-in GPU and its machine."""
+    free = {"device": 80 * GB, "machine": 100 * GB}
+    monkeypatch.setattr(memory_planning, "free_on_device", lambda _: free["device"])
+    monkeypatch.setattr(memory_planning, "free_in_machine", lambda: free["machine"])
+    return free
+
+
+def chosen(**values: str) -> str:
+    plan = plan_memory(DEMAND, RuntimeConfig(**values), CUDA)  # type: ignore[arg-type]
+    assert plan is not None
+    return plan.offload
+
+
+def test_the_smaller_of_the_limit_and_what_is_free_decides(machine: dict[str, int]) -> None:
+    assert chosen() == "none"
+    assert chosen(memory_limit="40GB") == "model"
+    assert chosen(memory_limit="12GB") == "layers"
+    assert chosen(memory_limit="40GB", offload="layers") == "layers"
+    machine["device"] = 24 * GB
+    assert chosen() == "layers"
+    assert chosen(memory_limit="40GB") == "layers"
+    with pytest.raises(DeviceMemoryError, match="--offload layers, which fits"):
+        chosen(offload="none")
+    machine["machine"] = 30 * GB
+    with pytest.raises(DeviceMemoryError, match=r"take 39.00 GB of the machine's memory, and 30.00 GB are free"):
+        chosen()
+
+
+def test_compiled_blocks_are_not_streamed(machine: dict[str, int]) -> None:
+    assert chosen(compile="regional", memory_limit="40GB") == "model"
+    with pytest.raises(DeviceMemoryError, match="model: the plan takes"):
+        chosen(compile="regional", memory_limit="12GB")
+    with pytest.raises(ConfigError, match="compiled blocks keep their weights"):
+        memory_planning.check_offload(RuntimeConfig(offload="layers", compile="regional"), CUDA)
+    assert machine
+
+
+def test_where_nothing_can_be_planned_a_choice_that_needs_a_plan_is_refused() -> None:
+    assert plan_memory(None, RuntimeConfig(), CUDA) is None
+    for values in ({"offload": "model"}, {"memory_limit": "12GB"}):
+        with pytest.raises(ConfigError, match="cannot be computed"):
+            plan_memory(None, RuntimeConfig(**values), CUDA)  # type: ignore[arg-type]
+
+
+def test_the_largest_request_is_planned_for_and_a_shortage_names_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(RuntimeConfig(device="cpu"))
+    assert isinstance(prepared, PreparedModel)
+    small, large = (
+        prepared.rules.resolve(GenerationRequest(prompt="a star", height=64, width=64, num_frames=number, seed=1))
+        for number in (5, 29)
+    )
+    plans = [prepared.planned_for(each).description.memory for each in ((small,), (small, large), (large,), ())]
+    steps = [plan.demand.step_activations for plan in plans if plan is not None]
+    assert steps[0] < steps[1] == steps[2] < steps[3]
+    monkeypatch.setattr(memory_planning, "total_on_device", lambda _: 12 * GB)
+    description = dataclasses.replace(prepared.description, memory=None)
+    said = fitting_offloads(DEMAND, description, CUDA)
+    assert said.startswith("--offload layers fits: it takes 11.")
+    assert fitting_offloads(None, description, CUDA) == ""
