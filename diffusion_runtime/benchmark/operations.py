@@ -52,7 +52,7 @@ def _valid_keys(k: torch.Tensor, context: AttentionContext | None) -> int:
 
 
 def _own_counts() -> dict[Any, Any]:
-    """Of products that torch does not count: those with a GELU in their epilogue, and oneDNN's, in builds that have it."""
+    """Of products that torch does not count: a GELU in their epilogue, and oneDNN's where it is built in."""
     counts: dict[Any, Any] = {torch.ops.aten._addmm_activation: _addmm_operations}
     with contextlib.suppress(AttributeError):
         counts[torch.ops.mkldnn._linear_pointwise] = _linear_operations

@@ -53,11 +53,13 @@ G = TypeVar("G", bound=LatentGeometry)
 class TextShapes:
     """What a transformer is given of one prompt. streams: (tokens, dim) of each encoder's tokens at their longest, the
     first encoder's first. pooled_dim: of the pooled vector. image: (tokens, dim) of an image encoder's embeddings.
-    num_layers: how many layers of the first encoder are loaded, None for all."""
+    condition_channels: of an image's condition of every frame, 0 where it is the first latent frame alone. num_layers:
+    how many layers of the first encoder are loaded, None for all."""
 
     streams: tuple[tuple[int, int], ...]
     pooled_dim: int | None = None
     image: tuple[int, int] | None = None
+    condition_channels: int = 0
     num_layers: int | None = None
 
 

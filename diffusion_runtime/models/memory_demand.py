@@ -167,13 +167,19 @@ def _inputs(
         further=streams[1:],
     )
     image = None
-    if planned.request.image_path is not None or model.needs_image:
-        channels, _, height, width = model.geometry.latent_shape(
+    if _takes_image(model, planned):
+        channels, frames, height, width = model.geometry.latent_shape(
             planned.size.height, planned.size.width, planned.size.num_frames
         )
         embeddings = None if shapes.image is None else empty(*shapes.image)
-        image = ImageCondition(empty(channels, 1, height, width), embeddings)
+        of_frames = (shapes.condition_channels, frames) if shapes.condition_channels else (channels, 1)
+        image = ImageCondition(empty(*of_frames, height, width), embeddings)
     return DenoiserInputs(text, planned.size, planned.guidance, image, planned.request)
+
+
+def _takes_image(model: Model[Any, Any], planned: PlannedRequest) -> bool:
+    """Whether the request starts from an image, given or needed."""
+    return planned.request.image_path is not None or model.images.get("image_path", False)
 
 
 def _text_size(model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, notes: list[str]) -> PartSize:
@@ -218,7 +224,7 @@ def _decoder_size(
     model: Model[Any, Any], dtype: torch.dtype, planned: PlannedRequest, in_tiles: bool
 ) -> tuple[PartSize, int]:
     """Its weights with the encoder of an image where the request brings one, and the activations of a decode."""
-    takes_image = planned.request.image_path is not None or model.needs_image
+    takes_image = _takes_image(model, planned)
     total, activations = 0, 0
     for component in model.family.diffusers_components:
         if component.name == "connectors":
@@ -230,4 +236,7 @@ def _decoder_size(
             size = planned.size
             frames = model.geometry.latent_shape(size.height, size.width, size.num_frames)[1]
             activations = decoding_bytes(module, size.height, size.width, frames, in_tiles=in_tiles)
+    for name, (library, class_name) in _components(model):
+        if takes_image and library == "transformers" and name == "image_encoder":
+            total += sum(_shapes_of(model, name, class_name).values()) * dtype.itemsize
     return PartSize("decoder", total), activations

@@ -50,6 +50,8 @@ _TWO_IMAGES_DEFAULTS = published_defaults("wan2.1-flf2v-14b-720p", *_SAMPLING[:2
 _FIRST_FRAME_DEFAULTS = published_defaults("wan2.2-ti2v-5b", "height", "width", "num_frames", "fps")
 
 _Model = Model[WanTransformerConfig, LatentGeometry]
+# CLIP ViT-H/14 at 224 x 224: 16 x 16 patches and the class.
+_NUM_IMAGE_TOKENS = 257
 
 
 def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> TextEncoder:
@@ -157,7 +159,11 @@ FAMILY = ModelFamily(
     lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
+    text_shapes=lambda _, config: TextShapes(
+        ((MAX_TOKENS, config.text_dim),),
+        image=None if config.image_dim is None else (config.num_placed_tokens or _NUM_IMAGE_TOKENS, config.image_dim),
+        condition_channels=config.condition_channels,
+    ),
     load_text_encoder=_load_text_encoder,
     text_library=umt5_library,
     load_decoder=codec.load_decoder,
