@@ -281,8 +281,9 @@ def rewrite_weights(
         if name in scale_of:
             order = _row_order(module, name, parameter.shape[0], arrange)
             rows = _float8_rows(checkpoint, pieces[name], parameter.device, order)
-            # Not copied: with a change the same weight may have another 8-bit dtype.
-            parameter.data = rows.values
+            # In its place, which may be that of an offloaded weight; a change may give it another 8-bit dtype.
+            place = parameter.data.view(torch.uint8).copy_(rows.values.view(torch.uint8))
+            parameter.data = place.view(rows.values.dtype)
             parameters[scale_of[name]].copy_(rows.scales)
             continue
         if name in of_gguf:

@@ -180,7 +180,7 @@ def test_planned_activations_are_those_of_a_forward_pass(
     pooled = None if shapes.pooled_dim is None else torch.zeros(1, shapes.pooled_dim)
     text = Conditions.of(streams[0].embeddings, streams[0].lengths, pooled=pooled, further=streams[1:])
     # What the numbers are does not matter.
-    real = build_transformer(model, prepared.policy, None).to_empty(device="cpu")
+    real = build_transformer(model, prepared.policy, prepared.quantization).to_empty(device="cpu")
     for pixels in SIZES:
         size = ClipSize(pixels, 64, 1 + factor if factor > 1 else 1, 24)
         request = PlannedRequest(size, 1, False, False, GenerationRequest("a"), 1.0 if model.embeds_guidance else None)
