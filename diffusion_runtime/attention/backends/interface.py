@@ -16,7 +16,7 @@ from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.hardware import PLATFORMS, Hardware
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
 
 if TYPE_CHECKING:
     import torch
@@ -205,6 +205,13 @@ class Backend(ABC):
     def delegates(self, requirements: AttentionRequirements) -> tuple[str, ...]:  # noqa: ARG002
         """Names of other backends that it may hand calls of a layer with `requirements` to."""
         return ()
+
+    def preferred_tile(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> Extent | None:  # noqa: ARG002
+        """The order of the grid's tokens (TokenLayout.tile) in which a layer costs least; None where any will do.
+
+        Models keep their tokens in the order that all layers prefer. A call may come in any other, and layout says so.
+        """
+        return RASTER if self.capability.needs_grid else None
 
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:
