@@ -37,6 +37,7 @@ from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Sing
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 from diffusion_runtime.parallel.usp import USPExchange
 from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +192,19 @@ class AttentionLayer(nn.Module, ABC):
         context = AttentionContext() if context is None else context
         served = self._served(x, context)
         return "gate" in served.resolved.backend.capability.features
+
+    def preferred_tiles(self, layout: TokenLayout, num_steps: int) -> frozenset[Extent]:
+        """The orders of the grid's tokens that this layer prefers at some step of a request; empty where any will do.
+        layout: of the grid, without the text."""
+        if self.causal:
+            return frozenset({RASTER})
+        device, forced = resolve_device(self.policy.device), current_force()
+        needs = features_used(layout=layout, scale=self.scale)
+        tiles = set()
+        for rules in self.policy.held_rules(self.layer, num_steps):
+            resolved = self._served_at(_DecisionKey(forced, rules, self.policy.dtype, device, needs)).resolved
+            tiles.add(resolved.backend.preferred_tile(resolved.options, layout, self.layer))
+        return frozenset(tile for tile in tiles if tile is not None)
 
     def make_opaque(self) -> None:
         """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""
