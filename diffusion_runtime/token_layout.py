@@ -6,9 +6,15 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Self, TypeAlias
 
 from diffusion_runtime.errors import ConfigError
+
+# Frames, height and width, in tokens.
+Extent: TypeAlias = tuple[int, int, int]
+
+# Tiles of one token: the grid's tokens come frame by frame, row by row.
+RASTER: Extent = (1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -19,19 +25,25 @@ class TokenLayout:
     num_prefix_tokens, num_suffix_tokens: text before and after the grid, padding included.
     valid_lengths: for each sample of the batch how many of its text tokens are real; they come first in the text
         and the rest is never attended to. None when all are. Needs the text on one side of the grid.
+    tile: the grid's tokens come tile by tile, boxes of (frames, height, width) tokens in raster order, cut off at the
+        grid's end; raster order inside each.
 
-    Raises ConfigError for negative counts and for lengths that do not fit.
+    Raises ConfigError for negative counts, for lengths that do not fit and for tiles without tokens.
     """
 
-    grid: tuple[int, int, int]
+    grid: Extent
     num_prefix_tokens: int = 0
     num_suffix_tokens: int = 0
     valid_lengths: tuple[int, ...] | None = None
+    tile: Extent = RASTER
 
     def __post_init__(self) -> None:
         if len(self.grid) != 3 or min(*self.grid, self.num_prefix_tokens, self.num_suffix_tokens) < 0:
             raise ConfigError(f"TokenLayout: expected a grid (T, H, W) and token counts of 0 or more, got {self!r}")
+        if len(self.tile) != 3 or min(self.tile) < 1:
+            raise ConfigError(f"TokenLayout: expected a tile (T, H, W) of 1 token or more on each axis, got {self!r}")
         object.__setattr__(self, "grid", tuple(self.grid))
+        object.__setattr__(self, "tile", tuple(self.tile))
         if self.valid_lengths is None:
             return
         object.__setattr__(self, "valid_lengths", tuple(int(length) for length in self.valid_lengths))
@@ -66,7 +78,7 @@ class TokenLayout:
     def part(self, num_grid_tokens: int, *, with_text: bool) -> Self:
         """The layout of keys that are a run of the grid's tokens, with the text around them or without."""
         run = (1, 1, num_grid_tokens)
-        return dataclasses.replace(self, grid=run) if with_text else type(self)(run)
+        return dataclasses.replace(self, grid=run, tile=RASTER) if with_text else type(self)(run)
 
     def key_ranges(self, sample: int) -> tuple[tuple[int, int], ...]:
         """The non-empty [start, stop) ranges of the sequence that `sample` attends to, in order."""

@@ -38,6 +38,7 @@ from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Sing
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 from diffusion_runtime.parallel.usp import USPExchange
 from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +211,19 @@ class AttentionLayer(nn.Module, ABC):
         keys = (_step_keys(served.resolved, self.layer, step) for served in self._known.values())
         # A set: another decision for the same backend and options changes nothing.
         return self.policy.rules_now(self.layer, step), frozenset(key for several in keys for key in several)
+
+    def preferred_tiles(self, layout: TokenLayout, num_steps: int) -> frozenset[Extent]:
+        """The orders of the grid's tokens that this layer prefers at some step of a request; empty where any will do.
+        layout: of the grid, without the text."""
+        if self.causal:
+            return frozenset({RASTER})
+        device, forced = resolve_device(self.policy.device), current_force()
+        needs = features_used(layout=layout, scale=self.scale)
+        tiles = set()
+        for rules in self.policy.held_rules(self.layer, num_steps):
+            resolved = self._served_at(_DecisionKey(forced, rules, self.policy.dtype, device, needs)).resolved
+            tiles.add(resolved.backend.preferred_tile(resolved.options, layout, self.layer))
+        return frozenset(tile for tile in tiles if tile is not None)
 
     def make_opaque(self) -> None:
         """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.token_order import in_shared_order
 from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.errors import ConfigError
@@ -21,6 +22,7 @@ from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions
+from diffusion_runtime.token_layout import Extent
 
 # Of inputs that no pipeline made: a transformer run on its own.
 _PLAIN_REQUEST = GenerationRequest("(no request)")
@@ -75,8 +77,9 @@ class DiffusionTransformer(nn.Module, ABC):
         latents: [batch, channels, frames, height, width], or [batch, *geometry.sample_shape] where that is another
         shape. timestep: [batch], in [0, 1000].
         inputs: what the prediction is conditioned on. The same value comes at every step of a request.
-        context: step, state and recorder of this forward pass; layouts are made here, from the latents. Blocks run
-        through `context.run_blocks`, so that a step cache can leave some out, with the ModulatedInput of the first.
+        context: step, state and recorder of this forward pass; layouts are made here, from the latents, in the order
+        of `in_token_order`. Blocks run through `context.run_blocks`, so that a step cache can leave some out, with the
+        ModulatedInput of the first.
         """
 
     @property
@@ -87,6 +90,11 @@ class DiffusionTransformer(nn.Module, ABC):
     def attention_layers(self) -> Iterator[AttentionLayer]:
         """Every attention layer in the order in which they run, for reports and dry runs."""
         return (module for module in self.modules() if isinstance(module, AttentionLayer))
+
+    def in_token_order(self, context: AttentionContext, grid: Extent, device: torch.device) -> AttentionContext:
+        """The forward pass as all blocks see it, made before the grid's tokens are: where all attention layers compute
+        in one order, `context.sharding` brings tokens into it and back, and says which for their layout."""
+        return in_shared_order(context, self.attention_layers(), grid, device)
 
     def expert_at(self, timestep: float) -> int:
         """Which of its experts predicts at a timestep in [0, 1000]; 0 in models that have one."""

@@ -1,5 +1,5 @@
-"""Sequence sharding: a transformer's grid tokens are cut into one slice per process; every process holds the whole
-text."""
+"""Sequence sharding: a transformer's grid tokens, in the order of its blocks, are cut into one slice per process; every
+process holds the whole text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from dataclasses import dataclass, field
 import torch
 
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
+from diffusion_runtime.token_layout import RASTER, Extent
+
+
+@dataclass(frozen=True, eq=False)
+class GridOrder:
+    """The order in which a grid's tokens go through the blocks of a transformer.
+
+    tile: as in TokenLayout. tokens: int64 [S], the place in raster order of the token at each position; positions: its
+    inverse.
+    """
+
+    tile: Extent
+    tokens: torch.Tensor
+    positions: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -15,10 +29,17 @@ class SequenceSharding:
     """Shards grid tokens after patchify and gathers them before unpatchify.
 
     Everything with one row per token is sharded alike: tokens, rotations, modulation by token. Text is not sharded:
-    every process holds all of it. group: the processes that share the sequence, by slice. The default shards nothing.
+    every process holds all of it. group: the processes that share the sequence, by slice. order: what the tokens are
+    brought into before they are cut; None for raster order. The default shards nothing.
     """
 
     group: RankGroup = field(default_factory=RankGroup)
+    order: GridOrder | None = None
+
+    @property
+    def tile(self) -> Extent:
+        """The order of the grid's tokens between `shard` and `gather`, as TokenLayout names it."""
+        return RASTER if self.order is None else self.order.tile
 
     @property
     def num_slices(self) -> int:
@@ -34,8 +55,10 @@ class SequenceSharding:
         return min(max(num_tokens - self.group.index * length, 0), length)
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This process's slice of the grid tokens along `dim`; rows past the end are zeros that are masked in
-        attention."""
+        """This process's slice of the grid tokens along `dim`, which come in raster order; rows past the end are zeros
+        that are masked in attention."""
+        if self.order is not None:
+            x = x.index_select(dim, self.order.tokens)
         if self.group.size == 1:
             return x
         length, num_tokens = self.slice_length(x.shape[dim]), x.shape[dim]
@@ -49,10 +72,12 @@ class SequenceSharding:
         return mine.contiguous()
 
     def local(self, tokens: slice, num_tokens: int) -> slice:
-        """Where a range of the grid's tokens lies in this process's slice. Adjacent ranges stay adjacent.
+        """Where a range of the grid's tokens in raster order, which they must be in, lies in this process's slice.
+        Adjacent ranges stay adjacent.
 
         Padding goes with the last token. num_tokens: of the whole grid.
         """
+        assert self.order is None, "a range in raster order is none in another"
         length = self.slice_length(num_tokens)
         bounds = [
             length if bound == num_tokens else min(max(bound - self.group.index * length, 0), length)
@@ -61,7 +86,14 @@ class SequenceSharding:
         return slice(*bounds)
 
     def gather(self, x: torch.Tensor, num_tokens: int, dim: int = 1) -> torch.Tensor:
-        """All grid tokens along `dim`, on every process, gathered from the slices. num_tokens: of the whole grid."""
+        """All grid tokens along `dim`, in raster order on every process, gathered from the slices. num_tokens: of the
+        whole grid."""
+        x = self.gather_in_order(x, num_tokens, dim)
+        return x if self.order is None else x.index_select(dim, self.order.positions)
+
+    def gather_in_order(self, x: torch.Tensor, num_tokens: int, dim: int = 1) -> torch.Tensor:
+        """`gather` for those who take the tokens in any order, such as keys: as they are between `shard` and `gather`,
+        which moves none."""
         if self.group.size == 1:
             return x
         return torch.cat(all_gather(self.group, x), dim=dim).narrow(dim, 0, num_tokens)

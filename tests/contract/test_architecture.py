@@ -40,6 +40,7 @@ ATTENTION_ROWS = [
     {"self_test"},
     {"self_test_cases", "catalogue", "measured"},
     {"functional", "autotune", "machine_cache"},
+    {"token_order"},
     {"layers", "sparse"},
     {"policy"},
     {"select"},

@@ -5,9 +5,11 @@ TRITON_INTERPRET=1 python tests/kernels/block_sparse_cases.py
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -17,6 +19,7 @@ from sparse_oracle import random_qkv  # noqa: E402
 from sparse_plans import cluster_plan, row_mask_plan, tile_plan  # noqa: E402
 
 from diffusion_runtime.attention import SparsePlan, TokenLayout  # noqa: E402
+from diffusion_runtime.kernels.block_sparse import triton  # noqa: E402
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, add_branch  # noqa: E402
 from diffusion_runtime.kernels.block_sparse.reference import (  # noqa: E402
     block_sparse_reference,
@@ -153,6 +156,30 @@ def check_poisoned_values(kind: str, layout: TokenLayout, shape: TileShape | Non
         assert torch.equal(out[~sees], clean[~sees]), (kind, keys)
 
 
+def check_in_place(shape: TileShape | None, dtype: torch.dtype, head_dim: int, device: str) -> None:
+    """Tokens that stand in the order of the plan are not packed: the bits are those of tokens that are, whatever the
+    padding of the text holds."""
+    layout, tile = TokenLayout((3, 4, 3), num_suffix_tokens=7, valid_lengths=(0, 5)), (2, 4, 3)
+    ordered = dataclasses.replace(layout, tile=tile)
+    plan, plan_in_order = (tile_plan(each, tile, batch=2, heads=2, kv_heads=1).to(device) for each in (layout, ordered))
+    qkv = random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    # Of one product, as a model makes them.
+    product = torch.cat(qkv, dim=2).to(device)
+    product[0, layout.num_grid_tokens :] = float("nan")
+    order = plan.q.order[0].long()
+    branch = PooledBranch(torch.randn(2, 2, plan.q.num_blocks, head_dim), torch.randn(2, len(order), 2, head_dim))
+    branch = PooledBranch(branch.pooled.to(device), branch.gate.to(device, dtype))
+    branch_in_order = PooledBranch(branch.pooled, branch.gate[:, order])
+    expected = block_sparse_triton(*product.split([2, 1, 1], dim=2), plan, scale=0.2, branch=branch, shape=shape)
+    with mock.patch.object(triton, "pack_tokens", side_effect=AssertionError("packed")):
+        q, k, v = product[:, order].split([2, 1, 1], dim=2)
+        assert triton.reads_in_place(q, k, v, plan_in_order.q, plan_in_order.kv)
+        out, lse = block_sparse_triton(q, k, v, plan_in_order, scale=0.2, branch=branch_in_order, shape=shape)
+    assert torch.equal(out, expected[0][:, order])
+    assert torch.equal(lse, expected[1][:, :, order])
+    assert out.isfinite().all()
+
+
 def main() -> None:
     """Every kind of plan and layout in float32; head sizes and float16 on one; bulk copies, pointers, rests.
 
@@ -178,6 +205,8 @@ def main() -> None:
         skipped, visited = check_skipping(kind, LAYOUTS["suffix"], torch.float32, small[0], "cpu")
         print("skipping", kind, skipped, visited, flush=True)
         assert 0 < skipped < visited, kind
+    for shape in small:
+        check_in_place(shape, torch.float32, 16, "cpu")
     for place, kind in enumerate(kinds):
         check_poisoned_values(kind, LAYOUTS["suffix"], small[place % 2], "cpu")
     print("ok")

@@ -176,7 +176,7 @@ def test_attention_takes_rows_of_its_own_plan_and_no_others() -> None:
     half = dataclasses.replace(packed, q=packed.q.half())
     with pytest.raises(ConfigError, match=r"expected packed rows of torch.float32, q \(3728, 16\).*got torch.float16"):
         block_sparse_attention(q, k, v, plan, packed=half)
-    assert not reads_packed_rows(q, plan.q, plan.kv, layout.num_grid_tokens), (
+    assert not reads_packed_rows(q, k, v, plan.q, plan.kv, layout.num_grid_tokens), (
         "the reference reads tokens where they lie"
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.block_sparse_cases import LAYOUTS, check_poisoned_values, errors, plan_of
+from kernels.block_sparse_cases import LAYOUTS, check_in_place, check_poisoned_values, errors, plan_of
 from sparse_oracle import random_qkv
 
 from diffusion_runtime.kernels.block_sparse import flash4
@@ -44,6 +44,13 @@ def test_refusals_say_what_is_missing() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernel_on_a_gpu(place: str, kind: str, dtype: torch.dtype) -> None:
     errors(kind, LAYOUTS[place], 64, dtype, None, 0.2, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tokens_in_order_are_read_in_place_on_a_gpu(head_dim: int) -> None:
+    check_in_place(None, torch.bfloat16, head_dim, "cuda")
+    check_in_place(TileShape(64, 64, 4, 2, bulk=False), torch.float16, head_dim, "cuda")
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.hardware import PLATFORMS, Hardware
 from diffusion_runtime.parallel.interface import AttentionInputs
 from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
 
 if TYPE_CHECKING:
     import torch
@@ -239,6 +239,13 @@ class Backend(ABC):
         """What calls find as AttentionCall.prepared. into: what `reserve` made, which is written and returned, without
         allocating on the device or waiting for it; None makes a plan of its own."""
         return into
+
+    def preferred_tile(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> Extent | None:  # noqa: ARG002
+        """The order of the grid's tokens (TokenLayout.tile) in which a layer costs least; None where any will do.
+
+        Models keep their tokens in the order that all layers prefer. A call may come in any other, and layout says so.
+        """
+        return RASTER if self.capability.needs_grid else None
 
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:

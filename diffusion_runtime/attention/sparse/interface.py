@@ -33,7 +33,7 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, RowCounts, SparsePlan
 from diffusion_runtime.kernels.importing import import_failure
 from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
@@ -134,6 +134,16 @@ class SparseBackend(ImportingBackend):
         for rule in options.dense_rules(call.layer, call.step, call.grid_layout.num_grid_tokens):
             return str(rule)
         return self.keeps_everything(options, call.grid_layout, call.layer)
+
+    def tile_of(self, options: Any) -> Extent:  # noqa: ARG002
+        """The tiles that are the blocks of every plan with these options; of other methods, raster order."""
+        return RASTER
+
+    def preferred_tile(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> Extent | None:
+        is_small = layout.num_grid_tokens < options.min_tokens
+        if is_small or self.keeps_everything(options, layout, layer) is not None:
+            return None
+        return self.tile_of(options)
 
     @abstractmethod
     def select_blocks(self, call: AttentionCall) -> SparsePlan:

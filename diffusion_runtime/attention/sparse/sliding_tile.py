@@ -38,12 +38,12 @@ from diffusion_runtime.attention.sparse.sliding_tile_windows import (
     default_candidates,
     window_selection,
 )
-from diffusion_runtime.attention.sparse.tiles import Extent, tile_counts, tiles_of
+from diffusion_runtime.attention.sparse.tiles import tile_counts, tiles_of
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.token_layout import Extent, TokenLayout
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 _SEARCH = "a search measures windows and goes on with full attention"
@@ -65,6 +65,15 @@ class SlidingTileBackend(SparseBackend):
         if options.sta_mode == SEARCHING:
             return _SEARCH
         return None
+
+    def tile_of(self, options: SlidingTileOptions) -> Extent:
+        return options.tile_size
+
+    def preferred_tile(self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo) -> Extent | None:
+        num_tiles = tile_counts(layout.grid, options.tile_size)
+        if options.window is not None and attended_tiles(num_tiles, options.window) == num_tiles:
+            return None
+        return super().preferred_tile(options, layout, layer)
 
     def check(self, options: SlidingTileOptions, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
         """See Backend.check. A strategy that is still to be tuned is checked at the first call."""

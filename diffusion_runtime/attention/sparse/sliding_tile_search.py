@@ -16,10 +16,11 @@ import torch
 from diffusion_runtime.attention.sparse.sliding_tile_options import DEFAULT_SKIP_TIME_STEPS
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import MaskStrategy, write_json
 from diffusion_runtime.attention.sparse.sliding_tile_windows import checked_extent
-from diffusion_runtime.attention.sparse.tiles import Extent, tile_counts
+from diffusion_runtime.attention.sparse.tiles import tile_counts
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, OutputError, shown
 from diffusion_runtime.media.publish import temporary_file
 from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import Extent
 from diffusion_runtime.untrusted.json_text import read_json_file
 
 FORMAT = "sliding_tile_attn.search/1"

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles, checked_extent
-from diffusion_runtime.attention.sparse.tiles import Extent
 from diffusion_runtime.attention_report import index_ranges
 from diffusion_runtime.errors import ConfigError, OutputError, shown
 from diffusion_runtime.media.publish import temporary_file
 from diffusion_runtime.step_info import LayerInfo
+from diffusion_runtime.token_layout import Extent
 from diffusion_runtime.untrusted.files import check_file, shown_path
 from diffusion_runtime.untrusted.json_text import read_json_file
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import torch
 
 from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
-from diffusion_runtime.token_layout import TokenLayout
-
-Extent = tuple[int, int, int]
+from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
 
 
 def tile_counts(grid: Extent, tile: Extent) -> Extent:
@@ -17,34 +18,47 @@ def tile_counts(grid: Extent, tile: Extent) -> Extent:
     return frames, height, width
 
 
-def tile_geometry(layout: TokenLayout, tile: Extent, device: torch.device | str) -> BlockGeometry:
-    """Tiles in raster order, tokens in raster order inside a tile, shared by all heads; text after the grid."""
-    counts = tile_counts(layout.grid, tile)
-    axes = [torch.arange(extent, device="cpu") // size for extent, size in zip(layout.grid, tile, strict=True)]
+def tile_order(grid: Extent, tile: Extent) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tiles in raster order, tokens in raster order inside a tile: the tokens as they come, by their places in the
+    grid's raster order, int64 [S], and how many each tile holds, int64 [tiles]; on the CPU."""
+    counts = tile_counts(grid, tile)
+    axes = [torch.arange(extent, device="cpu") // size for extent, size in zip(grid, tile, strict=True)]
     t, h, w = torch.meshgrid(*axes, indexing="ij")
     tile_of_token = ((t * counts[1] + h) * counts[2] + w).flatten()
-    order = tile_of_token.argsort(stable=True)
-    sizes = tile_of_token.bincount(minlength=counts[0] * counts[1] * counts[2])
-    return order_geometry(layout, order, sizes).to(device)
+    return tile_of_token.argsort(stable=True), tile_of_token.bincount(minlength=math.prod(counts))
+
+
+def tile_geometry(layout: TokenLayout, tile: Extent, device: torch.device | str) -> BlockGeometry:
+    """The tiles of a layout's grid, shared by all heads; text after the grid. In a layout of the same tiles the tokens
+    stand in their order already."""
+    return order_geometry(layout, *tile_order(layout.grid, tile)).to(device)
 
 
 def tiles_of(call: AttentionCall, tile: Extent) -> BlockGeometry:
     """The tiles of a call's grid on its device, made once per request."""
     layout, device = call.grid_layout, call.q.device
-    # Without the lengths of the text, which tiles do not depend on.
-    grid = TokenLayout(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens)
-    return call.state.request.compute_once(tile_geometry, grid, tile, device)
+    return call.state.request.compute_once(tile_geometry, without_lengths(layout), tile, device)
+
+
+def without_lengths(layout: TokenLayout) -> TokenLayout:
+    """A layout as blocks of the grid depend on it."""
+    return dataclasses.replace(layout, valid_lengths=None)
 
 
 def order_geometry(layout: TokenLayout, order: torch.Tensor, sizes: torch.Tensor) -> BlockGeometry:
-    """Blocks of `sizes` [n] over the grid tokens as they come in `order` [S]; on the CPU, shared by all heads."""
+    """Blocks of `sizes` [n] over the grid tokens as they come in `order` [S], by their places in the grid's raster
+    order; on the CPU, shared by all heads."""
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
     lengths = set(sizes.tolist())
+    if layout.tile != RASTER:
+        order = tile_order(layout.grid, layout.tile)[0].argsort()[order]
+    order = sequence_order(layout.num_prefix_tokens, layout.num_suffix_tokens, order)
     return BlockGeometry(
-        order=sequence_order(layout.num_prefix_tokens, layout.num_suffix_tokens, order)[None].to(torch.int32),
+        order=order[None].to(torch.int32),
         offsets=offsets[None],
         max_block_size=max(lengths, default=0),
         uniform_block_size=lengths.pop() if len(lengths) == 1 else None,
+        is_identity=torch.equal(order, torch.arange(len(order), device="cpu")),
     )
 
 

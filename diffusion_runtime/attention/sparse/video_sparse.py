@@ -34,7 +34,7 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.highest_blocks import highest
 from diffusion_runtime.step_info import LayerInfo
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.token_layout import Extent, TokenLayout
 
 TILE_SIZES = ((4, 4, 4), (4, 4, 8), (4, 8, 8))
 
@@ -51,7 +51,7 @@ class VideoSparseOptions(SparseOptions):
 
     sparsity: float = 0.0
     VSA_sparsity: float | None = None
-    tile_size: tuple[int, int, int] = (4, 4, 4)
+    tile_size: Extent = (4, 4, 4)
     dense_first_steps: int = 0
     dense_layers: int | str | tuple[int | str, ...] = ()
 
@@ -110,6 +110,9 @@ class VideoSparseBackend(SparseBackend):
             return "the sparsity drops no tile"
         return None
 
+    def tile_of(self, options: VideoSparseOptions) -> Extent:
+        return options.tile_size
+
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
         geometry = tiles_of(call, call.options.tile_size)
         return self.select_tiles(call, tile_means(call.q, call.k, None, geometry))[0]
@@ -159,7 +162,7 @@ def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
     """The means of all tiles, those of values where there is a gate, and from the same pass the kernel's rows."""
     geometry = tiles_of(call, call.options.tile_size)
     num_grid_tokens = call.grid_layout.num_grid_tokens
-    if not reads_packed_rows(call.q, geometry, geometry, num_grid_tokens):
+    if not reads_packed_rows(call.q, call.k, call.v, geometry, geometry, num_grid_tokens):
         return tile_means(call.q, call.k, None if call.gate is None else call.v, geometry), None
     packed = pack_tokens(
         call.q,

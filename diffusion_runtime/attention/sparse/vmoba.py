@@ -17,6 +17,7 @@ from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
 from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, plan_of_call
+from diffusion_runtime.attention.sparse.tiles import without_lengths
 from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
@@ -138,8 +139,7 @@ class VMobaBackend(SparseBackend):
         kind = chunk_kind(options, call.layer)
         shape = chunk_shape(options, call.grid_layout, kind)
         layout = call.grid_layout
-        grid = TokenLayout(layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens)
-        chunks = call.state.request.compute_once(chunks_of, grid, shape, call.q.device)
+        chunks = call.state.request.compute_once(chunks_of, without_lengths(layout), shape, call.q.device)
         rule = SelectionRule(
             options.moba_threshold_type,
             options.top[kind] if options.moba_select_mode == "topk" else None,

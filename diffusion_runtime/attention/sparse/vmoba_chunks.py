@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.attention.sparse.tiles import Extent, order_geometry, tile_counts, tile_geometry
+from diffusion_runtime.attention.sparse.tiles import order_geometry, tile_counts, tile_order
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.token_layout import Extent, TokenLayout
 
 # So many consecutive tokens in raster order, or a tile (frames, height, width); the last chunk holds what is left.
 ChunkShape = int | Extent
@@ -47,16 +47,16 @@ def chunks_of(layout: TokenLayout, shape: ChunkShape, device: torch.device) -> C
     """The chunks of a layout's grid."""
     if isinstance(shape, int):
         total = layout.num_grid_tokens
-        sizes_of_runs = torch.tensor([min(shape, total - start) for start in range(0, total, shape)], device="cpu")
-        kv = order_geometry(layout, torch.arange(total, device="cpu"), sizes_of_runs)
+        order = torch.arange(total, device="cpu")
+        sizes_of_chunks = torch.tensor([min(shape, total - start) for start in range(0, total, shape)], device="cpu")
     else:
-        kv = tile_geometry(layout, shape, "cpu")
+        order, sizes_of_chunks = tile_order(layout.grid, shape)
+    kv = order_geometry(layout, order, sizes_of_chunks)
     sizes = []
     for size in kv.sizes[0].tolist():
         whole, rest = divmod(size, NUM_QUERIES_IN_BLOCK)
         sizes += [NUM_QUERIES_IN_BLOCK] * whole + [rest] * (rest > 0)
-    grid_order = kv.order[0, : layout.num_grid_tokens].long() - layout.num_prefix_tokens
-    q = order_geometry(layout, grid_order, torch.tensor(sizes, device="cpu"))
+    q = order_geometry(layout, order, torch.tensor(sizes, device="cpu"))
     return Chunks(
         kv=kv.to(device),
         q=q.to(device),

@@ -106,12 +106,18 @@ def refusal(implementation: str, q: torch.Tensor, plan: SparsePlan, skip_thresho
 
 
 def reads_packed_rows(
-    q: torch.Tensor, q_geometry: BlockGeometry, kv_geometry: BlockGeometry, num_grid_tokens: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_geometry: BlockGeometry,
+    kv_geometry: BlockGeometry,
+    num_grid_tokens: int,
 ) -> bool:
-    """Whether `auto` would pack tensors like q for a plan of these blocks without row masks."""
+    """Whether `auto` would pack q, k and v for a plan of these blocks without row masks."""
     return (
         flash4.refusal_of_blocks(q, q_geometry, kv_geometry, num_grid_tokens) is not None
         and triton.refusal_of_size(q, q_geometry.num_tokens) is None
+        and not triton.reads_in_place(q, k, v, q_geometry, kv_geometry)
     )
 
 

@@ -99,16 +99,23 @@ def block_sparse_flash4(
         block_size=(q_size, _TILE),
     )
     out, lse = flash_attn_func(
-        reorder_tokens(q, plan.q.order[0]),
-        reorder_tokens(k, plan.kv.order[0]),
-        reorder_tokens(v, plan.kv.order[0]),
+        _in_order(q, plan.q),
+        _in_order(k, plan.kv),
+        _in_order(v, plan.kv),
         softmax_scale=scale,
         block_sparse_tensors=blocks,
         return_lse=True,
         pack_gqa=False,
     )
+    if plan.q.is_identity:
+        return out, lse
     positions = plan.q.positions()[0]
     return reorder_tokens(out, positions), lse[:, :, positions.long()]
+
+
+def _in_order(x: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
+    """x [B, N, heads, D] block by block, itself where its tokens stand so."""
+    return x if geometry.is_identity else reorder_tokens(x, geometry.order[0])
 
 
 def tile_selection(plan: SparsePlan) -> tuple[torch.Tensor, torch.Tensor]:

@@ -153,20 +153,20 @@ def attend_lists(
         places = start + tl.arange(0, ROWS)
         inside = places < stop
         rows = tl.load(entry_rows + places, mask=inside, other=0)
-        q = _load_listed(q_packed, head * num_rows + rows, inside, W)
+        q = _load_listed(q_packed, head * num_rows + rows, inside, 0, W, W)
         acc = tl.zeros([ROWS, W], dtype=tl.float32)
         row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([ROWS], dtype=tl.float32)
         whole = length // PIECE * PIECE
         for position in tl.range(0, whole, PIECE, num_stages=STAGES):
-            k = _load_rows(k_rows, kv_first + position, W, PIECE, BULK)
-            v = _load_rows(v_rows, kv_first + position, W, PIECE, BULK)
+            k = _load_rows(k_rows, kv_first + position, 0, W, W, PIECE, BULK)
+            v = _load_rows(v_rows, kv_first + position, 0, W, W, PIECE, BULK)
             acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, None, qk_scale, False, False, EXACT)
         if whole < length:
             columns = whole + tl.arange(0, PIECE)
             visible = columns < length
-            k = _load_listed(k_packed, kv_first + columns, visible, W)
-            v = _load_listed(v_packed, kv_first + columns, visible, W)
+            k = _load_listed(k_packed, kv_first + columns, visible, 0, W, W)
+            v = _load_listed(v_packed, kv_first + columns, visible, 0, W, W)
             acc, row_max, row_sum = _add_piece(
                 q, k, v, acc, row_max, row_sum, visible[None, :], qk_scale, True, False, EXACT
             )

@@ -21,12 +21,14 @@ class BlockGeometry:
         are allowed; offsets[g, -1] = S.
     max_block_size: an upper bound on the size of every block, known without reading from the device.
     uniform_block_size: the size of every block when they are all equal, else None.
+    is_identity: whether it is known on the host that `order` is 0, 1, 2, ...: the tokens stand block by block.
     """
 
     order: torch.Tensor
     offsets: torch.Tensor
     max_block_size: int
     uniform_block_size: int | None = None
+    is_identity: bool = False
 
     @property
     def num_groups(self) -> int:

@@ -18,6 +18,7 @@ from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_packing.reference import PackedTokens, row_width
 from diffusion_runtime.kernels.block_packing.triton import rows_contiguous
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
 from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
@@ -83,6 +84,23 @@ def refusal_of_device(x: torch.Tensor) -> str | None:
     if x.is_cuda and not serves(detect_hardware(str(x.device))):
         return "needs sm_80 or newer"
     return None
+
+
+def reads_in_place(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_geometry: BlockGeometry, kv_geometry: BlockGeometry
+) -> bool:
+    """Whether a plan of these blocks, without row masks, is computed on q, k and v as they are: their tokens stand in
+    the order of the blocks, as a model keeps them (attention/token_order.py), and their rows are what a copy takes."""
+    stand_in_order = q_geometry.is_identity and kv_geometry.is_identity
+    return stand_in_order and row_width(q.shape[3]) == q.shape[3] and all(map(_has_regular_rows, (q, k, v)))
+
+
+def _has_regular_rows(x: torch.Tensor) -> bool:
+    """Whether the tokens of all samples [B, N, heads, head_dim] are rows at one distance, aligned as TMA asks."""
+    batch, num_tokens, num_heads, _ = x.shape
+    steps = (x.stride(1), x.stride(2) if num_heads > 1 else 0)
+    regular = x.stride(3) == 1 and (batch == 1 or x.stride(0) == num_tokens * x.stride(1))
+    return regular and x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps)
 
 
 def block_sparse_triton(
@@ -168,13 +186,15 @@ def prepare(
     batch, num_rows, num_heads, head_dim = q.shape
     shape = tile_shape(q, plan) if shape is None else shape
     text = plan.text_lengths
-    if packed is None:
-        packed = pack_tokens(q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens, text_lengths=text)
-    q_packed = packed.q
     if scale <= 0:
         # The running maximum is taken before the scale is applied, so the scale must keep the order.
-        q_packed, scale = (-q_packed, -scale) if scale < 0 else (torch.zeros_like(q_packed), 1.0)
-    k_rows, v_rows = rows_of(packed.k, shape.piece, shape), rows_of(packed.v, shape.piece, shape)
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+        packed = None
+    in_place = packed is None and plan.row_mask is None and reads_in_place(q, k, v, plan.q, plan.kv)
+    if packed is None and not in_place:
+        packed = pack_tokens(q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens, text_lengths=text)
+    values = (q, k, v) if packed is None else (packed.q, packed.k, packed.v)
+    k_rows, v_rows = (rows_of(x, shape.piece, shape) for x in values[1:])
     pieces = list_pieces(kernels, plan, shape.piece)
     tiles = list_tiles(plan.q, shape.rows, shape.rest_rows)
     # Padded text rows are written by no tile.
@@ -182,7 +202,7 @@ def prepare(
     lse = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=q.device)
     if text is not None:
         lse.fill_(float("-inf"))
-    broken = plan.group_of if plan.row_mask is None else _has_broken_values(packed.v)
+    broken = plan.group_of if plan.row_mask is None else _has_broken_values(values[2])
     skip_counts = torch.zeros(2, dtype=torch.int64, device=q.device) if skip_threshold else None
     pooled, gate = (out, out) if branch is None else (branch.pooled.contiguous(), rows_contiguous(branch.gate))
 
@@ -190,11 +210,10 @@ def prepare(
         rows: int, num_tiles: int, num_text_tiles: int, per_block: int, left: int, rest_of: int, look: bool
     ) -> None:
         kernels.attend[(num_tiles + num_text_tiles, batch * num_heads)](
-            rows_of(q_packed, rows, shape),
+            rows_of(values[0], rows, shape),
             k_rows,
             v_rows,
-            packed.k,
-            packed.v,
+            *values,
             out,
             lse,
             plan.q.order,
@@ -231,8 +250,10 @@ def prepare(
             gate.stride(0),
             gate.stride(1),
             gate.stride(2),
+            *(stride for x in values for stride in (x.stride(-3 if in_place else 0), x.stride(-2 if in_place else 0))),
             D=head_dim,
             W=row_width(head_dim),
+            IN_PLACE=in_place,
             ROWS=rows,
             PIECE=shape.piece,
             TILES_PER_BLOCK=per_block,
@@ -282,10 +303,17 @@ def _has_broken_values(v: torch.Tensor) -> torch.Tensor:
     return (~(low.isfinite() & high.isfinite())).to(torch.int32)[None]
 
 
-def rows_of(packed: torch.Tensor, count: int, shape: TileShape) -> Any:
-    """What the kernel loads rows from: a descriptor of `count` rows at a time, or the tensor."""
+def rows_of(x: torch.Tensor, count: int, shape: TileShape) -> Any:
+    """What the kernel loads rows from: a descriptor of `count` rows at a time, or the tensor.
+
+    x: packed rows, or tokens [B, N, heads, head_dim] that are read in place.
+    """
     if not shape.bulk:
-        return packed
+        return x
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [count, packed.shape[1]])
+    if x.dim() == 2:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [count, x.shape[1]])
+    batch, num_tokens, num_heads, head_dim = x.shape
+    rows = [batch * num_tokens, (num_heads - 1) * x.stride(2) + head_dim]
+    return TensorDescriptor(x, rows, [x.stride(1), 1], [count, head_dim])

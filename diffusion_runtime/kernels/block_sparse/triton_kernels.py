@@ -1,7 +1,8 @@
 """The Triton kernels of block-sparse attention. Shapes: B batch, H heads, N tokens, D head_dim, W its power of two.
 
 q, k and v are packed: rows in the order of the plan, one head after the other, [B * H * N + tail, W]. A block is then a
-run of rows that one bulk copy fetches, and a block that is shorter than a copy is masked, never padded.
+run of rows that one bulk copy fetches, and a block that is shorter than a copy is masked, never padded. Tokens that
+stand in the order of the plan are read in place: rows [B * N, ...] in which a head begins at a column of its own.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -149,20 +150,20 @@ def list_merged_pieces(
 
 
 @triton.jit
-def _load_rows(rows, first, W: tl.constexpr, COUNT: tl.constexpr, BULK: tl.constexpr):
-    """COUNT rows from `first`: by one bulk copy from a descriptor, or through pointers."""
+def _load_rows(rows, first, column, stride, W: tl.constexpr, COUNT: tl.constexpr, BULK: tl.constexpr):
+    """W values from `column` of COUNT rows from `first`: by one bulk copy from a descriptor, or through pointers."""
     if BULK:
-        values = rows.load([first, 0])
+        values = rows.load([first, column])
     else:
         index = first + tl.arange(0, COUNT)
-        values = tl.load(rows + index.to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :])
+        values = tl.load(rows + index.to(tl.int64)[:, None] * stride + column + tl.arange(0, W)[None, :])
     return values
 
 
 @triton.jit
-def _load_listed(packed, rows, listed, W: tl.constexpr):
+def _load_listed(rows, index, listed, column, stride, W: tl.constexpr):
     """Some rows through pointers; rows that are not listed are 0, so that no NaN of theirs meets a weight of 0."""
-    pointers = packed + rows.to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
+    pointers = rows + index.to(tl.int64)[:, None] * stride + column + tl.arange(0, W)[None, :]
     return tl.load(pointers, mask=listed[:, None], other=0.0)
 
 
@@ -221,8 +222,9 @@ def attend(
     q_rows,
     k_rows,
     v_rows,
-    k_packed,
-    v_packed,
+    q_values,
+    k_values,
+    v_values,
     out,
     lse,
     q_order,
@@ -259,8 +261,15 @@ def attend(
     gate_b,
     gate_n,
     gate_h,
+    q_n,
+    q_h,
+    k_n,
+    k_h,
+    v_n,
+    v_h,
     D: tl.constexpr,
     W: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     ROWS: tl.constexpr,
     PIECE: tl.constexpr,
     TILES_PER_BLOCK: tl.constexpr,
@@ -285,6 +294,9 @@ def attend(
     masks, a launch with LOOK_FOR_BROKEN handles values of which some are not finite, one without handles others.
     SKIPS: whole pieces whose highest scores lie below the running maximum of every row by more than -skip_below, a
     log2, are skipped; skip_counts, int64 [2], counts them and those visited.
+
+    q_rows, k_rows, v_rows: descriptors with BULK, else as q_values, k_values, v_values: packed, or with IN_PLACE rows
+    of tokens that are q_n, k_n, v_n values apart, and their heads q_h, k_h, v_h.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -324,9 +336,25 @@ def attend(
         if not PIECES_PER_HEAD:
             row = tl.load(group_of + head)
         listed = row.to(tl.int64) * num_q_blocks + block
-        q_first = head * num_rows + start
-        kv_first = (b * (num_heads // repeats) + h // repeats) * num_rows
-        q = _load_rows(q_rows, q_first, W, ROWS, BULK)
+        if IN_PLACE:
+            kv_first = b * num_rows
+            k_stride = k_n
+            v_stride = v_n
+            k_column = h // repeats * k_h
+            v_column = h // repeats * v_h
+            if BULK:
+                q = _load_rows(q_rows, kv_first + start, h * q_h, q_n, W, ROWS, BULK)
+            else:
+                # Without rows behind the last one that a tile may read: those behind its own are left out.
+                q_index = start + tl.arange(0, ROWS)
+                q = _load_listed(q_values, kv_first + q_index, q_index < stop, h * q_h, q_n, W)
+        else:
+            kv_first = (b * (num_heads // repeats) + h // repeats) * num_rows
+            k_stride = W
+            v_stride = W
+            k_column = 0
+            v_column = 0
+            q = _load_rows(q_rows, head * num_rows + start, 0, W, W, ROWS, BULK)
         acc = tl.zeros([ROWS, W], dtype=tl.float32)
         # Rows that see a value that is not finite; used with row masks alone.
         sees_broken = tl.zeros([ROWS], dtype=tl.int32)
@@ -344,9 +372,9 @@ def attend(
         num_skipped = tl.zeros([1], dtype=tl.int32)
         for place in tl.range(0, full, num_stages=STAGES):
             first = kv_first + (tl.load(my_pieces + place) >> LENGTH_BITS)
-            k = _load_rows(k_rows, first, W, PIECE, BULK)
+            k = _load_rows(k_rows, first, k_column, k_stride, W, PIECE, BULK)
             # Fetched for pieces that are skipped too: inside the branch no copy would run ahead of the loop.
-            v = _load_rows(v_rows, first, W, PIECE, BULK)
+            v = _load_rows(v_rows, first, v_column, v_stride, W, PIECE, BULK)
             if SKIPS:
                 scores = _scores(q, k, EXACT)
                 top = tl.max(scores, 1) * qk_scale
@@ -373,16 +401,16 @@ def attend(
                 inside = columns < (code & LENGTH_MASK)
                 visible = inside[None, :] & seen[:, None]
                 if LOOK_FOR_BROKEN:
-                    k = _load_listed(k_packed, first + columns, inside, W)
-                    v = _load_listed(v_packed, first + columns, inside, W)
+                    k = _load_listed(k_values, first + columns, inside, k_column, k_stride, W)
+                    v = _load_listed(v_values, first + columns, inside, v_column, v_stride, W)
                     # A weight of 0 does not hide NaN or inf from the rows of this tile that do not see the key.
                     finite = v - v == 0.0
                     broken = tl.max(tl.where(finite, 0, 1), 1)
                     sees_broken = tl.maximum(sees_broken, tl.max(tl.where(visible, broken[None, :], 0), 1))
                     v = tl.where(finite, v, 0.0)
                 else:
-                    k = _load_rows(k_rows, first, W, PIECE, BULK)
-                    v = _load_rows(v_rows, first, W, PIECE, BULK)
+                    k = _load_rows(k_rows, first, k_column, k_stride, W, PIECE, BULK)
+                    v = _load_rows(v_rows, first, v_column, v_stride, W, PIECE, BULK)
                 acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, visible, qk_scale, True, True, EXACT)
             if LOOK_FOR_BROKEN:
                 acc = tl.where((sees_broken > 0)[:, None], float("nan"), acc)
@@ -392,8 +420,8 @@ def attend(
                 code = tl.load(my_pieces + capacity - 1 - chunk, mask=chunk < partial, other=0)
                 visible = columns % CHUNK < (code & LENGTH_MASK)
                 rows = kv_first + (code >> LENGTH_BITS) + columns % CHUNK
-                k = _load_listed(k_packed, rows, visible, W)
-                v = _load_listed(v_packed, rows, visible, W)
+                k = _load_listed(k_values, rows, visible, k_column, k_stride, W)
+                v = _load_listed(v_values, rows, visible, v_column, v_stride, W)
                 acc, row_max, row_sum = _add_piece(
                     q, k, v, acc, row_max, row_sum, visible[None, :], qk_scale, True, False, EXACT
                 )
@@ -401,13 +429,13 @@ def attend(
             text_stop = num_grid + valid_text
             whole_stop = text_from + (text_stop - text_from) // PIECE * PIECE
             for position in tl.range(text_from, whole_stop, PIECE, num_stages=STAGES):
-                k = _load_rows(k_rows, kv_first + position, W, PIECE, BULK)
-                v = _load_rows(v_rows, kv_first + position, W, PIECE, BULK)
+                k = _load_rows(k_rows, kv_first + position, k_column, k_stride, W, PIECE, BULK)
+                v = _load_rows(v_rows, kv_first + position, v_column, v_stride, W, PIECE, BULK)
                 acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, None, qk_scale, False, False, EXACT)
             if whole_stop < text_stop:
                 visible = whole_stop + columns < text_stop
-                k = _load_listed(k_packed, kv_first + whole_stop + columns, visible, W)
-                v = _load_listed(v_packed, kv_first + whole_stop + columns, visible, W)
+                k = _load_listed(k_values, kv_first + whole_stop + columns, visible, k_column, k_stride, W)
+                v = _load_listed(v_values, kv_first + whole_stop + columns, visible, v_column, v_stride, W)
                 acc, row_max, row_sum = _add_piece(
                     q, k, v, acc, row_max, row_sum, visible[None, :], qk_scale, True, HAS_ROW_MASK, EXACT
                 )
@@ -416,7 +444,10 @@ def attend(
         natural = tl.where(sees, (row_max + tl.log2(tl.where(sees, row_sum, 1.0))) * 0.6931471805599453, float("-inf"))
         positions = start + tl.arange(0, ROWS)
         inside = positions < stop
-        tokens = tl.load(q_order + positions, mask=inside, other=0).to(tl.int64)
+        if IN_PLACE:
+            tokens = positions.to(tl.int64)
+        else:
+            tokens = tl.load(q_order + positions, mask=inside, other=0).to(tl.int64)
         dims = tl.arange(0, W)
         keep = inside[:, None] & (dims[None, :] < D)
         if HAS_BRANCH:

@@ -78,13 +78,16 @@ class Flux1Transformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. The text's padding counts as text in the lengths, as in training."""
         grid, lengths = self.geometry.grid(latents.shape), inputs.text.lengths
+        context = self.in_token_order(context, grid, latents.device)
         x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
         entering, num_tokens, num_text_tokens = x, x.shape[1], text.shape[1]
         conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance, pooled=inputs.text.pooled))
         rotations = self._rotations(grid, num_text_tokens, context)
-        joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths))
+        joint = context.with_layout(
+            TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths, tile=context.sharding.tile)
+        )
         double = [overwriting(block, conditioning, rotations, joint) for block in self.double_blocks]
         single = [overwriting(block, conditioning, rotations, joint) for block in self.single_blocks]
         (x,) = context.run_blocks(

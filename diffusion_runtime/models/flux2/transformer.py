@@ -66,6 +66,7 @@ class Flux2Transformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. The text's padding counts as text in the lengths, as in training."""
         grid, lengths = self.geometry.grid(latents.shape), inputs.text.lengths
+        context = self.in_token_order(context, grid, latents.device)
         tokens = patchify(latents.to(self.out.weight.dtype), self.geometry.patch)
         x = context.sharding.shard(self.patch_embedding(tokens))
         # A copy: the blocks write into it.
@@ -73,7 +74,9 @@ class Flux2Transformer(DiffusionTransformer):
         entering, num_tokens, num_text_tokens = x, x.shape[1], text.shape[1]
         conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance))
         rotations = self._rotations(grid, num_text_tokens, context)
-        joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths))
+        joint = context.with_layout(
+            TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths, tile=context.sharding.tile)
+        )
         rows, text_rows = self.double_modulation(conditioning), self.double_text_modulation(conditioning)
         first_rows = rows
         double = [overwriting(block, rows, text_rows, rotations, joint) for block in self.double_blocks]

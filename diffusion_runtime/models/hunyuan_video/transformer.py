@@ -91,6 +91,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward."""
         grid = self.geometry.grid(latents.shape)
+        context = self.in_token_order(context, grid, latents.device)
         unrefined = self._unrefined(inputs.text, context)
         conditioning = F.silu(self._conditioning(timestep, inputs))
         text = self.refiner(unrefined, timestep, context)
@@ -98,7 +99,12 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(
-            TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=unrefined.lengths)
+            TokenLayout(
+                grid,
+                num_suffix_tokens=num_text_tokens,
+                valid_lengths=unrefined.lengths,
+                tile=context.sharding.tile,
+            )
         )
         double = [overwriting(block, conditioning, rotations, joint) for block in self.blocks]
         single = [overwriting(block, conditioning, rotations, joint) for block in self.single_blocks]

@@ -75,13 +75,16 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         if inputs.image is None and self.config.starts_from_image:
             raise RequestError("image_path: this checkpoint makes videos from an image; give one, or take its t2v twin")
         grid = self.geometry.grid(latents.shape)
+        context = self.in_token_order(context, grid, latents.device)
         conditioning = F.silu(self.conditioning(timestep, next_timestep=context.step.next_timestep))
         text = self.text(self._prepared(inputs, context), timestep, context)
         num_text_tokens = text.values.shape[1]
         x = self.patch_embedding(with_image(latents, inputs.image).to(self.out.weight.dtype))
         x = context.sharding.shard(x)
         rotations = self._rotations(grid, num_text_tokens, context)
-        joint = context.with_layout(TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=text.lengths))
+        joint = context.with_layout(
+            TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=text.lengths, tile=context.sharding.tile)
+        )
         blocks = (overwriting(block, conditioning, rotations, joint) for block in self.blocks)
         entering = x
         x, _ = context.run_blocks(

@@ -225,7 +225,7 @@ class LTX2Block(nn.Module):
         video_kv = self.video_to_audio.keys_and_values(modulated(video, *video_rows[2:4]), video_turns)
         # The sound is too short to share: every process attends to the whole video.
         sharding, num_tokens = video_inputs.context.sharding, _num_tokens(video_inputs.keys_context)
-        video_kv = sharding.gather(video_kv[0], num_tokens), sharding.gather(video_kv[1], num_tokens)
+        video_kv = sharding.gather_in_order(video_kv[0], num_tokens), sharding.gather_in_order(video_kv[1], num_tokens)
         to_audio = self.video_to_audio(
             modulated(audio, *audio_rows[2:4]), video_kv, video_inputs.keys_context, audio_turns
         )

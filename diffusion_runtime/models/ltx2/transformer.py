@@ -96,8 +96,9 @@ class LTX2Transformer(DiffusionTransformer):
         """
         parts = self.geometry.parts(latents, inputs.size)
         assert parts.audio is not None
-        dtype, sharding = self.video.out.weight.dtype, context.sharding
         grid, length = self.geometry.grid(parts.video.shape), parts.audio.shape[2]
+        context = self.in_token_order(context, grid, latents.device)
+        dtype, sharding = self.video.out.weight.dtype, context.sharding
         video = sharding.shard(self.video.embedding(patchify(parts.video.to(dtype), self.geometry.patch)))
         audio = self.audio.embedding(parts.audio.to(dtype).transpose(1, 2).flatten(2))
         video_time, video_embedded = self.video.time(timestep)
@@ -108,7 +109,7 @@ class LTX2Transformer(DiffusionTransformer):
         )
         text, audio_text = self._text(inputs, context)
         text_context = context.with_layout(TokenLayout.text(text[0][0].shape[1], inputs.text.lengths))
-        video_context = context.with_layout(TokenLayout(grid))
+        video_context = context.with_layout(TokenLayout(grid, tile=sharding.tile))
         audio_context = context.with_layout(TokenLayout.text(length))
         video_inputs = StreamInputs(
             time=video_time,

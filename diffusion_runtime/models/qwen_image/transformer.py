@@ -69,12 +69,18 @@ class QwenImageTransformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. Nothing attends to the text's padding."""
         grid = self.geometry.grid(latents.shape)
+        context = self.in_token_order(context, grid, latents.device)
         x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
         conditioning = F.silu(self.timestep_embedding(timestep / _TIME_SCALE))
         rotations = self._rotations(grid, text.shape[1], context)
-        layout = TokenLayout(grid, num_suffix_tokens=text.shape[1], valid_lengths=inputs.text.lengths)
+        layout = TokenLayout(
+            grid,
+            num_suffix_tokens=text.shape[1],
+            valid_lengths=inputs.text.lengths,
+            tile=context.sharding.tile,
+        )
         joint = context.with_layout(layout)
         blocks = (overwriting(block, conditioning, rotations, joint) for block in self.blocks)
         entering = x

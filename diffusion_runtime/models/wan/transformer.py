@@ -194,13 +194,16 @@ class WanTransformer(DiffusionTransformer):
         grid = self.geometry.grid(latents.shape)
         text = inputs.text.embeddings
         dtype = self.out.weight.dtype
+        if inputs.image is None or self.config.condition_channels:
+            # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
+            context = self.in_token_order(context, grid, latents.device)
         sharding = context.sharding
         x = sharding.shard(self.patch_embedding(self._with_image(latents, inputs.image).to(dtype)))
         image_tokens = self._image_tokens(inputs.image)
         block_inputs = _BlockInputs(
             runs=self._runs(timestep, grid, inputs.image, sharding),
             rotations=self._rotations(grid, context),
-            grid_context=context.with_layout(TokenLayout(grid)),
+            grid_context=context.with_layout(TokenLayout(grid, tile=sharding.tile)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
             image_context=None
             if image_tokens is None
@@ -254,13 +257,12 @@ class WanTransformer(DiffusionTransformer):
     ) -> tuple[_Run, ...]:
         """The tokens of an image that is the first frame at timestep 0, and the rest at `timestep`; those of them that
         this process holds."""
-        keeps_first_frame = image is not None and not self.config.condition_channels
-        num_tokens, num_image_tokens = math.prod(grid), grid[1] * grid[2] if keeps_first_frame else 0
-        image_tokens = sharding.local(slice(0, num_image_tokens), num_tokens)
-        later = sharding.local(slice(num_image_tokens, num_tokens), num_tokens)
-        if num_image_tokens == 0:
+        if image is None or self.config.condition_channels:
             # Of any length, so that one compiled block serves clips of every size.
             return (self._run(slice(None), timestep),)
+        num_tokens, num_image_tokens = math.prod(grid), grid[1] * grid[2]
+        image_tokens = sharding.local(slice(0, num_image_tokens), num_tokens)
+        later = sharding.local(slice(num_image_tokens, num_tokens), num_tokens)
         runs = []
         if image_tokens.start < image_tokens.stop:
             runs.append(self._run(image_tokens, torch.zeros_like(timestep)))

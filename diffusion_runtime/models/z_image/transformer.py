@@ -151,7 +151,9 @@ class ZImageTransformer(DiffusionTransformer):
         self, latents: torch.Tensor, timestep: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. The model's own time runs from noise at 0 to data at 1000."""
-        grid, sharding = self.geometry.grid(latents.shape), context.sharding
+        grid = self.geometry.grid(latents.shape)
+        context = self.in_token_order(context, grid, latents.device)
+        sharding = context.sharding
         num_tokens, dtype = math.prod(grid), self.out.weight.dtype
         num_filling = -num_tokens % TOKEN_MULTIPLE
         lengths = tuple(filled(length) for length in inputs.text.lengths)
@@ -162,7 +164,7 @@ class ZImageTransformer(DiffusionTransformer):
         picture, joint_rotations = cached_for_request(
             "rotations", (grid, lengths), context, lambda: self._rotations(grid, lengths, context)
         )
-        layout = TokenLayout(grid, num_suffix_tokens=num_filling)
+        layout = TokenLayout(grid, num_suffix_tokens=num_filling, tile=sharding.tile)
         for block in self.grid_refiner:
             x = block(x, conditioning, picture, context.with_layout(layout))
         text = cached_for_prompt(
@@ -173,6 +175,7 @@ class ZImageTransformer(DiffusionTransformer):
             grid,
             num_suffix_tokens=num_filling + text.shape[1],
             valid_lengths=tuple(num_filling + length for length in lengths),
+            tile=sharding.tile,
         )
         joint = context.with_layout(layout)
         blocks = (overwriting(block, conditioning, joint_rotations, joint) for block in self.blocks)

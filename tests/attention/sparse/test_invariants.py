@@ -45,7 +45,8 @@ Where each of the twenty invariants is tested. Names without a file are here, fo
 19 nothing is shared           test_requests_branches_and_grids_share_nothing,
                                test_video_sparse.py::test_plans_of_different_grids_do_not_share_what_is_kept,
                                test_sparse_video_gen_2_state.py::test_branches_experts_and_layers_start_on_their_own
-20 rotary, then the order      test_positions_belong_to_tokens, test_the_order_inside_a_block_is_storage_alone
+20 rotary, then the order      test_positions_belong_to_tokens, test_the_order_inside_a_block_is_storage_alone,
+                               test_tokens_may_stand_in_tiles
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ from diffusion_runtime.attention import (
     attention,
     plan_attention,
 )
+from diffusion_runtime.attention.sparse.tiles import tile_order
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.qk_norm_rope.reference import rotate
 from diffusion_runtime.layers.rope import grid_rotations
@@ -442,6 +444,25 @@ def test_positions_belong_to_tokens(case: Case) -> None:
     out = block_sparse_attention(packed[0], packed[1], packed[2], dataclasses.replace(plan, **geometries)).out
     expected = attention(*turned, **case.arguments(GRID))
     torch.testing.assert_close(in_order(out, plan.q.positions()), expected, atol=1e-6, rtol=1e-6)
+
+
+@every_case
+@every_layout
+def test_tokens_may_stand_in_tiles(case: Case, layout: TokenLayout) -> None:
+    """The layout says so: of its own tiles, where the order is none to a plan of tiles, and of others."""
+    qkv, text = tokens(layout), layout.num_prefix_tokens
+    plan = plan_attention(*qkv[:2], **case.arguments(layout))
+    own = case.options.get("tile_size", (4, 4, 4))
+    for tile in (own, (2, 4, 3)):
+        order = torch.arange(layout.num_tokens)
+        order[text : text + layout.num_grid_tokens] = text + tile_order(layout.grid, tile)[0]
+        ordered = dataclasses.replace(layout, tile=tile)
+        found = check(case, tuple(x[:, order] for x in qkv), ordered)
+        if case.backend != "sparse_video_gen_2_attn":
+            # Its first centroids are drawn among the tokens as they stand.
+            assert torch.equal(found.to_dense_mask(), plan.to_dense_mask()[:, :, order][..., order])
+        is_static = case.backend in ("sliding_tile_attn", "video_sparse_attn")
+        assert found.q.is_identity == (is_static and tile == own and text == 0)
 
 
 @every_case
