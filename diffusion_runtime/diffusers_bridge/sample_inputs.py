@@ -21,6 +21,8 @@ from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 # diffusers rounds a thousandth of the timestep to bfloat16, and a thousand times the guidance scale: it holds these.
 _TIMESTEP, _GUIDANCE = 500.0, 4.0
 _LATENT_PATCH = (1, 2, 2)
+# Of CLIP at 224 x 224: 256 patches and the class.
+_NUM_IMAGE_TOKENS = 257
 # Tokens of a prompt of a few sentences and of a negative prompt, by turns over a batch.
 _PROMPT_LENGTHS = (120, 6)
 
@@ -91,7 +93,27 @@ def _video_cross(sample: StepSample) -> StepInputs:
     text = sample.random(sample.text_tokens or 512, sample.config["text_dim"])
     timestep = sample.full(700.0)
     theirs = {"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": text, "return_dict": False}
-    return StepInputs((latents, timestep, DenoiserInputs(Conditions.of(text), sample.size)), theirs, lambda out: out[0])
+    image = None
+    num_channels = sample.config["in_channels"] - sample.config["out_channels"]
+    if num_channels:
+        image = ImageCondition(sample.random(num_channels, *latents.shape[2:]), _image_tokens(sample))
+        theirs["hidden_states"] = torch.cat([latents, image.latents], dim=1)
+        if image.embeddings is not None:
+            # diffusers takes those of a first and a last image as two samples.
+            theirs["encoder_hidden_states_image"] = image.embeddings.reshape(-1, _NUM_IMAGE_TOKENS, _width(image))
+    inputs = DenoiserInputs(Conditions.of(text), sample.size, image=image)
+    return StepInputs((latents, timestep, inputs), theirs, lambda out: out[0])
+
+
+def _image_tokens(sample: StepSample) -> torch.Tensor | None:
+    """Of the image encoder of a Wan model that has one: of one image, or of two where tokens have learned positions."""
+    width = sample.config.get("image_dim")
+    return None if width is None else sample.random(sample.config.get("pos_embed_seq_len") or _NUM_IMAGE_TOKENS, width)
+
+
+def _width(image: ImageCondition) -> int:
+    assert image.embeddings is not None
+    return image.embeddings.shape[-1]
 
 
 def _image_joint(sample: StepSample) -> StepInputs:

@@ -34,12 +34,15 @@ def run(choice: StepChoice, opened: StepModel | None = None) -> StepBenchmark:
     return benchmark_step(opened or tiny(), choice, CPU, torch.float32, EFFORT)
 
 
+_WAN = {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64, "text_dim": 32}
 _JOINT = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 32}
 _HUNYUAN = {"num_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 2, "text_embed_dim": 32}
 _GLYPHS = {**_HUNYUAN, "text_embed_2_dim": 32, "image_embed_dim": 32}
 # Published models with two heads and a block of each kind.
 NARROW: dict[str, dict[str, int]] = {
-    "wan2.1-1.3b": {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64, "text_dim": 32},
+    "wan2.1-1.3b": _WAN,
+    "wan2.2-i2v-a14b": _WAN,
+    "wan2.1-flf2v-14b-720p": {**_WAN, "added_kv_proj_dim": 256, "image_dim": 32},
     "z-image-turbo": {
         "n_layers": 1,
         "n_refiner_layers": 1,
