@@ -59,6 +59,7 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
 
 
 def _check_fit(path: str, model_path: str) -> None:
+    from diffusion_runtime.attention.policy import AttentionPolicy
     from diffusion_runtime.model_folder import ModelFolder
     from diffusion_runtime.models.model_sources import resolve_model_folder
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
@@ -66,4 +67,5 @@ def _check_fit(path: str, model_path: str) -> None:
 
     folder = ModelFolder(resolve_model_folder(model_path, weights=False))
     model = family_for_folder(folder).describe(folder)
-    model.with_transformer_files([TransformerFile(path, "FILE", "transformer")], lora_names_of_families)
+    model = model.with_transformer_files([TransformerFile(path, "FILE", "transformer")], lora_names_of_families)
+    model.check_weights(model.build_transformer(AttentionPolicy()), ["transformer"])

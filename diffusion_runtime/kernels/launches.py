@@ -29,21 +29,33 @@ class Launch(NamedTuple):
     num_warps: int
 
 
+class CompiledLaunch(NamedTuple):
+    """launch: of a compiled kernel on its grid. others: its arguments behind the pointers."""
+
+    launch: Callable[..., object]
+    others: tuple[Any, ...]
+
+    def run(self, pointers: tuple[torch.Tensor, ...]) -> None:
+        self.launch(*pointers, *self.others)
+
+
 class LaunchCache:
-    """The launches of one kernel."""
+    """The launches of one kernel. Threads may share it: one may start over while another launches what it found."""
 
     def __init__(self) -> None:
-        self._launches: dict[Hashable, tuple[Callable[..., object], tuple[Any, ...]]] = {}
+        self._launches: dict[Hashable, CompiledLaunch] = {}
 
-    def __contains__(self, key: Hashable) -> bool:
-        """Whether such a call was launched, and so has passed every check that its key says enough for."""
-        return key in self._launches
+    def find(self, key: Hashable) -> CompiledLaunch | None:
+        """The launch of a call with this key, which has passed every check that the key says enough for; None where
+        there was none."""
+        return self._launches.get(key)
 
     def run(self, key: Hashable, pointers: tuple[torch.Tensor, ...], prepare: Callable[[], Launch]) -> None:
         """Launch on `pointers`, the first arguments. key: `kind_of` every pointer, and all else that the result of
         `prepare` depends on."""
-        if key in self._launches:
-            self.repeat(key, pointers)
+        found = self.find(key)
+        if found is not None:
+            found.run(pointers)
             return
         kernel, grid, numbers, constants, num_warps = prepare()
         compiled = kernel[grid](*pointers, *numbers, **constants, num_warps=num_warps)
@@ -52,12 +64,7 @@ class LaunchCache:
             return
         if len(self._launches) >= MAX_LAUNCHES:
             self._launches.clear()
-        self._launches[key] = compiled[grid], (*numbers, *constants.values())
-
-    def repeat(self, key: Hashable, pointers: tuple[torch.Tensor, ...]) -> None:
-        """Launch as at the call before with this key."""
-        launch, others = self._launches[key]
-        launch(*pointers, *others)
+        self._launches[key] = CompiledLaunch(compiled[grid], (*numbers, *constants.values()))
 
 
 def kind_of(tensor: torch.Tensor | None) -> Hashable:

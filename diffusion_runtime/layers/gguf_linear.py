@@ -46,6 +46,11 @@ class GgufLinear(Linear):
         return data
 
     @property
+    def layout(self) -> tuple[_Part, ...]:
+        """What the bytes of the weight are, from the first on."""
+        return self._parts
+
+    @property
     def kinds(self) -> str:
         """`Q4_K`, or `Q4_K and Q6_K`."""
         return " and ".join(dict.fromkeys(part.kind for part in self._parts))

@@ -37,6 +37,15 @@ def check_compilation(config: RuntimeConfig, device: torch.device) -> None:
         raise ConfigError(f"compile: {config.compile}: {reason}, or leave out --compile")
 
 
+def refuse_compiling_quantised(config: RuntimeConfig) -> None:
+    """For a transformer whose weights are quantised in their files. Raises ConfigError where it is to be compiled."""
+    if config.compile != "off":
+        raise ConfigError(
+            f"compile: {config.compile}: the transformer's weights are quantised in their files, and such layers run "
+            "as they are in this version, as each product is counted; leave out --compile"
+        )
+
+
 def _refusal(hardware: Hardware) -> str | None:
     """What torch.compile lacks on this machine, and what to do; None when nothing."""
     if hardware.platform == "cpu":

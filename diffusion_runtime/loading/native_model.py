@@ -19,7 +19,7 @@ from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
-from diffusion_runtime.loading.compilation import keep_artefacts
+from diffusion_runtime.loading.compilation import keep_artefacts, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import make_graphs
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.loading.memory_planning import (
@@ -117,12 +117,8 @@ class PreparedModel:
         graphs = make_graphs(config, self.device, offloading is not None)
         fetch_weights(config.model_path, opened.folder)
         check_component_files(opened.folder, [file.component for file in opened.transformer_files])
-        is_quantized = opened.check_weights(checked.transformer)
-        if is_quantized and config.compile != "off":
-            raise ConfigError(
-                f"compile: {config.compile}: the transformer's weights are quantised in their files, and such layers "
-                "run as they are in this version, as each product is counted; leave out --compile"
-            )
+        if opened.check_weights(checked.transformer):
+            refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
         with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
             say("loading the text encoder")

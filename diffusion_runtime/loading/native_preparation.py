@@ -16,7 +16,7 @@ from diffusion_runtime.denoising.step_cache.calibration import model_identity
 from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.hardware import device_of_process, resolve_device, resolve_dtype
-from diffusion_runtime.loading.compilation import check_compilation
+from diffusion_runtime.loading.compilation import check_compilation, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import check_graphs
 from diffusion_runtime.loading.memory_planning import check_offload
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
@@ -86,6 +86,9 @@ def prepare_native(
     transformer, self_checks = self_checker_of(config, rules, degrees).build_checked(
         lambda: build_transformer(model, policy, quantization), lambda built: built.attention_layers()
     )
+    # Files that were named are at hand, so that a dry run says what a load would.
+    if model.check_weights(transformer, [file.component for file in files]):
+        refuse_compiling_quantised(config)
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
     check_graphs(config, device, transformer, layers)

@@ -54,13 +54,14 @@ Arrange: TypeAlias = Callable[[nn.Module, str, torch.Tensor], None]
 
 class TensorSource(Protocol):
     """What a component's parameters are filled from: its checkpoint, or numbers of another origin. folder: for
-    messages; shapes: of every tensor, by name; is_elsewhere: whether it is another file or folder than the model's."""
+    messages; shapes: of every tensor, by name; elsewhere: the other file or folder that they come from, None for the
+    model's own."""
 
     @property
     def folder(self) -> Path: ...
 
     @property
-    def is_elsewhere(self) -> bool: ...
+    def elsewhere(self) -> Path | None: ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -100,7 +101,7 @@ class Checkpoint:
     of either such as `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they
     are read: each adds to the tensor as it is in the file, and the sum is rounded once. kept: tensors as they are in
     the file, which is not read for them again; those that are read, and are not quantised, are added. reads_fp8:
-    whether weights may be stored in 8 bits. source: opens the tensors where they are in other files.
+    whether weights may be stored in 8 bits. source: opens the tensors where they are in other files, at `place`.
 
     Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised otherwise, or Git-LFS
     pointers.
@@ -115,9 +116,10 @@ class Checkpoint:
         kept: dict[str, torch.Tensor] | None = None,
         reads_fp8: bool = False,
         source: Source | None = None,
+        place: Path | None = None,
     ) -> None:
         self.folder = folder
-        self.is_elsewhere = source is not None
+        self.elsewhere = place
         self._changes = changes
         self._changed = frozenset().union(*(change.changed(folder.name) for change in changes))
         self._kept = kept
@@ -412,5 +414,9 @@ def check_names(
     if reshaped:
         problems.append(f"{len(reshaped)} tensors have another shape than config.json says: {listed(reshaped)}")
     if problems:
-        whose = "of the model's folder" if checkpoint.is_elsewhere else "beside them"
-        raise ModelLoadError(f"{checkpoint.folder}: the weights do not fit config.json {whose}. " + ". ".join(problems))
+        place, whose = (
+            (checkpoint.folder, "beside them")
+            if checkpoint.elsewhere is None
+            else (checkpoint.elsewhere, "of the model's folder")
+        )
+        raise ModelLoadError(f"{place}: the weights do not fit config.json {whose}. " + ". ".join(problems))

@@ -131,14 +131,18 @@ class Model(Generic[C, G]):
                 )
         model = dataclasses.replace(self, transformer_files=tuple(files), known_names=known)
         for file in files:
+            file.check_settings(self.folder)
             model._checkpoint(file.component).close()
         return model
 
-    def check_weights(self, transformer: DiffusionTransformer) -> bool:
-        """Whether weights of what `build_transformer` returned are quantised in their files. Reads the heads of files;
-        raises ModelLoadError for those that cannot be read or do not fit."""
+    def check_weights(self, transformer: DiffusionTransformer, components: Collection[str] | None = None) -> bool:
+        """Whether weights of what `build_transformer` returned are quantised in their files. components: whose weights
+        are looked at, None for all. Reads the heads of files; raises ModelLoadError for those that cannot be read or do
+        not fit."""
         found = False
         for component, module in self.modules(transformer).items():
+            if components is not None and component not in components:
+                continue
             with self._checkpoint(component) as checkpoint:
                 self.prepare(module, checkpoint.shapes)
                 check_names(module, checkpoint, self.pieces(component), self.is_ignored)
@@ -153,7 +157,14 @@ class Model(Generic[C, G]):
     ) -> Checkpoint:
         file = next((file for file in self.transformer_files if file.component == component), None)
         source = None if file is None else file.source(self._expected(component))
-        return Checkpoint(self.folder / component, changes=changes, kept=kept, reads_fp8=True, source=source)
+        return Checkpoint(
+            self.folder / component,
+            changes=changes,
+            kept=kept,
+            reads_fp8=True,
+            source=source,
+            place=None if file is None else file.place,
+        )
 
     def _expected(self, component: str) -> Expected:
         shapes = {piece.name: piece.shape for several in self.pieces(component).values() for piece in several}

@@ -62,5 +62,6 @@ def _original_shape(name: str, tensor: GgufTensor, metadata: Mapping[str, Any]) 
         return tensor.shape
     block, block_bytes = next((block, size) for name, block, size in TYPES.values() if name == tensor.type)
     # Rows of whole blocks, so that some of them can be read.
-    row = block_bytes * -(-math.prod(kept[1:]) // block)
-    return tuple(kept) if tensor.num_bytes == kept[0] * row else tensor.shape
+    row = math.prod(kept[1:])
+    is_whole = row % block == 0 and tensor.num_bytes == kept[0] * (row // block) * block_bytes
+    return tuple(kept) if is_whole else tensor.shape

@@ -38,7 +38,7 @@ class RandomWeights:
 
     folder: Path
     shapes: dict[str, tuple[int, ...]]
-    is_elsewhere: bool = False
+    elsewhere: Path | None = None
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
         draw_weight(name, target)

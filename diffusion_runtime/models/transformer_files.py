@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import INDEX_FILE
+from diffusion_runtime.errors import ModelLoadError, shown
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, read_json, read_json_in
 from diffusion_runtime.models.checkpoint import Source
 from diffusion_runtime.models.gguf_file import GgufFile
 from diffusion_runtime.models.stored_tensors import Rows, stored_rows
@@ -20,6 +20,7 @@ from diffusion_runtime.models.weight_files import (
     GGUF,
     check_quantization_config,
     find_weight_files,
+    listed,
     refuse_other_than_fp8,
 )
 from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
@@ -38,6 +39,25 @@ class TransformerFile:
     @property
     def place(self) -> Path:
         return Path(expand_home(self.path))
+
+    def check_settings(self, folder: AnyFolder) -> None:
+        """Raises ModelLoadError where config.json beside the weights says something else than the model folder's, which
+        is the one that holds: other positions or epsilons fit the same tensors, and give other numbers."""
+        path = self.place / "config.json"
+        if not path.is_file():
+            return
+        given, own = read_json(path), read_json_in(folder, self.component, "config.json")
+        differing = [
+            f"{key} is {shown(value)}, here {shown(own[key])}"
+            for key, value in given.items()
+            if key in own and own[key] != value and not key.startswith("_") and key != "quantization_config"
+        ]
+        if differing:
+            raise ModelLoadError(
+                f"{path}: {len(differing)} settings differ from the model's own: {listed(differing)}. Give the folder "
+                f"of the whole model by --model-path; or the weights' file itself, without its config.json, by "
+                f"--{self.key.replace('_', '-')}, to run them with the model's settings"
+            )
 
     def source(self, expected: Expected) -> Source:
         """Opens the files, and gives their tensors the names that the model's folder would have.

@@ -23,6 +23,8 @@ _MAX_VALUES = 10_000
 # Of all arrays of metadata together; files of language models hold their vocabulary, those of transformers nothing.
 _MAX_ARRAY_ITEMS = 2_000_000
 _MAX_TEXT_BYTES = 1_000_000
+# Of all texts and names of a head, as safetensors bounds its own.
+_MAX_HEAD_TEXT_BYTES = 100_000_000
 _MAX_NAME_BYTES = 300
 # Kept of an array: shapes are shorter.
 _MAX_KEPT_ITEMS = 16
@@ -87,7 +89,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path, self.file, self.size = path, file, size
-        self.num_items = 0
+        self.num_items = self.num_text_bytes = 0
 
     def header(self) -> GgufHeader:
         if self._bytes(4) != MAGIC:
@@ -172,6 +174,9 @@ class _Reader:
         (length,) = self._unpack("Q")
         if length > max_bytes:
             raise self._damaged(f"a text in its head would be {length} bytes")
+        self.num_text_bytes += length
+        if self.num_text_bytes > _MAX_HEAD_TEXT_BYTES:
+            raise self._damaged(f"the texts of its head would be more than {_MAX_HEAD_TEXT_BYTES} bytes")
         return self._bytes(length).decode("utf-8", errors="replace")
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:

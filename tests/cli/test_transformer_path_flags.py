@@ -41,6 +41,12 @@ def test_info_says_what_a_file_of_weights_holds(command: Command, tmp_path: Path
     assert values["scales"] == f"{values['kinds']['F8_E4M3']} per tensor"
     shown = " ".join(command("info", tmp_path / "a.safetensors").out.split())
     assert "1 tensors, which --transformer-path leaves unread" in shown
+    save_file({name: each for name, each in given.items() if name != "proj_out.bias"}, tmp_path / "short.safetensors")
+    refused = command("info", tmp_path / "short.safetensors", "--model-path", tiny_wan_folder)
+    assert refused.code == 1
+    said = " ".join(refused.said.split())
+    assert "short.safetensors: the weights do not fit config.json" in said
+    assert "1 of 69 tensors are missing: proj_out.bias" in said
     write_gguf(tmp_path / "b.gguf", original_tensors("z_image"), lambda _: "Q4_0")
     values = command("info", tmp_path / "b.gguf", "--json").json
     assert (values["format"], values["families"], values["scales"]) == ("GGUF", ["Z-Image"], None)

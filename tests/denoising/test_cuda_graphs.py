@@ -38,6 +38,9 @@ from diffusion_runtime.denoising.cuda_graphs import forward_graphs
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import CAPTURED, FIRST, NEW_REQUEST, TIMED, ForwardGraphs
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.kernels.implementation import VARIABLE
+from diffusion_runtime.layers.fp8_linear import ProductCounter
+from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt
 from diffusion_runtime.step_info import LayerInfo
 
@@ -172,6 +175,43 @@ def test_weights_that_are_overwritten_are_read_and_weights_that_move_are_capture
     graphs = requests.check(seed=2)
     assert graphs.eager == {FIRST: 1, TIMED: 1, CAPTURED: 1}
     assert graphs.num_graphs == 1
+
+
+def test_blocks_of_another_layout_at_the_same_address_are_captured_anew() -> None:
+    """As the allocator may place them when LoRA files are switched twice."""
+
+    class BlocksModel(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text = GgufLinear(32, 32, bias=False, counter=ProductCounter())  # type: ignore[assignment]
+
+    def rows(kind: str) -> GgufRows:
+        numbers = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+        if kind == "F32":
+            return GgufRows(kind, numbers.view(torch.uint8))
+        return GgufRows(kind, torch.randint(0, 50, (16, 34), dtype=torch.uint8))
+
+    model = BlocksModel()
+    layer = model.text
+    assert isinstance(layer, GgufLinear)
+    place = layer.hold([rows("F32"), rows("Q8_0")], torch.device("cpu"))
+    requests = Requests(model)
+    # In the graph, as what is kept for a request is not.
+    model.attention[0].register_forward_hook(lambda *given: given[2] + layer(torch.ones(32)).mean())
+    requests.check()
+    place.copy_(layer.hold([rows("Q8_0"), rows("F32")], torch.device("cpu")))
+    layer.weight = nn.Parameter(place, requires_grad=False)
+    assert requests.check(seed=1).eager == {FIRST: 1, TIMED: 1, CAPTURED: 1}
+
+
+def test_what_a_caller_sets_around_a_generation_is_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(Model())
+    requests.check()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert requests.check(seed=1).eager[FIRST] == 1
+    assert requests.check(seed=2).eager == {NEW_REQUEST: 1}
+    monkeypatch.setenv(VARIABLE, "reference")
+    assert requests.check(seed=3).eager[FIRST] == 1
 
 
 def test_graphs_are_bounded_and_the_one_unused_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:

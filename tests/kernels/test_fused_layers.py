@@ -218,6 +218,14 @@ def test_a_call_like_an_earlier_one_skips_its_checks_and_no_other_does(monkeypat
         }
         for name, call in others.items():
             assert kinds(call) == ["first"], name
+        # A cache that another thread starts over in between.
+        found = norm_triton._launches.find
+        monkeypatch.setattr(
+            norm_triton._launches, "find", lambda key: (found(key), norm_triton._launches._launches.clear())[0]
+        )
+        assert kinds(calls["norm"]) == ["repeated"]
+        assert kinds(calls["norm"]) == ["first"]
+        monkeypatch.setattr(norm_triton._launches, "find", found)
         with pytest.raises(ConfigError, match="expected rows of shift"):
             modulated_norm(x, LAYER, shift=rows[:1], branch=Branch(x, rows))
         with pytest.raises(ConfigError, match=r"expected weights \[4\] or \[8\]"):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 from gguf_files import head, tensor, text, write_gguf
 from original_names import flux1_as_authors
 from safetensors.torch import load_file, save_file
@@ -20,6 +22,7 @@ from diffusion_runtime.kernels.fp8_rows.reference import quantize_rows
 from diffusion_runtime.kernels.gguf_blocks import KINDS, dequantize_blocks
 from diffusion_runtime.layers.fp8_linear import Fp8Linear, ProductCounter
 from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
+from diffusion_runtime.untrusted import gguf_header
 from diffusion_runtime.untrusted.gguf_header import TYPES, read_gguf_header
 
 WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"
@@ -164,6 +167,39 @@ def test_hostile_heads_are_refused(tmp_path: Path, content: bytes, said: str) ->
     with pytest.raises(ModelLoadError, match=said) as caught:
         read_gguf_header(tmp_path / "a.gguf")
     assert "a.gguf" in str(caught.value)
+
+
+def test_the_texts_of_a_head_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_header, "_MAX_HEAD_TEXT_BYTES", 1000)
+
+    def with_texts(number: int) -> Path:
+        values = b"".join(text(f"{n:10}") + struct.pack("<I", 8) + text("a" * 90) for n in range(number))
+        (tmp_path / "a.gguf").write_bytes(head(num_tensors=0, num_values=number, values=values))
+        return tmp_path / "a.gguf"
+
+    assert len(read_gguf_header(with_texts(10)).metadata) == 10
+    with pytest.raises(ModelLoadError, match="the texts of its head would be more than 1000 bytes"):
+        read_gguf_header(with_texts(11))
+
+
+def test_a_shape_beside_the_head_holds_all_numbers_or_is_not_used(flux1: Path, tmp_path: Path) -> None:
+    """Rows of 16 numbers in blocks of 32: as many bytes, and half of the numbers."""
+    name = "x_embedder.weight"
+    writer = GGUFWriter(str(tmp_path / "a.gguf"), "flux")
+    for each, values in load_file(flux1 / WEIGHTS).items():
+        if each == name:
+            data = quantize(torch.ones(values.shape[0], 32).numpy(), GGMLQuantizationType.Q8_0)
+            writer.add_tensor(each, data, raw_dtype=GGMLQuantizationType.Q8_0)
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(values.shape))
+            assert values.shape == (32, 16)
+        else:
+            writer.add_tensor(each, values.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=r"x_embedder.weight is \[32, 32\], expected \[32, 16\]"):
+        load_pipeline(str(flux1), device="cpu", transformer_path=str(tmp_path / "a.gguf"))
 
 
 def test_a_scale_that_is_no_number_is_named(flux1: Path, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from diffusion_runtime.attention_report import AttentionRecorder, GraphReplays
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture, ForwardTime
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import CapturedForward, ForwardPass, NotReplayable
+from diffusion_runtime.kernels.implementation import fusion_is_on
+from diffusion_runtime.layers.gguf_linear import GgufLinear
 from diffusion_runtime.step_info import StepInfo
 
 # Host time of a forward pass over its device time, above which launches bound it.
@@ -79,7 +81,11 @@ class ForwardGraphs:
 
         Weights that lie elsewhere than before end all graphs; weights that were overwritten are read by later replays.
         """
-        weights = tuple((x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers()))
+        weights = (
+            tuple((x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers())),
+            # The same bytes at the same address may be other blocks, where a LoRA was switched in between.
+            tuple(layer.layout for layer in model.modules() if isinstance(layer, GgufLinear)),
+        )
         if weights != self._weights:
             self._forms.clear()
             self._weights = weights
@@ -156,7 +162,7 @@ class GraphedForward:
             self._forms_of_inputs[id(given.inputs)][1],
             (step.branch, step.expert, context.is_compiled, context.layout),
             self._step_key(step),
-            _switches(),
+            _switches(given.latents.device.type),
         )
 
     def _step_key(self, step: StepInfo) -> Hashable:
@@ -232,9 +238,12 @@ def _refusal_after(time: ForwardTime) -> str | None:
     return None if host > LAUNCH_BOUND * device else f"not launch-bound (the host takes {host:.1f} of {device:.1f} ms)"
 
 
-def _switches() -> Hashable:
-    """Switches of torch that choose kernels, which a caller may set around a generation."""
+def _switches(device_type: str) -> Hashable:
+    """What chooses kernels and may be set around a generation: switches of torch, autocast, and the environment's
+    choice of the fused kernels."""
     return (
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        fusion_is_on(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch._C._get_flash_sdp_enabled(),
