@@ -18,7 +18,7 @@ from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.compilation import keep_artefacts
-from diffusion_runtime.loading.cuda_graphs import make_graphs
+from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
@@ -121,6 +121,8 @@ class PreparedModel:
             quantization=self.quantization,
             compiled=compiled,
             graphs=make_graphs(config, self.device),
+            # The others only take part in what the first process decodes.
+            decoder_graphs=make_decoder_graphs(config, self.device) if self.world is None else None,
             few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
             loras=LoraSwitch(
                 functools.partial(opened.rewrite_transformer, transformer, dtype=self.dtype),
