@@ -1,6 +1,6 @@
 """CUDA graphs of a causal decoder: the frames of eager runs, over clips, lengths and sizes, and what is said of them.
 
-On the CPU, where recorded operators stand for a graph (tests/recorded_capture.py); on a GPU: test_decoder_graphs_gpu.py.
+On the CPU, where recorded operators stand for a graph (tests/recorded_capture.py).
 """
 
 from __future__ import annotations
