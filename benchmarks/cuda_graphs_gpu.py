@@ -121,7 +121,7 @@ def whole_generations(device: torch.device, repeats: int) -> dict[str, Any]:
 
 
 def decoding(device: torch.device, repeats: int) -> dict[str, Any]:
-    """The embedded model's decoder with and without graphs: milliseconds, kernel launches, kernels' own milliseconds."""
+    """The embedded model's decoder with and without graphs: milliseconds, launches, kernels' own milliseconds."""
     plain = load(device, "off").decoder
     graphs = DecoderGraphs(capture_for(device))
     decoders = {"eager": plain, "graph": plain.with_graphs(graphs)}
