@@ -80,18 +80,19 @@ class ProductRow:
 
 @dataclass(frozen=True)
 class GraphReplays:
-    """Forward passes of a transformer with CUDA graphs. num_replayed: of num_forwards, how many were replayed from a
-    graph; num_graphs: how many graphs the pipeline holds, in pool_bytes of device memory. eager: why the others ran
-    without one, and how many for each reason."""
+    """Forward passes with CUDA graphs. num_replayed: of num_forwards, how many were replayed from a graph; num_graphs:
+    how many graphs the pipeline holds, in pool_bytes of device memory. eager: why the others ran without one, and how
+    many for each reason. unit: whose passes, in words."""
 
     num_forwards: int
     num_replayed: int
     num_graphs: int
     pool_bytes: int
     eager: Mapping[str, int] = field(default_factory=dict)
+    unit: str = "forward passes"
 
     def __str__(self) -> str:
-        text = f"cuda graphs: {self.num_replayed} of {self.num_forwards} forward passes replayed from a CUDA graph"
+        text = f"cuda graphs: {self.num_replayed} of {self.num_forwards} {self.unit} replayed from a CUDA graph"
         if self.num_graphs:
             plural = "s" * (self.num_graphs != 1)
             text += f" ({self.num_graphs} graph{plural} held in {self.pool_bytes / 1e9:.3f} GB)"
@@ -118,8 +119,8 @@ class SkipRow:
 class AttentionReport:
     """Every attention call of one generation, and the components whose attention is their library's own. steps: empty
     where every step is computed by request. products: of quantised linear layers; empty where there are none. skipped:
-    by layer, of calls that may skip keys; empty where none did. graphs: None where CUDA graphs were not to be used.
-    Calls and products of a replayed forward pass count as those of any."""
+    by layer, of calls that may skip keys; empty where none did. graphs, decoder_graphs: None where CUDA graphs were not
+    to be used. Calls and products of a replayed forward pass count as those of any."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()
@@ -127,6 +128,7 @@ class AttentionReport:
     steps: tuple[StepRow, ...] = ()
     products: tuple[ProductRow, ...] = ()
     graphs: GraphReplays | None = None
+    decoder_graphs: GraphReplays | None = None
     skipped: tuple[SkipRow, ...] = ()
 
     @property
@@ -142,6 +144,7 @@ class AttentionReport:
             "steps": [{**asdict(row), "reused_by": list(row.reused_by)} for row in self.steps],
             "products": [asdict(row) for row in self.products],
             "graphs": None if self.graphs is None else asdict(self.graphs),
+            "decoder_graphs": None if self.decoder_graphs is None else asdict(self.decoder_graphs),
             "skipped": [{**asdict(row), "share": row.share} for row in self.skipped],
             "notes": list(self.notes),
         }
@@ -157,7 +160,7 @@ class AttentionReport:
         ]
         lines += [f"steps of {row}" for row in self.steps]
         lines += [f"quantised linear layers: {row.count} x {row.implementation}" for row in self.products]
-        lines += [] if self.graphs is None else [str(self.graphs)]
+        lines += [str(graphs) for graphs in (self.graphs, self.decoder_graphs) if graphs is not None]
         lines += [_skipped_line(role, self.skipped) for role in dict.fromkeys(row.role for row in self.skipped)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -210,6 +213,7 @@ class AttentionRecorder:
         self._notes: dict[str, None] = {}
         self._products: dict[str, int] = {}
         self._graphs: GraphReplays | None = None
+        self._decoder_graphs: GraphReplays | None = None
         self._tape: CallTape | None = None
         self._skipped: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -276,8 +280,12 @@ class AttentionRecorder:
         self._products[implementation] = self._products.get(implementation, 0) + 1
 
     def record_graphs(self, graphs: GraphReplays) -> None:
-        """Say what was replayed from CUDA graphs."""
+        """Say what of the transformer was replayed from CUDA graphs."""
         self._graphs = graphs
+
+    def record_decoder_graphs(self, graphs: GraphReplays) -> None:
+        """Say what of the decoder was replayed from CUDA graphs."""
+        self._decoder_graphs = graphs
 
     def record_skipped(self, layer: LayerInfo, counts: torch.Tensor) -> None:
         """Add a call's (skipped, visited), int64 [2]. They stay on their device until `report` reads them."""
@@ -335,6 +343,7 @@ class AttentionRecorder:
             products=products,
             skipped=skipped,
             graphs=self._graphs,
+            decoder_graphs=self._decoder_graphs,
         )
 
 

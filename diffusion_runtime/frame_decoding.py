@@ -52,4 +52,5 @@ def _check_numbers(frames: torch.Tensor, position: int) -> None:
 
 def _to_uint8(frames: torch.Tensor) -> torch.Tensor:
     """Frames in [0, 1] as uint8 on the CPU."""
-    return (frames * 255).round().clamp(0, 255).to("cpu", torch.uint8)
+    # In two steps: in one, torch copies float32 and converts it on the CPU.
+    return (frames * 255).round_().clamp_(0, 255).to(torch.uint8).cpu()

@@ -30,6 +30,7 @@ from diffusion_runtime.media.file_writer import FrameSink, OpenSink
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.memory.offloading import Offloading
+from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.interface import (
     DiffusionTransformer,
     ImageConditioner,
@@ -58,8 +59,9 @@ class Pipeline:
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
     attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
     compiled: its blocks, where torch.compile compiles them. graphs: the CUDA graphs of its forward passes, None for
-    none. offloading: the parts that wait in the machine's memory. fitting: what to offload so that a request fits, for
-    the message of one that ran out of memory. few_steps_of: what the model was distilled to with other LoRA files, by
+    none. decoder_graphs: those of the decoder. offloading: the parts that wait in the machine's memory. fitting: what to
+    offload so that a request fits, for the message of one that ran out of memory. few_steps_of: what the model was
+    distilled to with other LoRA files, by
     their paths.
     """
 
@@ -81,12 +83,13 @@ class Pipeline:
         graphs: ForwardGraphs | None = None,
         offloading: Offloading | None = None,
         fitting: Callable[[GenerationRequest], str] = lambda _: "",
+        decoder_graphs: DecoderGraphs | None = None,
         loras: LoraSwitch | None = None,
         few_steps_of: Callable[[Iterable[str]], FewSteps | None] = lambda _: None,
     ) -> None:
         self.text_encoder = text_encoder
         self.transformer = transformer
-        self.decoder = decoder
+        self.decoder = decoder if decoder_graphs is None else decoder.with_graphs(decoder_graphs)
         self.rules = rules
         self.device = device
         self.dtype = dtype
@@ -98,6 +101,7 @@ class Pipeline:
         self._graphs = graphs
         self.offloading = offloading
         self._fitting = fitting
+        self._decoder_graphs = decoder_graphs
         self._loras = loras
         self._few_steps_of = few_steps_of
         self.defaults = rules.defaults
@@ -243,7 +247,7 @@ class Pipeline:
             del self.text_encoder, self.transformer, self.decoder, self._image_conditioner, self._load_image_conditioner
             if self.offloading is not None:
                 self.offloading.close()
-            self._loras = self._compiled = self._graphs = self.offloading = None
+            self._loras = self._compiled = self._graphs = self._decoder_graphs = self.offloading = None
             release_device_memory(self.device)
 
     def _generate_apart(
@@ -333,6 +337,8 @@ class Pipeline:
             ]
             frames: dict[int, torch.Tensor] = {}
             sounds: dict[int, Audio | None] = {}
+            if self._decoder_graphs is not None:
+                self._decoder_graphs.start()
             # One after the other: the decoder's activations are what needs the most memory.
             for index in range(len(batch)):
                 if not cancellations.is_wanted(index):
@@ -347,6 +353,8 @@ class Pipeline:
                     recorder.record_library("vae", self.decoder.library, self.decoder.implementation)
                     sounds[index] = self._sound(parts.audio, recorder)
                     done(1)
+            if frames and self._decoder_graphs is not None:
+                recorder.record_decoder_graphs(self._decoder_graphs.report())
         return [
             GeneratedMedia(
                 frames=frames[index].numpy(),

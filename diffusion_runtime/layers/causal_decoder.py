@@ -78,11 +78,24 @@ class CausalDecoder(LatentFrameDecoder, Generic[Activation]):
 
     def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
         """See SampleDecoder.decode."""
-        latents = self._autoencoder.post_quant_conv(raw)
+        latents = self.prepare(raw)
         histories: dict[nn.Module, torch.Tensor] = {}
         for index in range(latents.shape[2]):
-            run = self.begin(latents[:, :, index : index + 1], LatentFrame(index == 0, histories, ranks))
-            yield _unpatchify(run.frames(self._network), self._patch_size).clamp(-1.0, 1.0)
+            yield self.decode_frame(latents[:, :, index : index + 1], LatentFrame(index == 0, histories, ranks))
+
+    def prepare(self, raw: torch.Tensor) -> torch.Tensor:
+        """Raw latents as the network takes them, all at once."""
+        latents: torch.Tensor = self._autoencoder.post_quant_conv(raw)
+        return latents
+
+    def decode_frame(self, latents: torch.Tensor, frame: LatentFrame) -> torch.Tensor:
+        """What one prepared latent frame [1, channels, 1, height, width] becomes; the frame's histories move on."""
+        chunk = self.begin(latents, frame).frames(self._network)
+        return _unpatchify(chunk, self._patch_size).clamp(-1.0, 1.0)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The weights that it reads; a decoder that copied some of them reads its copies."""
+        return iter(self._autoencoder.parameters())
 
     @abstractmethod
     def begin(self, latents: torch.Tensor, frame: LatentFrame) -> DecoderRun[Activation]:

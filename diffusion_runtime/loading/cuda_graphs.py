@@ -11,6 +11,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.interface import DiffusionTransformer
 
 
@@ -44,6 +45,14 @@ def make_graphs(config: RuntimeConfig, device: torch.device, is_offloaded: bool)
     if config.cuda_graphs == "off" or device.type != "cuda" or is_offloaded:
         return None
     return ForwardGraphs(CudaCapture(device), is_probed=config.cuda_graphs == "auto")
+
+
+def make_decoder_graphs(config: RuntimeConfig, device: torch.device) -> DecoderGraphs | None:
+    """The same for the decoder, in a memory pool of its own. With `on` too only what launches bound is captured: a
+    graph keeps its activations, gigabytes of a large decoder."""
+    if config.cuda_graphs == "off" or device.type != "cuda":
+        return None
+    return DecoderGraphs(CudaCapture(device))
 
 
 def _reasons(

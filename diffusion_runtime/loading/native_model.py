@@ -20,7 +20,7 @@ from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.compilation import keep_artefacts, refuse_compiling_quantised
-from diffusion_runtime.loading.cuda_graphs import make_graphs
+from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.loading.memory_planning import (
     PlannedDemand,
@@ -151,6 +151,8 @@ class PreparedModel:
             quantization=self.quantization,
             compiled=compiled,
             graphs=graphs,
+            # The others only take part in what the first process decodes; where weights are offloaded memory is short.
+            decoder_graphs=make_decoder_graphs(config, self.device) if world is None and offloading is None else None,
             offloading=offloading,
             fitting=checked._fitting,
             few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),

@@ -18,6 +18,7 @@ from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
@@ -177,6 +178,10 @@ class LatentDecoder(ABC):
         tiles."""
         if is_wanted:
             raise ConfigError("vae_tiling: on: this decoder has no tiles; leave out --vae-tiling")
+        return self
+
+    def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:
+        """The same decoder, replaying what launches bound from CUDA graphs; itself where it has nothing to replay."""
         return self
 
     def decode_audio(self, latents: torch.Tensor) -> Audio | None:

@@ -23,6 +23,7 @@ from diffusion_runtime.layers.sample_decoder import SampleDecoder, TiledDecoder,
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT
+from diffusion_runtime.models.decoder_graphs import DecoderGraphs, GraphedDecoder
 from diffusion_runtime.models.decoder_memory import memory_advice
 from diffusion_runtime.models.interface import FrameStream, LatentDecoder
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
@@ -92,6 +93,7 @@ class VideoDecoder(LatentDecoder):
         self._tiling = tiling
         self._takes_bands = takes_bands
         self._compared: set[tuple[int, ...]] = set()
+        self._graphs: DecoderGraphs | None = None
         self._set_tiled(is_tiled)
 
     def fast(self) -> LatentDecoder:
@@ -105,6 +107,12 @@ class VideoDecoder(LatentDecoder):
         """See LatentDecoder.in_tiles."""
         other = self._copy()
         other._set_tiled(is_wanted)
+        return other
+
+    def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:
+        """See LatentDecoder.with_graphs."""
+        other = self._copy()
+        other._graphs = graphs
         return other
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -121,7 +129,8 @@ class VideoDecoder(LatentDecoder):
             raw = self._raw(latents)
             if self._fused and tuple(raw.shape[-2:]) not in self._compared:
                 self._compare(raw[:, :, :NUM_COMPARED], bands)
-        decoder = self._as_tiled(self._fused[0].decoder if self._fused else self._module)
+        chosen = self._fused[0].decoder if self._fused else self._module
+        decoder = self._as_tiled(chosen if self._graphs is None else GraphedDecoder(chosen, self._graphs))
         num_frames = 1 + decoder.frames_factor * (raw.shape[2] - 1)
         return FrameStream(num_frames, self._chunks(decoder.decode(raw, bands), latents))
 
@@ -141,7 +150,8 @@ class VideoDecoder(LatentDecoder):
         with (
             explain_memory_shortage("decoding", lambda: self._advice(latents)),
             torch.inference_mode(),
-            OneDnnConvolutions(),
+            # Elsewhere it would cost a few microseconds a call and change nothing.
+            OneDnnConvolutions() if self._device.type == "cpu" else contextlib.nullcontext(),
         ):
             yield
 

@@ -424,4 +424,5 @@ def test_replays_of_a_transformer_keep_step_and_branch_apart() -> None:
         "num_graphs": 0,
         "pool_bytes": 0,
         "eager": {},
+        "unit": "forward passes",
     }

@@ -47,6 +47,7 @@ class CudaCapture:
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._pool_bytes: int | None = None
 
     def timed(self, run: Run) -> tuple[torch.Tensor, ForwardTime]:
         start, stop = _event(), _event()
@@ -74,6 +75,7 @@ class CudaCapture:
         if not self._graphs:
             # A pool ends with the last of its graphs.
             self._pool = torch.cuda.graph_pool_handle()
+        self._pool_bytes = None
         graph = torch.cuda.CUDAGraph()
         # Calls of other threads, such as the one that writes a file, are none of the capture's.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -89,9 +91,12 @@ class CudaCapture:
     def pool_bytes(self) -> int:
         if not self._graphs:
             return 0
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        mine = (segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._pool))
-        return sum(int(segment["total_size"]) for segment in mine)
+        # A snapshot lists every block of the process, and the pool changes with a capture alone.
+        if self._pool_bytes is None:
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            mine = (segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._pool))
+            self._pool_bytes = sum(int(segment["total_size"]) for segment in mine)
+        return self._pool_bytes
 
 
 def _event() -> torch.cuda.Event:

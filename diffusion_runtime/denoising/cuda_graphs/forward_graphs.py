@@ -139,7 +139,7 @@ class GraphedForward:
                 return self._capture(form, given)
             if form.time is None:
                 return self._time(form, given)
-            form.refusal = _refusal_after(form.time)
+            form.refusal = refusal_after(form.time)
             if form.refusal is None:
                 return self._capture(form, given)
         return self._run(given, form.refusal)
@@ -162,7 +162,7 @@ class GraphedForward:
             self._forms_of_inputs[id(given.inputs)][1],
             (step.branch, step.expert, context.is_compiled, context.layout),
             self._step_key(step),
-            _switches(given.latents.device.type),
+            kernel_switches(given.latents.device.type),
         )
 
     def _step_key(self, step: StepInfo) -> Hashable:
@@ -232,20 +232,22 @@ def _refusal_of(given: ForwardPass) -> str | None:
     return None
 
 
-def _refusal_after(time: ForwardTime) -> str | None:
-    """Why a pass of so long is not captured; waits for it."""
+def refusal_after(time: ForwardTime) -> str | None:
+    """Why a pass of so long is not captured; waits for it. None where it is launch-bound."""
     host, device = 1000 * time.host_seconds, 1000 * time.device_seconds()
     return None if host > LAUNCH_BOUND * device else f"not launch-bound (the host takes {host:.1f} of {device:.1f} ms)"
 
 
-def _switches(device_type: str) -> Hashable:
+def kernel_switches(device_type: str) -> Hashable:
     """What chooses kernels and may be set around a generation: switches of torch, autocast, and the environment's
     choice of the fused kernels."""
+    cudnn = torch.backends.cudnn
     return (
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
         fusion_is_on(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
