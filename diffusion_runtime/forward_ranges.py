@@ -40,7 +40,7 @@ def _name_calls(stack: ExitStack, module: nn.Module, name_of: _NameOf) -> None:
         # torch.compile traces hooks; the operator that stands for attention in its graph calls them when it runs.
         if not torch.compiler.is_compiling():
             begun.append(record_function(name_of(called, args, kwargs)))
-            begun[-1].__enter__()
+            begun[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def end(*_: object) -> None:
         if begun and not torch.compiler.is_compiling():

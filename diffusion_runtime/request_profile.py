@@ -203,5 +203,5 @@ def _activities(device: torch.device) -> list[Any]:
     from torch.profiler import ProfilerActivity, supported_activities
 
     of_device = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type)
-    known = supported_activities()
+    known = supported_activities()  # type: ignore[no-untyped-call]
     return [each for each in ProfilerActivity.__members__.values() if each in known and each.name in ("CPU", of_device)]
