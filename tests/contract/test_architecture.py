@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 ROWS = [
     {"cli"},
     {"session"},
-    {"loading", "diagnosis", "benchmark"},
+    {"benchmark"},
+    {"loading", "diagnosis"},
     {"description"},
     {"diffusers_bridge"},
     {"request_profile"},
