@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +70,14 @@ class GenerationPipeline(Protocol):
     def set_loras(self, loras: Sequence[Any]) -> None:
         """Other LoRA files for the generations from here on, instead of those before, without loading the model
         again."""
+
+    @property
+    def profile_remarks(self) -> tuple[str, ...]:
+        """What a profile of a generation should say: how it differs from one that is not profiled, what has no name."""
+
+    def named_ranges(self) -> AbstractContextManager[None]:
+        """While it holds, what a generation computes consists of named ranges of torch.profiler, as far as this
+        pipeline knows them."""
 
     def close(self) -> None:
         """Give the memory of the model back; a later generation is a PipelineClosedError."""

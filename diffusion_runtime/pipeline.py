@@ -21,6 +21,7 @@ from diffusion_runtime.denoising.step_cache.calibration import Calibration, mode
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials, mean_ratios
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.forward_ranges import forward_ranges
 from diffusion_runtime.frame_decoding import decode_frames
 from diffusion_runtime.input_files import input_digests
 from diffusion_runtime.latent_denoiser import LatentDenoiser
@@ -61,8 +62,7 @@ class Pipeline:
     compiled: its blocks, where torch.compile compiles them. graphs: the CUDA graphs of its forward passes, None for
     none. decoder_graphs: those of the decoder. offloading: the parts that wait in the machine's memory. fitting: what to
     offload so that a request fits, for the message of one that ran out of memory. few_steps_of: what the model was
-    distilled to with other LoRA files, by
-    their paths.
+    distilled to with other LoRA files, by their paths.
     """
 
     def __init__(
@@ -192,6 +192,21 @@ class Pipeline:
             )
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
             self.recipe = {**self.recipe, "runtime": runtime}
+
+    @property
+    def profile_remarks(self) -> tuple[str, ...]:
+        """As GenerationPipeline says."""
+        return () if self._graphs is None else ("recorded steps run without CUDA graphs, which have no ranges inside",)
+
+    @contextlib.contextmanager
+    def named_ranges(self) -> Iterator[None]:
+        """While it holds, forward passes (`forward cond`) and attention calls (`attention self, layer 3, fa`) are
+        ranges of torch.profiler, and no CUDA graph is replayed. It may begin and end between two steps."""
+        with contextlib.ExitStack() as stack:
+            if self._graphs is not None:
+                stack.enter_context(self._graphs.paused("a profile records the step"))
+            stack.enter_context(forward_ranges(self.transformer))
+            yield
 
     def calibrate(self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None) -> Calibration:
         """Measure what the step caches MagCache and TeaCache and progressive resolution need to know of this model, on

@@ -198,6 +198,20 @@ class AttentionLayer(nn.Module, ABC):
         served = self._served(x, context)
         return "gate" in served.resolved.backend.capability.features
 
+    def backend_of(
+        self,
+        x: torch.Tensor,
+        context: AttentionContext | None = None,
+        *,
+        gate: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        block_mask: BlockMask | None = None,
+    ) -> str:
+        """The name of the backend that serves a call whose q is like x; the others as in `forward`. Raises
+        BackendUnavailableError when no backend of the choice can serve it."""
+        context = AttentionContext() if context is None else context
+        return self._served(x, context, gate=gate, mask=mask, block_mask=block_mask).resolved.decision.backend
+
     def replay_refusals(self) -> tuple[str, ...]:
         """Why its calls cannot be replayed from a CUDA graph, of every backend that may serve it as it was built."""
         served = [resolve_decision(decision) for _, decision in self.decisions]

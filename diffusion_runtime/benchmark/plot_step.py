@@ -31,7 +31,7 @@ def plot_step(benchmark: StepBenchmark, path: Path) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for number, row in enumerate(rows):
         share = row.share_of_matmul(benchmark.operations)
-        label = f" {row.milliseconds:.4g} ms" + ("" if share is None else f", {share:.2f} of matmul")
+        label = f" {row.milliseconds:.1f} ms" + ("" if share is None else f", {share:.2f} of matmul")
         axis.text(left[number], number, label, va="center", fontsize=8)
     axis.set_yticks(range(len(rows)), [row.name for row in rows])
     axis.invert_yaxis()

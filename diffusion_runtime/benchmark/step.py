@@ -84,7 +84,8 @@ def benchmark_step(
     Raises DeviceMemoryError before anything is built where the weights do not fit, and BackendUnavailableError and
     ConfigError for an attention choice that cannot run.
     """
-    _check_memory(opened, device, dtype)
+    with quiet_log():
+        _check_memory(opened, device, dtype)
     hardware = detect_hardware(str(device))
     with torch.inference_mode(), quiet_log():
         run = _Run(opened, choice, device, dtype, effort, on_progress)

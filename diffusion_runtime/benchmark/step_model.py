@@ -162,6 +162,20 @@ def _find_published(name: str) -> PublishedModel | None:
     return found
 
 
+def is_published(name: str) -> bool:
+    """Whether it is a model that has no weights here: a name of `models` or a hub id, and no folder. Raises ConfigError
+    for a name of nothing."""
+    return _find_published(name) is not None
+
+
+def published_files(name: str) -> FolderFiles:
+    """The json files of a published model's folder. Raises ConfigError for a name of none."""
+    published = _find_published(name)
+    if published is None:
+        raise ConfigError(f"MODEL: {name!r} is not a published model")
+    return _published_files(published)
+
+
 def _published_files(published: PublishedModel) -> FolderFiles:
     return published_folders()[published.model_path.rpartition("/")[2]]
 

@@ -14,6 +14,8 @@ from diffusion_runtime.cli import options
 from diffusion_runtime.cli.backends import EPILOG as BACKENDS_EPILOG
 from diffusion_runtime.cli.backends import backends
 from diffusion_runtime.cli.bench import bench
+from diffusion_runtime.cli.bench_generate import EPILOG as BENCH_GENERATE_EPILOG
+from diffusion_runtime.cli.bench_generate import generate as bench_generate
 from diffusion_runtime.cli.bench_step import EPILOG as STEP_EPILOG
 from diffusion_runtime.cli.bench_step import step
 from diffusion_runtime.cli.calibrate import EPILOG as CALIBRATE_EPILOG
@@ -112,6 +114,7 @@ app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
 app.command("models", cls=CheckedCommand, epilog=MODELS_EPILOG)(models)
 app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)
 bench.command("step", epilog=STEP_EPILOG)(step)
+bench.command("generate", epilog=BENCH_GENERATE_EPILOG)(bench_generate)
 app.add_typer(bench, name="bench")
 
 

@@ -10,7 +10,7 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.bench import check_result_place, progress_line, write_results
-from diffusion_runtime.cli.tables import plain_table
+from diffusion_runtime.cli.tables import figures, figures_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ diffusion-runtime bench step wan2.2-t2v-a14b --height 480 --width 832 --layers 4
 diffusion-runtime bench step qwen-image --batch 2 --mode eager,fp8 --no-diffusers --json
 """
 _WHAT, _HOW = "What to measure", "How it is computed"
+# Within 80 columns with times below a minute.
+_COLUMNS = ("one step", "ms", "attention", "linear", "rest", "idle", "host", "of\nmatmul", "GB", "differs")
 
 
 def _option(panel: str, text: str, name: str, metavar: str | None = None, **limits: Any) -> Any:
@@ -127,15 +129,18 @@ def show(result: StepBenchmark) -> None:
 
     console = Console(highlight=False, file=sys.stdout)
     console.print(Text(f"{result.device}, {result.dtype}"))
-    columns = ("one step", "ms", "attention", "linear", "rest", "idle", "host", "of matmul", "GB", "differs", "by")
-    console.print(plain_table(columns, [_cells(row, result.operations) for row in result.rows], f"\n{result.model}"))
+    console.print(Text(f"\n{result.model}", style="bold"))
+    console.print(figures_table(_COLUMNS, _cells(result)), soft_wrap=True)
+    console.print()
+    for line in _remarks(result):
+        console.print(Text(line))
     rates = [row.matmul_tflops for row in result.rows if row.matmul_tflops is not None]
     if rates:
         size = result.matmul_size
         console.print(
             Text(
-                f"a matrix product of {size}^3 beside them: {min(rates):.4g} to {max(rates):.4g} TF/s; "
-                f"one step: {result.operations / 1e12:.4g} T operations"
+                f"one step: {result.operations / 1e12:.4g} T operations; a matrix product of {size}^3 beside them: "
+                f"{min(rates):.0f} to {max(rates):.0f} TF/s"
             )
         )
     if result.scale != 1:
@@ -150,19 +155,34 @@ def show(result: StepBenchmark) -> None:
                 console.print(Text(f"  {row.name}: {row.milliseconds * result.scale:.4g} ms"))
 
 
-def _cells(row: StepRow, operations: float) -> tuple[str, ...]:
-    by = row.detail if row.state == "measured" else f"{row.state}: {row.reason}"
+def _cells(result: StepBenchmark) -> list[tuple[str, ...]]:
+    """One tuple per row. All times have as many decimals, so that they can be compared across columns too."""
+    rows = result.rows
+    longest = max((row.milliseconds for row in rows if row.milliseconds is not None), default=0.0)
+    times = [figures(column, largest=longest) for column in zip(*(_times(row) for row in rows), strict=True) if rows]
+    shares = ["-" if (share := row.share_of_matmul(result.operations)) is None else f"{share:.2f}" for row in rows]
+    peaks = figures(None if row.peak_bytes is None else row.peak_bytes / 1e9 for row in rows)
+    differences = [_difference(row) for row in rows]
+    return list(zip((row.name for row in rows), *times, shares, peaks, differences, strict=True))
+
+
+def _times(row: StepRow) -> tuple[float | None, ...]:
     shares = row.shares
     parts = (None, None, None) if shares is None else (shares.attention, shares.linear, shares.rest)
-    peak = None if row.peak_bytes is None else row.peak_bytes / 1e9
-    times = [_number(value) for value in (row.milliseconds, *parts, row.idle_ms, row.host_ms)]
-    share = row.share_of_matmul(operations)
-    differs = "-" if row.difference is None else f"{row.difference:.0e}"
-    return row.name, *times, "-" if share is None else f"{share:.2f}", _number(peak), differs, by
+    return (row.milliseconds, *parts, row.idle_ms, row.host_ms)
 
 
-def _number(value: float | None) -> str:
-    """Four digits of it."""
-    if value is None:
+def _difference(row: StepRow) -> str:
+    if row.difference is None:
         return "-"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{row.difference:.0e}" if row.difference else "0"
+
+
+def _remarks(result: StepBenchmark) -> list[str]:
+    """What computed which rows, and what is wrong with some."""
+    by: dict[str, list[str]] = {}
+    for row in result.rows:
+        if row.state == "measured" and row.detail:
+            by.setdefault(row.detail, []).append(row.name)
+    lines = [f"attention by {detail}: {'; '.join(names)}" for detail, names in by.items()]
+    return lines + [f"{row.name}: {row.state}: {row.reason}" for row in result.rows if row.state != "measured"]

@@ -107,7 +107,7 @@ def generate(context: typer.Context, **given: Any) -> None:
         preset=source.preset,
     )
     terminal = Terminal(quiet=run.quiet, verbose=run.verbose)
-    output_flags = OutputFlags(run.output_path, run.file_format, run.as_json, run.dry_run, run.resume)
+    output_flags = OutputFlags(run.output_path, run.file_format, run.as_json, run.dry_run, run.resume, run.profile)
     num_typed = len(what.prompts or ()) + len(prompt)
     command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))
     process_info = read_process_info()

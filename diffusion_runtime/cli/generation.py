@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
+from diffusion_runtime.cli.profile_flag import check_profile_place, profiled
 from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
 from diffusion_runtime.cli.tables import attention_table, remarks_of
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
@@ -48,6 +49,7 @@ class OutputFlags:
     as_json: bool = False
     dry_run: bool = False
     resume: bool = False
+    profile: str | None = None
 
 
 def run_generate(
@@ -73,6 +75,7 @@ def run_generate(
             outputs.format_for(request)
     for note in settings.notes:
         terminal.warn(note)
+    check_profile_place(output_flags.profile, dry_run=output_flags.dry_run)
     if output_flags.dry_run:
         outputs.check_without_writing()
         prepared, items = _prepare(settings, outputs)
@@ -154,14 +157,9 @@ def _generate(
     parts = {"import": import_seconds, "read": time.perf_counter() - read_started}
     load_seconds = time.perf_counter() - load_started
     prints_paths = coordinator.is_first and not output_flags.as_json
-    result = run_batch(
-        items,
-        lambda request, on_progress, open_sink: pipeline(request, on_progress=on_progress, open_sink=open_sink),
-        outputs,
-        terminal,
-        put_path_on_stdout if prints_paths else None,
-        coordinator,
-    )
+    on_file = put_path_on_stdout if prints_paths else None
+    with profiled(output_flags.profile, pipeline, on_file, len(items), coordinator, terminal) as (make, finish):
+        result = run_batch(items, make, outputs, terminal, finish, coordinator)
     result = dataclasses.replace(result, done=done)
     timings = {**parts, "load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
     try:

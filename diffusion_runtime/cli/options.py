@@ -211,6 +211,10 @@ Resume: TypeAlias = Annotated[
     bool, _flag(OUTPUT, "Continue a run that was interrupted: make what is missing.", "--resume")
 ]
 DryRun: TypeAlias = Annotated[bool, _flag(OUTPUT, "Show what would run; load no weights, write nothing.", "--dry-run")]
+Profile: TypeAlias = Annotated[
+    str | None,
+    _flag(OUTPUT, "Trace of the first request, for Perfetto. See docs/profiling.md.", "--profile", metavar="FILE.json"),
+]
 Quiet: TypeAlias = Annotated[bool, _flag(OUTPUT, "Errors only, and the paths.", "--quiet", "-q")]
 Verbose: TypeAlias = Annotated[bool, _flag(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")]
 
@@ -269,6 +273,7 @@ class RunFlags:
     as_json: Json = False
     dry_run: DryRun = False
     resume: Resume = False
+    profile: Profile = None
     quiet: Quiet = False
     verbose: Verbose = False
 

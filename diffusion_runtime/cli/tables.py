@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -74,6 +74,30 @@ class _PlainTable:
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str) -> RenderableType:
     """A small table; cells are shown as they are, never as markup. Only the last column is wrapped."""
     return _PlainTable([_cell(name) for name in columns], [list(map(_cell, row)) for row in rows], title)
+
+
+def figures_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A name and its figures in each row; figures of a column that have as many decimals stand point below point. A
+    line break in a column's name is kept. To be printed with soft_wrap: it has one width."""
+    cells = [[Text(column) for column in columns], *([_cell(value) for value in row] for row in rows)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 0), show_edge=False)
+    for number, column in enumerate(zip(*cells, strict=True)):
+        # Never narrower: a name or a figure in two parts cannot be read. Printed with soft_wrap, nothing is cut either.
+        width = max(len(line) for cell in column for line in cell.plain.split("\n"))
+        side: Literal["left", "right"] = "left" if number == 0 else "right"
+        table.add_column(column[0], justify=side, no_wrap=True, min_width=width, vertical="bottom")
+    for row_cells in cells[1:]:
+        table.add_row(*row_cells)
+    return table
+
+
+def figures(values: Iterable[float | None], *, largest: float | None = None) -> list[str]:
+    """Numbers with as many decimals each as the largest needs for three digits; `-` for None. largest: of several
+    columns that share their decimals, None for this one's own."""
+    known = list(values)
+    top = max((value for value in known if value is not None), default=0.0) if largest is None else largest
+    decimals = 0 if top >= 1000 else 1 if top >= 10 else 2
+    return ["-" if value is None else f"{value:.{decimals}f}" for value in known]
 
 
 def facts_table(facts: Iterable[tuple[str, object]], title: str) -> Table:

@@ -132,6 +132,15 @@ class DiffusersPipeline:
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
             self.recipe = {**self.recipe, "runtime": runtime}
 
+    @property
+    def profile_remarks(self) -> tuple[str, ...]:
+        """As GenerationPipeline says."""
+        return ("diffusers' own pipeline runs: stages and steps have names, guidance branches and attention none",)
+
+    def named_ranges(self) -> contextlib.AbstractContextManager[None]:
+        """None: what a pipeline of diffusers calls has no names that all share."""
+        return contextlib.nullcontext()
+
     def close(self) -> None:
         """Give the memory of the model back. A later generation raises PipelineClosedError.
 

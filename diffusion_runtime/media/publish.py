@@ -112,6 +112,15 @@ def numbered(path: Path, number: int) -> Path:
     return path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
+def publish_numbered(source: Path, target: Path) -> Path:
+    """Rename a finished temporary file to `target`, or to the first of its numbered names that is free; returns it.
+    Raises OSError."""
+    number = 1
+    while not _take_name(source, path := numbered(target, number)):
+        number += 1
+    return path
+
+
 def publish_pair(media: Path, sidecar: Path, target: Path, *, overwrite: bool, sound: Path | None = None) -> Path:
     """Rename finished temporary files of one folder: to `target`, `target` with .json, and with .wav for a sound that
     the media file cannot carry.

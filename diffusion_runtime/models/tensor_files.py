@@ -90,3 +90,10 @@ def read_tensors(path: Path, key: str) -> tuple[dict[str, torch.Tensor], dict[st
             return tensors, dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{path} is damaged or not a whole safetensors file ({first_line(error)})") from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A safetensors file of these. Raises OSError."""
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path)

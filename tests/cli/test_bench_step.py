@@ -9,26 +9,48 @@ import pytest
 from cli_support import Command
 from tables import table
 
+from diffusion_runtime.benchmark.device_time import TimeShares
+from diffusion_runtime.benchmark.step_result import StepBenchmark, StepRow
+from diffusion_runtime.cli.bench_step import show
+
 # The smallest clip of the embedded model, as few samples as there can be.
 QUICK = ("bench", "step", "--device", "cpu", "--height", "64", "--width", "64", "--num-frames", "1", "--repeats", "1")
 
 
 @pytest.fixture(autouse=True)
-def hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
 
 
 def test_the_table_of_a_part(command: Command) -> None:
     shown = command(*QUICK, "--layers", "3")
     assert shown.code == 0
     assert "shapes, 1 frame of 64 x 64, 16 tokens, batch 1, 3 of 6 blocks" in shown.out
-    row = next(line.split() for line in shown.out.splitlines() if " ours, eager " in line)
+    row = next(line.split() for line in shown.out.splitlines() if line.startswith("ours, eager "))
     milliseconds, attention, linear, rest = map(float, row[2:6])
     assert milliseconds == pytest.approx(attention + linear + rest, rel=0.03)
-    assert " diffusers, eager " in shown.out
+    assert "\ndiffusers, eager " in shown.out
+    assert "attention by torch_sdpa: ours, eager\n" in shown.out
     assert "These figures are of 3 of 6 blocks." in shown.out
-    assert "ours, eager" in shown.err
-    assert max(map(len, shown.out.splitlines())) <= 100
+    # The rows under way, and nothing of a model that is only described.
+    assert shown.err.splitlines() == ["building ours, eager", "ours, eager", "building diffusers'", "diffusers, eager"]
+    assert max(map(len, shown.out.splitlines())) <= 80
+
+
+def test_figures_stand_point_below_point_in_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    shares = TimeShares(307.3, 82.2, 30.3, ())
+    modes = (
+        StepRow("diffusers, compile", "measured", samples=(621.06,), host_ms=315.6, shares=shares, detail="fa"),
+        StepRow("ours, fp8", "measured", samples=(41.3,), host_ms=5.25, difference=0.07, detail="fa, 8-bit products"),
+        StepRow("ours, compile", "failed", "RuntimeError: no compiler"),
+    )
+    show(StepBenchmark("a model", "a device", {}, "bfloat16", 30, 30, 2e14, 8192, modes))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [next(line for line in lines if line.startswith(mode.name)) for mode in modes]
+    assert [row.index(".") for row in rows[:2]] == [rows[0].index("621.1") + 3] * 2
+    assert [len(row) for row in rows] == [len(rows[0])] * 3
+    assert len(rows[0]) <= 80
+    assert "ours, compile: failed: RuntimeError: no compiler" in lines
 
 
 def test_one_object_and_files(command: Command, tmp_path: Path) -> None:

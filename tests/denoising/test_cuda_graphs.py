@@ -242,7 +242,10 @@ def test_step_caches_and_reasons_of_the_caller_run_eagerly() -> None:
     assert requests.check(refusal="several processes run the model together").eager == {
         "several processes run the model together": 6
     }
+    with requests.graphs.paused("a profile records the step"):
+        assert requests.check().eager == {"a profile records the step": 6}
     assert requests.capture.calls == []
+    assert requests.check().num_replayed == 3
 
 
 def test_a_schedule_of_backends_and_a_dense_schedule_are_graphs_of_their_own() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,11 +57,13 @@ class _Form:
 
 
 class ForwardGraphs:
-    """The CUDA graphs of one pipeline. is_probed: whether only launch-bound passes are captured, rather than all."""
+    """The CUDA graphs of one pipeline. is_probed: whether only launch-bound passes are captured, rather than all.
+    pause_reason: why no pass is captured or replayed now; None where they are."""
 
     def __init__(self, capture: Capture, *, is_probed: bool = True) -> None:
         self.capture = capture
         self.is_probed = is_probed
+        self.pause_reason: str | None = None
         self._forms: OrderedDict[Hashable, _Form] = OrderedDict()
         self._weights: Hashable = None
 
@@ -90,6 +93,15 @@ class ForwardGraphs:
             self._forms.clear()
             self._weights = weights
         return GraphedForward(self, model, recorder, read, refusal)
+
+    @contextmanager
+    def paused(self, reason: str) -> Iterator[None]:
+        """While it holds, every forward pass runs eagerly, for this reason."""
+        self.pause_reason = reason
+        try:
+            yield
+        finally:
+            self.pause_reason = None
 
     def form(self, key: Hashable) -> _Form:
         """What is known of a kind of forward pass."""
@@ -125,7 +137,7 @@ class GraphedForward:
 
     def __call__(self, given: ForwardPass) -> torch.Tensor:
         """The model's velocity."""
-        refusal = self._refusal or _refusal_of(given)
+        refusal = self._refusal or self._graphs.pause_reason or _refusal_of(given)
         if refusal is not None:
             return self._run(given, refusal)
         form = self._graphs.form(self._key(given))

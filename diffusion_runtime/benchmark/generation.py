@@ -1,0 +1,157 @@
+"""Benchmarks whole generations stage by stage: cold, the first in the process, and warm; diffusers' own beside them."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.benchmark.generation_result import STAGES, GenerationBenchmark, GenerationRow
+from diffusion_runtime.benchmark.random_pipeline import random_pipeline
+from diffusion_runtime.benchmark.step_model import is_published
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.errors import DiffusionRuntimeError, UsageError
+from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.hardware import detect_hardware
+from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.loading import load_pipeline
+from diffusion_runtime.media.file_writer import FileWriter
+from diffusion_runtime.memory.device_memory import release_device_memory
+from diffusion_runtime.request import GenerationRequest
+
+# Called with what is under way.
+OnProgress = Callable[[str], None]
+
+PROMPT = "a red circle moving left"
+_RANDOM = (
+    "weights and text conditions are random, of the published sizes and length: pictures are noise, and the text "
+    "encoder is left out"
+)
+
+
+@dataclass(frozen=True)
+class GenerationChoice:
+    """What is timed. config: of the model, as it is loaded. values: of the request, by field; preset: of the model's.
+    num_warm: generations after the first. changes: see `random_pipeline`."""
+
+    config: RuntimeConfig
+    values: Mapping[str, Any]
+    preset: str | None = None
+    num_warm: int = 3
+    with_diffusers: bool = True
+    changes: Mapping[str, Mapping[str, object]] | None = None
+
+
+def benchmark_generation(choice: GenerationChoice, *, on_progress: OnProgress = lambda _: None) -> GenerationBenchmark:
+    """Time the generation of one request, ours and diffusers'. An exception of a generation becomes its row; without
+    weights there is no row of diffusers.
+
+    Raises what loading ours and resolving the request raise.
+    """
+    name = choice.config.model_path
+    is_random = is_published(name)
+    begin = time.perf_counter()
+    pipeline: GenerationPipeline
+    if is_random:
+        pipeline = random_pipeline(name, choice.config, on_progress, choice.changes)
+    else:
+        pipeline = load_pipeline(choice.config, on_stage=on_progress)
+    load_s = time.perf_counter() - begin
+    request = pipeline.resolve(GenerationRequest(PROMPT, **choice.values), choice.preset)
+    device, dtype = pipeline.device, pipeline.dtype
+    rows = [_row("ours", pipeline, request, choice.num_warm, on_progress, is_random=is_random, load_s=load_s)]
+    pipeline.close()
+    release_device_memory(device)
+    if choice.with_diffusers and not is_random:
+        rows.append(_theirs(choice, request, dtype, on_progress))
+    hardware = detect_hardware(str(device))
+    return GenerationBenchmark(
+        model=f"{name}, {describe_request(request)}",
+        device=f"{hardware.device_name}, {hardware.describe()}",
+        versions={"torch": torch.__version__, **hardware.packages},
+        dtype=str(dtype).removeprefix("torch."),
+        request=request.to_dict(),
+        rows=tuple(rows),
+        remarks=(_RANDOM,) if is_random else (),
+    )
+
+
+def describe_request(request: GenerationRequest) -> str:
+    """`29 frames of 256 x 256, 12 steps`."""
+    frames = "1 frame" if request.num_frames == 1 else f"{request.num_frames} frames"
+    steps = "1 step" if request.num_inference_steps == 1 else f"{request.num_inference_steps} steps"
+    return f"{frames} of {request.width} x {request.height}, {steps}"
+
+
+def _theirs(
+    choice: GenerationChoice, request: GenerationRequest, dtype: torch.dtype, on_progress: OnProgress
+) -> GenerationRow:
+    """diffusers' own pipeline on the same folder, in the same dtype."""
+    on_progress("loading diffusers' pipeline")
+    config = choice.config
+    own = RuntimeConfig(
+        model_path=config.model_path,
+        backend="diffusers",
+        device=config.device,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    begin = time.perf_counter()
+    try:
+        pipeline = load_pipeline(own)
+        # What only ours knows is none of its parameters.
+        theirs = pipeline.resolve(GenerationRequest(PROMPT, **_of_theirs(request)))
+    except DiffusionRuntimeError as error:
+        return GenerationRow("diffusers", "left out", raised_line(error))
+    load_s = time.perf_counter() - begin
+    row = _row("diffusers", pipeline, theirs, choice.num_warm, on_progress, load_s=load_s)
+    pipeline.close()
+    release_device_memory(pipeline.device)
+    return row
+
+
+def _of_theirs(request: GenerationRequest) -> dict[str, Any]:
+    names = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "fps")
+    return {name: value for name in names if (value := getattr(request, name)) is not None}
+
+
+def _row(
+    name: str,
+    pipeline: GenerationPipeline,
+    request: GenerationRequest,
+    num_warm: int,
+    on_progress: OnProgress,
+    *,
+    load_s: float,
+    is_random: bool = False,
+) -> GenerationRow:
+    row = GenerationRow(name, "measured", load_s=load_s)
+    runs: list[dict[str, float]] = []
+    try:
+        for number in range(1 + num_warm):
+            on_progress(f"{name}, {'cold' if number == 0 else f'warm, {number} of {num_warm}'}")
+            runs.append(_seconds(pipeline, request))
+    except UsageError:
+        raise
+    except Exception as error:  # any exception of a kernel, a compiler or a package
+        return replace(row, state="failed", reason=raised_line(error))
+    if is_random:
+        for run in runs:
+            del run["text"]
+    return replace(row, runs=tuple(runs))
+
+
+def _seconds(pipeline: GenerationPipeline, request: GenerationRequest) -> dict[str, float]:
+    """By stage, of one generation as the command runs it: encoding the file begins while frames are decoded."""
+    with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as folder:
+        path = Path(folder) / ("made.png" if request.num_frames == 1 else "made.mp4")
+        with FileWriter(path) as writer:
+            media = pipeline(request, on_progress=lambda _: None, open_sink=writer.open)
+            begin = time.perf_counter()
+            media.save(path, writer=writer)
+            timings = {**media.timings, "write": time.perf_counter() - begin}
+    return {stage: timings[stage] for stage in STAGES if stage in timings}

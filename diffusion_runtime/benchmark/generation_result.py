@@ -1,0 +1,80 @@
+"""Results of a generation benchmark: seconds of each stage, of the first generation and of later ones."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA = "diffusion_runtime.bench_generate/1"
+STAGES = ("text", "denoise", "decode", "write")
+
+
+@dataclass(frozen=True)
+class GenerationRow:
+    """One way to generate. name: `ours` or `diffusers`.
+
+    state: measured, failed, or left out (diffusers cannot run the folder); reason: why it is not `measured`. runs:
+    seconds by stage of each generation, the first one cold; a stage that is not there was not computed. load_s: seconds
+    until the model could generate.
+    """
+
+    name: str
+    state: str
+    reason: str = ""
+    load_s: float | None = None
+    runs: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def cold(self) -> Mapping[str, float]:
+        return self.runs[0] if self.runs else {}
+
+    @property
+    def warm(self) -> Mapping[str, float]:
+        """The median of each stage over all generations but the first."""
+        later = self.runs[1:]
+        return {stage: statistics.median(run[stage] for run in later) for stage in later[0]} if later else {}
+
+
+@dataclass(frozen=True)
+class GenerationBenchmark:
+    """All rows of one run. model, device: in words. remarks: what the figures are not of, such as random weights."""
+
+    model: str
+    device: str
+    versions: Mapping[str, str]
+    dtype: str
+    request: Mapping[str, Any]
+    rows: tuple[GenerationRow, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """1 when a row failed."""
+        return int(any(row.state == "failed" for row in self.rows))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "benchmark": "generate",
+            "model": self.model,
+            "device": self.device,
+            "versions": dict(self.versions),
+            "dtype": self.dtype,
+            "request": dict(self.request),
+            "remarks": list(self.remarks),
+            "rows": [
+                {
+                    "name": row.name,
+                    "state": row.state,
+                    "reason": row.reason,
+                    "load_s": row.load_s,
+                    "cold_s": dict(row.cold),
+                    "warm_s": dict(row.warm),
+                    "runs": [dict(run) for run in row.runs],
+                }
+                for row in self.rows
+            ],
+            "exit_code": self.exit_code,
+        }

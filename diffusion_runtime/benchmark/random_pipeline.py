@@ -1,0 +1,95 @@
+"""A published model's pipeline with random weights at its real sizes: nothing is downloaded, and pictures are noise.
+
+The transformer and the decoder compute what they would with real weights. Text conditions are random, of the length
+that an ordinary prompt has for this model; the text encoder is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, published_files
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.loading.cuda_graphs import make_graphs
+from diffusion_runtime.loading.interface import OnStage
+from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.loading.preparation import prepare
+from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.published_folders import write_folder
+from diffusion_runtime.models.random_weights import draw_weight, fill_randomly
+from diffusion_runtime.models.tensor_files import write_tensors
+from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+
+
+class RandomConditions(TextEncoder):
+    """Random conditions in place of a text encoder's, the same for the same number of texts."""
+
+    max_tokens = 1
+    library = "none"
+    implementation = "random conditions"
+
+    def __init__(self, opened: StepModel, device: torch.device, dtype: torch.dtype) -> None:
+        self._opened = opened
+        self._device = device
+        self._dtype = dtype
+
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        """Of as many prompts; their texts are not read."""
+        batch = dataclasses.replace(self._opened, batch=len(prompts))
+        return batch.inputs(self._device, self._dtype).ours[2].text
+
+
+def random_pipeline(
+    name: str, config: RuntimeConfig, on_stage: OnStage, changes: Mapping[str, Mapping[str, object]] | None = None
+) -> Pipeline:
+    """The model of a name of `models` or a hub id. config: of the run; its model_path is not read. changes: of the
+    folder's json by file, such as sizes that a CPU computes.
+
+    Raises ConfigError for a name of nothing, and what `prepare` raises for choices that cannot run here.
+    """
+    files = {path: {**values, **(changes or {}).get(path, {})} for path, values in published_files(name).items()}
+    opened = open_step_model(name, changes=(changes or {}).get("transformer/config.json", {}))
+    with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as temporary, torch.inference_mode():
+        folder = write_folder(Path(temporary), files)
+        prepared = prepare(dataclasses.replace(config, model_path=str(folder), backend="native"))
+        if not isinstance(prepared, PreparedModel):
+            raise ConfigError(f"{name}: no native model runs it")
+        device, dtype = prepared.device, prepared.dtype
+        on_stage(f"building the transformer of {name}")
+        transformer = fill_randomly(prepared.model, prepared.transformer, device, dtype)
+        on_stage(f"building the decoder of {name}")
+        decoder = _random_decoder(prepared, folder)
+    return Pipeline(
+        text_encoder=RandomConditions(opened, device, dtype),
+        transformer=transformer,
+        decoder=decoder,
+        rules=prepared.rules,
+        load_image_conditioner=lambda: prepared.model.load_image_conditioner(device, dtype),
+        device=device,
+        dtype=dtype,
+        recipe=prepared.description.to_dict(),
+        quantization=prepared.quantization,
+        graphs=make_graphs(prepared.description.config, device),
+    )
+
+
+def _random_decoder(prepared: PreparedModel, folder: Path) -> LatentDecoder:
+    """Loaded from files of random numbers, as the real one is from its own. folder: where they are written."""
+    for component in prepared.model.family.diffusers_components:
+        if not (folder / component.name / "config.json").is_file():
+            continue
+        tensors = {}
+        for key, shape in component.build(folder).state_dict().items():
+            tensors[key] = torch.empty(shape.shape, dtype=prepared.dtype if shape.is_floating_point() else shape.dtype)
+            if shape.is_floating_point():
+                draw_weight(key, tensors[key])
+        write_tensors(folder / component.name / "diffusion_pytorch_model.safetensors", tensors)
+    decoder = prepared.model.load_decoder(prepared.device, prepared.dtype)
+    return decoder.fast() if prepared.description.config.vae_decode == "fast" else decoder

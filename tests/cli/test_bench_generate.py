@@ -1,0 +1,66 @@
+"""`bench generate`: the table, one JSON object, files, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_support import Command
+from tables import table
+
+# As few steps, frames and samples as there can be.
+QUICK = ("--device", "cpu", "--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "2")
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_stages_cold_and_warm_beside_diffusers(command: Command, tiny_wan_folder: Path) -> None:
+    shown = command("bench", "generate", tiny_wan_folder, *QUICK, "--repeats", "1")
+    assert shown.code == 0
+    assert "5 frames of 32 x 32, 2 steps" in shown.out
+    lines = shown.out.splitlines()
+    for name in ("ours, cold", "ours, warm", "diffusers, cold", "diffusers, warm"):
+        figures = next(line for line in lines if line.startswith(name)).removeprefix(name).split()
+        text, denoise, per_step, decode, write, together = map(float, figures[:6])
+        assert per_step == pytest.approx(denoise / 2, abs=0.001)
+        assert together == pytest.approx(text + denoise + decode + write, abs=0.003)
+        assert (figures[6] == "-") == name.endswith("warm")
+    assert max(map(len, lines[2:])) <= 80
+
+
+def test_one_object_and_files(command: Command, tiny_wan_folder: Path, tmp_path: Path) -> None:
+    path, picture = tmp_path / "new" / "generate.json", tmp_path / "generate.png"
+    flags = ("--no-diffusers", "--json", "--quiet", "-o", path, "--plot", picture, "--repeats", "2")
+    shown = command("bench", "generate", tiny_wan_folder, *QUICK, *flags)
+    assert (shown.code, shown.err) == (0, "")
+    result = json.loads(shown.out)
+    assert result == json.loads(path.read_text())
+    assert result["schema"] == "diffusion_runtime.bench_generate/1"
+    (row,) = result["rows"]
+    assert (row["name"], row["state"], len(row["runs"])) == ("ours", "measured", 3)
+    assert row["cold_s"] == row["runs"][0]
+    assert list(row["warm_s"]) == ["text", "denoise", "decode", "write"]
+    first, second = (run["denoise"] for run in row["runs"][1:])
+    assert row["warm_s"]["denoise"] == pytest.approx((first + second) / 2)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["generate.png", "new"]
+
+
+REFUSALS = {
+    "an unknown model": (("flux.1-def",), "neither a folder nor a published model. Did you mean 'flux.1-dev'"),
+    "an unknown preset": (("shapes", "--preset", "fats"), "fats"),
+    "a size between": (("shapes", "--height", "65"), "height: expected a multiple of 16, got 65"),
+    "a plot that is none": (("shapes", "--plot", "it.txt"), "--plot: expected a file that ends in"),
+}
+
+
+@table(("flags", "said"), REFUSALS.values(), REFUSALS)
+def test_what_is_refused(flags: tuple[str, ...], said: str, command: Command) -> None:
+    shown = command("bench", "generate", "--device", "cpu", *flags)
+    assert shown.code == 2
+    assert said in shown.said
+    assert shown.out == ""
