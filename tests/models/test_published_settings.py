@@ -16,6 +16,7 @@ from tiny_families import WRITERS
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2_klein
 from tiny_models import write_tiny_wan
+from tiny_qwen_image import write_tiny_qwen_image
 
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.loading import inspect_pipeline
@@ -35,6 +36,9 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "wan2.1-i2v-14b-720p": partial(write_tiny_wan, condition="clip and tokens"),
     "wan2.1-flf2v-14b-720p": partial(write_tiny_wan, condition="clip and tokens of two images"),
     "flux.1-schnell": partial(write_tiny_flux1, embeds_guidance=False, shifts_by_size=False),
+    "flux.1-kontext-dev": partial(write_tiny_flux1, edits=True),
+    "qwen-image-edit": partial(write_tiny_qwen_image, edits="QwenImageEditPipeline"),
+    "qwen-image-edit-2509": partial(write_tiny_qwen_image, edits="QwenImageEditPlusPipeline"),
     "flux.2-klein-4b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
 }
