@@ -13,11 +13,14 @@ import pytest
 import torch
 from diffusers import FluxKontextPipeline, FluxTransformer2DModel
 from family_parity import assert_equal_runs, load_theirs, load_transformer, record_latents, relative
+from graphed_forwards import run_request
 from PIL import Image
+from recorded_capture import RecordedCapture
 from tiny_flux1 import MAX_TEXT_TOKENS, TINY_SIZES, write_tiny_flux1
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading import inspect_pipeline
@@ -188,6 +191,23 @@ def test_everything_runs_beside_an_image(folder: Path, picture: str, monkeypatch
     blocks.compile(plain.transformer)
     monkeypatch.setattr(plain, "_compiled", blocks)
     assert numpy.abs(plain(asked).frames.astype(int) - expected.frames.astype(int)).max() <= 1
+
+
+def test_another_image_of_the_same_size_is_another_replay_of_one_graph(folder: Path) -> None:
+    model, graphs, outcomes = load_transformer(FAMILY, folder), ForwardGraphs(RecordedCapture()), []
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        conditions = Conditions.of(
+            torch.randn(1, 5, 32, generator=generator), pooled=torch.randn(1, 32, generator=generator)
+        )
+        image = ImageCondition(torch.randn(1, 4, 1, 4, 6, generator=generator))
+        inputs = DenoiserInputs(conditions, ClipSize(16, 24, 1, 1), 2.5, image)
+        found, report = run_request(model, inputs, graphs, sample_shape=(1, 4, 1, 8, 12))
+        expected, _ = run_request(model, inputs, None, sample_shape=(1, 4, 1, 8, 12))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert report.graphs is not None
+        outcomes.append((report.graphs.num_replayed, report.graphs.num_graphs))
+    assert outcomes == [(2, 1), (4, 1)]
 
 
 def test_what_cannot_be_edited_is_said_before_the_weights_load(folder: Path, picture: str, tmp_path: Path) -> None:
