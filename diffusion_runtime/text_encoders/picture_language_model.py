@@ -131,6 +131,11 @@ def without_marks(prompt: str) -> str:
     return prompt.replace(_PICTURE, "")
 
 
+def read_preparation_of_pictures(folder: AnyFolder) -> PatchPreparation:
+    """Of a model folder, from its json alone. Raises ModelLoadError."""
+    return read_patch_preparation(folder / "processor" / "preprocessor_config.json")
+
+
 def load_picture_language_model(
     folder: AnyFolder,
     device: torch.device,
@@ -146,7 +151,7 @@ def load_picture_language_model(
     Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
     """
     check_model_type(folder / "text_encoder", ("qwen2_5_vl",))
-    preparation = read_patch_preparation(folder / "processor" / "preprocessor_config.json")
+    preparation = read_preparation_of_pictures(folder)
     # Imported late: transformers takes seconds.
     from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration

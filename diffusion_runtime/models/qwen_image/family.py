@@ -31,6 +31,7 @@ from diffusion_runtime.models.video_decoder import read_statistics, restore_by_c
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
+from diffusion_runtime.text_encoders.picture_language_model import read_preparation_of_pictures
 from diffusion_runtime.untrusted.known_settings import whole
 
 _KNOWN = {**KNOWN, "input_channels": whole(1, MAX_SIZE)}
@@ -78,6 +79,12 @@ def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtyp
     return load_qwen2_5_vl(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=0)
 
 
+def _check_parts(folder: AnyFolder) -> None:
+    read_statistics(folder)
+    if editing_of(folder) is not None:
+        read_preparation_of_pictures(folder)
+
+
 _Model = Model[QwenImageTransformerConfig, ImageGeometry]
 
 
@@ -118,6 +125,6 @@ FAMILY = ModelFamily(
     shares_decoding=True,
     has_tiles=True,
     decodes_fast=True,
-    check_parts=read_statistics,
+    check_parts=_check_parts,
     adapt=_adapt,
 )
