@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.images import MAX_IMAGE_BYTES
-from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest
+from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.untrusted.files import open_file
 
+# Of one image, or of several in their order.
+Digests: TypeAlias = str | list[str]
 
-def input_digests(request: GenerationRequest) -> dict[str, str]:
+
+def input_digests(request: GenerationRequest) -> dict[str, Digests]:
     """SHA-256 of every image that a request names, in hexadecimal, by its field. Raises RequestError for a file that
     cannot be read."""
-    paths = {name: getattr(request, name) for name in IMAGE_FIELDS}
-    return {name: _digest(path, name) for name, path in paths.items() if path is not None}
+    digests: dict[str, Digests] = {}
+    for name in IMAGE_FIELDS:
+        found = [_digest(path, name) for path in image_paths(request, name)]
+        if found:
+            digests[name] = found[0] if len(found) == 1 else found
+    return digests
 
 
 def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationRequest]) -> tuple[str, ...]:
@@ -27,14 +34,23 @@ def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationReque
     recorded, request = recipe.get("inputs"), recipe.get("request")
     if not isinstance(recorded, Mapping) or not isinstance(request, Mapping):
         return ()
+    known = {
+        (name, path): digest
+        for name in IMAGE_FIELDS
+        for path, digest in zip(_listed(request.get(name)), _listed(recorded.get(name)), strict=False)
+        if isinstance(path, str)
+    }
     changed: dict[str, None] = {}
     for each in requests:
-        kept = {name: request.get(name) for name in IMAGE_FIELDS if name in recorded}
-        for name, digest in input_digests(each).items():
-            path = getattr(each, name)
-            if kept.get(name) == path and recorded[name] != digest:
-                changed[path] = None
+        for name in IMAGE_FIELDS:
+            for path in image_paths(each, name):
+                if (name, path) in known and known[name, path] != _digest(path, name):
+                    changed[path] = None
     return tuple(changed)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _digest(path: str, field: str) -> str:

@@ -21,7 +21,6 @@ from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import DiffusionRuntimeError
-from diffusion_runtime.media.images import read_image
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, ImageConditioner
 from diffusion_runtime.parallel.branches import BranchExchange
@@ -118,12 +117,7 @@ class LatentDenoiser:
         if shared.image_path is None:
             return None
         conditioner = self.image_conditioner()
-        image, last_image = (
-            None if path is None else torch.from_numpy(read_image(path, size.height, size.width))
-            for path in (shared.image_path, shared.last_image_path)
-        )
-        assert image is not None
-        condition = conditioner.encode(image, size, last_image)
+        condition = conditioner.condition(shared, size)
         # Afterwards: an encoder may find that its kernels are not to be used here.
         for part in conditioner.libraries:
             self.recorder.record_library(part.component, part.library, part.implementation)

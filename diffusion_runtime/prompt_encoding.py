@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")
@@ -34,11 +34,13 @@ def encode_prompts(
 ) -> EncodedPrompts:
     """Encode every distinct text of the batch once, in one call.
 
-    batch: resolved requests. device, dtype: of the conditions. is_guided: whether negative prompts are encoded as well.
+    batch: resolved requests, whose images are the same. device, dtype: of the conditions. is_guided: whether negative
+    prompts are encoded as well.
     """
     positive = [request.prompt for request in batch]
     negative = [request.negative_prompt or "" for request in batch] if is_guided else []
     texts = list(dict.fromkeys([*positive, *negative]))
+    text_encoder = text_encoder.of_pictures(image_paths(batch[0], "image_path"))
     conditions = text_encoder.encode(texts)
     recorder.record_library("text_encoder", text_encoder.library, text_encoder.implementation)
     remarks = {text: conditions.remarks(index, text) for index, text in enumerate(texts)}

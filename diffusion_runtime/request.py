@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self
@@ -25,6 +25,7 @@ from diffusion_runtime.request_fields import (
     SeedNumber,
     Text,
     parse_levels,
+    parse_paths,
 )
 from diffusion_runtime.samplers import SAMPLERS as REGISTERED_SAMPLERS
 from diffusion_runtime.step_cache import StepCacheSettings
@@ -217,15 +218,16 @@ class GenerationRequest:
             used_with=GUIDANCE,
         ).as_metadata(),
     )
-    # The image that a video starts from; None is text alone.
-    image_path: str | None = field(
+    # The image that a video starts from, or those to edit; None is text alone.
+    image_path: str | tuple[str, ...] | None = field(
         default=None,
         metadata=RequestField(
-            help="The image a video starts from, for models that take one.",
-            check=ImageFile(),
+            help="The image a video starts from, or to edit; again for each further one, where a model takes several.",
+            check=ImageFile(several=True),
             panel=WHAT,
             pipeline_parameters=("image",),
             may_stay_none=True,
+            convert=parse_paths,
             refusal="this model makes {product} from text alone; leave it out",
         ).as_metadata(),
     )
@@ -261,6 +263,8 @@ class GenerationRequest:
             if declared.convert is not None:
                 value = declared.convert(value)
                 object.__setattr__(self, item.name, value)
+            if value is None and item.default is None:
+                continue
             declared.check(item.name, value)
         if self.sigmas is not None and self.sigmas_before_shift is not None:
             raise RequestError(
@@ -333,6 +337,21 @@ REQUEST_FIELDS: Mapping[str, RequestField] = MappingProxyType(
 IMAGE_FIELDS: tuple[str, ...] = tuple(
     name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile)
 )
+
+
+def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:
+    """The paths of the images that a request names in one of IMAGE_FIELDS, in their order."""
+    value = getattr(request, field)
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def too_many_images(field: str, paths: Sequence[str], expected: int) -> str:
+    """For a RequestError: how many images a field may name, and which it names."""
+    given, but_one = ", ".join(map(shown, paths)), "all but one" if expected == 1 else f"all but {expected}"
+    several = "one image" if expected == 1 else f"at most {expected} images"
+    return f"{field}: expected {several}, got {len(paths)}: {given}; leave {but_one} out"
 
 
 def request_field_types() -> dict[str, type]:

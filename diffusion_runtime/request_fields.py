@@ -64,14 +64,18 @@ class Text:
 
 @dataclass(frozen=True)
 class ImageFile:
-    """The path of an image; whether it can be read is the model's rules to check."""
+    """The path of an image, or with `several` a tuple of them; whether they can be read is the model's rules to
+    check."""
 
+    several: bool = False
     metavar: ClassVar[str] = "FILE"
     kind: ClassVar[type] = str
 
     def __call__(self, name: str, value: object) -> None:
-        if not isinstance(value, str) or not value:
-            raise RequestError(f"{name}: expected the path of an image, got {shown(value)}")
+        paths = value if self.several and isinstance(value, tuple) else (value,)
+        for path in paths:
+            if not isinstance(path, str) or not path:
+                raise RequestError(f"{name}: expected the path of an image, got {shown(path)}")
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,13 @@ def parse_levels(value: object) -> object:
             return value
     if isinstance(value, list | tuple):
         return tuple(float(part) if _is_number(part) else part for part in value)
+    return value
+
+
+def parse_paths(value: object) -> object:
+    """Several paths as a tuple, and one of them as a text; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return value[0] if len(value) == 1 else tuple(value) or None
     return value
 
 

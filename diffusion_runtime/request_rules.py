@@ -16,9 +16,16 @@ from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image, picture_remarks
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.lora.binding import Lora
+from diffusion_runtime.models.reference_images import ReferenceImages
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.progressive_resolution import LatentSpectrum, ProgressiveSettings
-from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS, GenerationRequest
+from diffusion_runtime.request import (
+    IMAGE_FIELDS,
+    REQUEST_FIELDS,
+    GenerationRequest,
+    image_paths,
+    too_many_images,
+)
 from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
 from diffusion_runtime.samplers import SAMPLERS
 from diffusion_runtime.step_cache import (
@@ -34,12 +41,13 @@ from diffusion_runtime.step_cache import (
 class RequestRules(SamplingRules):
     """What a model says about requests: how it is sampled, its defaults and presets, whether guidance can be asked for
     at all (Model.takes_guidance), which of the fields that not every model uses it does (model_fields), which of those
-    for images it needs, and its attention layers, with or without weights around them, whose options may ask for a
-    number of steps. sampling_presets: of its family; few_steps: what the model, or a LoRA of it, was distilled to, None
-    for many steps. loras: the LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody
-    measured it. teacache: what TeaCache's authors published for it. identity: of `model_identity`, computed when a
-    calibration is compared with it. num_blocks: of its transformer, None where that is not known. needs_whole_passes:
-    whether every forward pass has to run all of its blocks, as a CUDA graph does.
+    for images it needs, how it takes those to edit (references), and its attention layers, with or without weights
+    around them, whose options may ask for a number of steps. sampling_presets: of its family; few_steps: what the
+    model, or a LoRA of it, was distilled to, None for many steps. loras: the LoRA files of its transformer. spectrum:
+    of its autoencoder's latents, None where nobody measured it. teacache: what TeaCache's authors published for it.
+    identity: of `model_identity`, computed when a calibration is compared with it. num_blocks: of its transformer, None
+    where that is not known. needs_whole_passes: whether every forward pass has to run all of its blocks, as a CUDA
+    graph does.
     """
 
     defaults: Mapping[str, Any]
@@ -48,6 +56,7 @@ class RequestRules(SamplingRules):
     takes_guidance: bool = True
     model_fields: frozenset[str] = frozenset()
     needed_images: frozenset[str] = frozenset()
+    references: ReferenceImages | None = None
     sampling_presets: tuple[SamplingPreset, ...] = ()
     few_steps: FewSteps | None = None
     loras: tuple[Lora, ...] = ()
@@ -77,6 +86,7 @@ class RequestRules(SamplingRules):
         if request.sampler is None:
             raise self.scheduler.unknown_class_error()
         self._refuse_unused(request)
+        self._count_images(request)
         request = request.with_defaults(self._computed_defaults(request))
         settings = BatchSettings.of([request], self)
         self.geometry.sample_shape(settings.size)
@@ -92,22 +102,31 @@ class RequestRules(SamplingRules):
             layer.check_request(settings.num_inference_steps)
         return self._with_step_cache(self._with_progressive_resolution(request))
 
-    def _check_images(self, request: GenerationRequest, size: ClipSize) -> None:
-        """Raises RequestError for an image that is missing or cannot be used."""
+    def _count_images(self, request: GenerationRequest) -> None:
+        """Raises RequestError for an image that is missing, and for more than the model takes."""
         if request.image_path is None and "image_path" in self.needed_images:
-            raise RequestError("image_path: this model makes videos from an image; give one: --image-path FILE")
+            does = "makes videos from" if self.references is None else "edits"
+            raise RequestError(f"image_path: this model {does} an image; give one: --image-path FILE")
         if request.last_image_path is None and "last_image_path" in self.needed_images:
             raise RequestError(
                 "last_image_path: this model makes videos between two images; give the one to end with: "
                 "--last-image-path FILE"
             )
+        paths, expected = image_paths(request, "image_path"), 1 if self.references is None else self.references.most
+        if len(paths) > expected:
+            raise RequestError(too_many_images("image_path", paths, expected))
+
+    def _check_images(self, request: GenerationRequest, size: ClipSize) -> None:
+        """Raises RequestError for an image that cannot be a frame of the clip."""
         if request.last_image_path is not None and size.num_frames < 2:
             raise RequestError(
                 "last_image_path: a clip of one frame has no other to end with; leave it out, or give more num_frames"
             )
+        if self.references is not None:
+            # Pictures of any ratio, which `_computed_defaults` has read.
+            return
         for name in IMAGE_FIELDS:
-            path = getattr(request, name)
-            if path is not None:
+            for path in image_paths(request, name):
                 check_image(path, size.height, size.width, name)
 
     def try_scheduler(self) -> None:
@@ -168,7 +187,10 @@ class RequestRules(SamplingRules):
         return "images" if self.geometry.temporal_factor == 1 else "videos"
 
     def _computed_defaults(self, request: GenerationRequest) -> dict[str, Any]:
-        """Values that follow from the request's other values: a flow shift that grows with the size."""
+        """Values that follow from the request's other values: the size of what is edited, and a flow shift that grows
+        with the size."""
+        of_images = {} if self.references is None else self.references.default_size(image_paths(request, "image_path"))
+        request = request.with_defaults(of_images)
         height, width, num_frames, num_steps = (
             request.height,
             request.width,
@@ -176,12 +198,12 @@ class RequestRules(SamplingRules):
             request.num_inference_steps,
         )
         if height is None or width is None or num_frames is None or num_steps is None:
-            return {}
+            return of_images
         self.geometry.check(height, width, num_frames)
         if request.sigmas is not None:
-            return {"flow_shift": 1.0}
+            return {**of_images, "flow_shift": 1.0}
         flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
-        return {} if flow_shift is None else {"flow_shift": flow_shift}
+        return of_images if flow_shift is None else {**of_images, "flow_shift": flow_shift}
 
     def _refuse_unused(self, request: GenerationRequest) -> None:
         """Raises RequestError for a value of a field that this model does not use."""
@@ -290,6 +312,10 @@ class RequestRules(SamplingRules):
         if progressive is None:
             return request
         field, step_cache = "progressive_resolution", request.step_cache
+        if self.references is not None and request.image_path is not None:
+            raise RequestError(
+                f"{field}: an image to edit has one size, which the smaller latents do not; leave it out"
+            )
         if self.geometry.makes_sound:
             raise RequestError(f"{field}: latents that hold sound as well cannot be halved; leave it out")
         if request.sampler is not None and SAMPLERS[request.sampler].adds_noise:
@@ -356,8 +382,9 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
 
 def image_remarks(request: GenerationRequest) -> list[str]:
     """What of its images a request does not use as it stands there."""
-    paths = {name: getattr(request, name) for name in IMAGE_FIELDS}
-    return [remark for name, path in paths.items() if path is not None for remark in picture_remarks(path, name)]
+    return [
+        remark for name in IMAGE_FIELDS for path in image_paths(request, name) for remark in picture_remarks(path, name)
+    ]
 
 
 def is_set(request: GenerationRequest, name: str) -> bool:

@@ -102,13 +102,20 @@ def tiny_qwen3() -> tuple[Any, Any]:
     return Qwen3Model(config).eval(), tokenizer
 
 
-def tiny_qwen2_5_vl(corpus: tuple[str, ...] = ()) -> tuple[Any, Any]:
+def tiny_qwen2_5_vl(corpus: tuple[str, ...] = (), *, sees: bool = False) -> tuple[Any, Any]:
     """Qwen2.5-VL, vision half included, and its tokenizer, in which every word of WORDS and every text of `corpus` that
-    is a single word is a token, as are the words in its other texts."""
+    is a single word is a token, as are the words in its other texts. sees: with the tokens that stand for pictures."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.tokenization_utils_base import AddedToken
 
     tokenizer = tiny_qwen_tokenizer(corpus)
+    ids = {}
+    if sees:
+        marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+        tokenizer.add_tokens([AddedToken(token, special=True) for token in marks], special_tokens=True)
+        ids = {"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")}
     config = Qwen2_5_VLConfig(
+        **ids,
         text_config={
             "vocab_size": len(tokenizer),
             "bos_token_id": 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ MAX_TEXT_TOKENS = 20
 TINY_SIZES: dict[str, int] = {"height": 16, "width": 24}
 
 
-def write_tiny_flux1(folder: Path, *, embeds_guidance: bool = True, shifts_by_size: bool = True) -> Path:
+def write_tiny_flux1(
+    folder: Path, *, embeds_guidance: bool = True, shifts_by_size: bool = True, edits: bool = False
+) -> Path:
     """Write a whole folder and return its path. embeds_guidance, shifts_by_size: both as in [dev], neither as in
-    [schnell]. The weights depend on nothing but the arguments."""
+    [schnell]. edits: with the pipeline of Kontext. The weights depend on nothing but the arguments."""
     import torch
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
     from transformers.utils import logging as transformers_logging
@@ -47,6 +50,9 @@ def write_tiny_flux1(folder: Path, *, embeds_guidance: bool = True, shifts_by_si
             transformer=tiny_transformer(embeds_guidance),
         )
     pipeline.save_pretrained(folder)
+    if edits:
+        index = json.loads((folder / "model_index.json").read_text())
+        (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "FluxKontextPipeline"}))
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ CHANNELS = 4
 TINY_SIZES: dict[str, int] = {"height": 32, "width": 48}
 
 
-def write_tiny_qwen_image(folder: Path) -> Path:
-    """Write a whole folder and return its path; its settings are the published model's, its weights the same always."""
+def write_tiny_qwen_image(folder: Path, *, edits: str | None = None) -> Path:
+    """Write a whole folder and return its path; its settings are the published model's, its weights the same always.
+    edits: the class of a pipeline for editing, in place of the one for text alone."""
     import torch
     from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImagePipeline
     from transformers.utils import logging as transformers_logging
@@ -21,7 +23,7 @@ def write_tiny_qwen_image(folder: Path) -> Path:
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        text_encoder, tokenizer = tiny_qwen2_5_vl(_TEMPLATE_WORDS)
+        text_encoder, tokenizer = tiny_qwen2_5_vl(_TEMPLATE_WORDS, sees=edits is not None)
         vae = AutoencoderKLQwenImage(
             base_dim=8,
             z_dim=CHANNELS,
@@ -47,6 +49,13 @@ def write_tiny_qwen_image(folder: Path) -> Path:
             transformer=tiny_transformer(),
         )
     pipeline.save_pretrained(folder)
+    if edits is not None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        index = json.loads((folder / "model_index.json").read_text())
+        index |= {"_class_name": edits, "processor": ["transformers", "Qwen2VLProcessor"]}
+        (folder / "model_index.json").write_text(json.dumps(index))
+        Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
     return folder
 
 

@@ -49,6 +49,11 @@ class StepModel:
     text_tokens: int | None = None
 
     @property
+    def edits(self) -> bool:
+        """Whether the step has an image to edit, of the size of what is made."""
+        return self.model.references is not None
+
+    @property
     def num_tokens(self) -> int:
         """Grid tokens of one sample."""
         geometry: LatentGeometry = self.model.geometry
@@ -61,9 +66,10 @@ class StepModel:
         blocks = f"{self.num_blocks} blocks"
         if self.num_blocks != self.whole_blocks:
             blocks = f"{self.num_blocks} of {self.whole_blocks} blocks"
+        beside = f" and {self.num_tokens} of an image to edit" if self.edits else ""
         return (
-            f"{self.name}, {frames} of {size.width} x {size.height}, {self.num_tokens} tokens, batch {self.batch}, "
-            f"{blocks}"
+            f"{self.name}, {frames} of {size.width} x {size.height}, {self.num_tokens} tokens{beside}, "
+            f"batch {self.batch}, {blocks}"
         )
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> StepInputs:
@@ -72,7 +78,15 @@ class StepModel:
         return step_inputs(
             self.transformer_class,
             StepSample(
-                self.config, self.model.geometry, self.size, self.batch, device, dtype, generator, self.text_tokens
+                self.config,
+                self.model.geometry,
+                self.size,
+                self.batch,
+                device,
+                dtype,
+                generator,
+                self.text_tokens,
+                edits=self.edits,
             ),
         )
 
@@ -202,6 +216,9 @@ def _cut(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
 def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> ClipSize:
     """That of a request that says none."""
     values = {**model.defaults, **model.generation.defaults, **({} if published is None else published.request)}
+    if model.references is not None and model.references.sets_size:
+        # Of an image that is a square.
+        values = {**dict(zip(("height", "width"), model.references.scaled((1, 1)), strict=True)), **values}
     missing = [key for key in ("height", "width") if values.get(key) is None]
     if missing:
         raise RequestError(f"{' and '.join(missing)}: this model has no size of its own; give --height and --width")

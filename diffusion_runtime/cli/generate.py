@@ -11,9 +11,9 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags
-from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS
-from diffusion_runtime.request_fields import SIZE, WHAT
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS, too_many_images
+from diffusion_runtime.request_fields import SIZE, WHAT, ImageFile
 
 if TYPE_CHECKING:
     from diffusion_runtime.session.coordinator import Coordinator
@@ -63,7 +63,7 @@ def generate(context: typer.Context, **given: Any) -> None:
     run = _taken(options.RunFlags, given)
     # What is left are request fields: `prompt`, `negative_prompt` and `seed` are lists, one request each.
     request = {name: value for name, value in given.items() if name in REQUEST_FIELDS}
-    request.update({name: _only_image(name, request[name] or ()) for name in IMAGE_FIELDS})
+    request.update({name: _images(name, request[name] or ()) for name in IMAGE_FIELDS})
     prompt = request.pop("prompt") or ()
     flags = Flags(
         prompts=collect_prompts(what.prompts or (), prompt, what.prompt_file, run.attention_entry or ()),
@@ -144,12 +144,13 @@ def _taken(flags: type[_Flags], given: Mapping[str, Any]) -> _Flags:
     return flags(**{item.name: given[item.name] for item in fields(flags)})
 
 
-def _only_image(name: str, paths: Sequence[str]) -> str | None:
-    """The path of an image; None without one. Raises RequestError for several."""
-    if len(paths) > 1:
-        given = ", ".join(map(shown, paths))
-        raise RequestError(f"{name}: expected one image, got {len(paths)}: {given}; leave all but one out")
-    return paths[0] if paths else None
+def _images(name: str, paths: Sequence[str]) -> str | tuple[str, ...] | None:
+    """The path of an image, or those of several; None without one. Raises RequestError for several of a field that
+    names one; how many a model takes, its rules say."""
+    check = REQUEST_FIELDS[name].check
+    if len(paths) > 1 and not (isinstance(check, ImageFile) and check.several):
+        raise RequestError(too_many_images(name, paths, 1))
+    return tuple(paths) if len(paths) > 1 else next(iter(paths), None)
 
 
 def _signature() -> inspect.Signature:

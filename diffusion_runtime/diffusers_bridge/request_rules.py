@@ -10,7 +10,7 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import PARAMETER_NAME
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest
+from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.request_rules import image_remarks, with_step_cache
 from diffusion_runtime.step_cache import StepCacheSettings
 
@@ -110,11 +110,11 @@ class PassthroughRules:
 
     def images(self, request: GenerationRequest) -> dict[str, Any]:
         """The images of a request, read, as keyword arguments of the pipeline's call."""
-        paths = {field: getattr(request, field) for field in IMAGE_FIELDS}
+        read = {field: [open_picture(path, field) for path in image_paths(request, field)] for field in IMAGE_FIELDS}
         return {
-            self.interface.parameter(field) or field: open_picture(path, field)
-            for field, path in paths.items()
-            if path is not None
+            self.interface.parameter(field) or field: pictures[0] if len(pictures) == 1 else pictures
+            for field, pictures in read.items()
+            if pictures
         }
 
 

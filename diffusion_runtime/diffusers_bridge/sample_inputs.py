@@ -6,6 +6,7 @@ fills what the model's pipeline fills.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -40,7 +41,8 @@ class StepInputs:
 @dataclass(frozen=True)
 class StepSample:
     """What inputs are drawn for. config: of the transformer, as its config.json says it; geometry, size: of the clip.
-    batch: samples; text_tokens: room for text, None for the model's usual."""
+    batch: samples; text_tokens: room for text, None for the model's usual. edits: whether an image of
+    that size is edited."""
 
     config: Mapping[str, Any]
     geometry: LatentGeometry
@@ -50,6 +52,7 @@ class StepSample:
     dtype: torch.dtype
     generator: torch.Generator
     text_tokens: int | None = None
+    edits: bool = False
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(self.batch, *shape, generator=self.generator, device=self.device, dtype=self.dtype)
@@ -57,6 +60,10 @@ class StepSample:
     def latents(self) -> torch.Tensor:
         """[batch, *geometry.sample_shape]"""
         return self.random(*self.geometry.sample_shape(self.size))
+
+    def references(self) -> tuple[torch.Tensor, ...]:
+        """The latents of the images to edit."""
+        return (self.latents(),) if self.edits else ()
 
     def grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
         return self.geometry.grid(tuple(latents.shape))
@@ -121,22 +128,25 @@ def _image_joint(sample: StepSample) -> StepInputs:
     text = sample.random(num_tokens, sample.config["joint_attention_dim"])
     pooled = sample.random(sample.config["pooled_projection_dim"])
     timestep, grid = sample.full(_TIMESTEP), sample.grid(latents)
-    guidance = _GUIDANCE if sample.config["guidance_embeds"] else None
+    guidance, references = _GUIDANCE if sample.config["guidance_embeds"] else None, sample.references()
+    places = _places(grid, sample.device).float()
+    further = [places + torch.tensor([1.0, 0.0, 0.0], device=sample.device) for _ in references]
     theirs = {
-        "hidden_states": patchify(latents, _LATENT_PATCH),
+        "hidden_states": torch.cat([patchify(each, _LATENT_PATCH) for each in (latents, *references)], dim=1),
         "timestep": timestep / 1000,
         "guidance": None if guidance is None else sample.full(guidance),
         "pooled_projections": pooled,
         "encoder_hidden_states": text,
         "txt_ids": torch.zeros(num_tokens, 3, device=sample.device),
-        "img_ids": _places(grid, sample.device).float(),
+        "img_ids": torch.cat([places, *further]),
         "return_dict": False,
     }
-    inputs = DenoiserInputs(Conditions.of(text, pooled=pooled), sample.size, guidance=guidance)
+    conditions = Conditions.of(text, pooled=pooled)
+    inputs = DenoiserInputs(conditions, sample.size, guidance=guidance, image=_condition(references))
     return StepInputs(
         (latents, timestep, inputs),
         theirs,
-        lambda out: unpatchify(out[0], grid, _LATENT_PATCH, channels_first=True),
+        lambda out: unpatchify(out[0][:, : len(places)], grid, _LATENT_PATCH, channels_first=True),
     )
 
 
@@ -161,23 +171,26 @@ def _image_joint_on_four_axes(sample: StepSample) -> StepInputs:
 
 def _image_text_first(sample: StepSample) -> StepInputs:
     latents = sample.latents()
-    lengths = sample.lengths(*_PROMPT_LENGTHS, room=sample.text_tokens or max(_PROMPT_LENGTHS))
+    # Of the picture that a language model sees with the prompt, 28 x 28 pixels each.
+    seen = sample.size.height * sample.size.width // 28**2 if sample.edits else 0
+    wanted = [seen + length for length in _PROMPT_LENGTHS]
+    lengths = sample.lengths(*wanted, room=sample.text_tokens or max(wanted))
     room = max(lengths)
     text = sample.padded(room, sample.config["joint_attention_dim"], lengths)
-    timestep, grid = sample.full(_TIMESTEP), sample.grid(latents)
+    timestep, grid, references = sample.full(_TIMESTEP), sample.grid(latents), sample.references()
     theirs = {
-        "hidden_states": patchify(latents, _LATENT_PATCH),
+        "hidden_states": torch.cat([patchify(each, _LATENT_PATCH) for each in (latents, *references)], dim=1),
         "timestep": timestep / 1000,
         "encoder_hidden_states": text,
         "encoder_hidden_states_mask": sample.is_real(room, lengths),
-        "img_shapes": [[grid]] * sample.batch,
+        "img_shapes": [[grid] * (1 + len(references))] * sample.batch,
         "return_dict": False,
     }
-    inputs = DenoiserInputs(Conditions.of(text, lengths), sample.size)
+    inputs = DenoiserInputs(Conditions.of(text, lengths), sample.size, image=_condition(references))
     return StepInputs(
         (latents, timestep, inputs),
         theirs,
-        lambda out: unpatchify(out[0], grid, _LATENT_PATCH, channels_first=True),
+        lambda out: unpatchify(out[0][:, : math.prod(grid)], grid, _LATENT_PATCH, channels_first=True),
     )
 
 
@@ -279,6 +292,10 @@ def _video_with_sound(sample: StepSample) -> StepInputs:
     further = [TextStream(audio_text, (num_tokens,) * sample.batch)]
     inputs = DenoiserInputs(Conditions.of(text, further=further), sample.size)
     return StepInputs((latents, timestep, inputs), theirs, velocity)
+
+
+def _condition(references: tuple[torch.Tensor, ...]) -> ImageCondition | None:
+    return ImageCondition(references[0], further=references[1:]) if references else None
 
 
 def _places(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:

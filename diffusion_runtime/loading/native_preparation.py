@@ -172,6 +172,7 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         guidance_offset=model.family.guidance_offset,
         model_fields=_model_fields(model),
         needed_images=frozenset(name for name, is_needed in model.images.items() if is_needed),
+        references=model.references,
         attention_layers=(),
         sampling_presets=sampling_presets,
         spectrum=read_spectrum(model.folder),

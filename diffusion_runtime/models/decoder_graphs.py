@@ -82,7 +82,14 @@ class DecoderGraphs:
     def of_clip(self, decoder: CausalDecoder[Any], latents: torch.Tensor) -> Iterator[_FixedFrames | None]:
         """What is known of clips of this size, for one clip at a time; None while another is decoded."""
         weights = tuple(weight.data_ptr() for weight in decoder.parameters())
-        key = (decoder, latents.shape[-2:], latents.dtype, latents.device, weights, kernel_switches(latents.device.type))
+        key = (
+            decoder,
+            latents.shape[-2:],
+            latents.dtype,
+            latents.device,
+            weights,
+            kernel_switches(latents.device.type),
+        )
         size = self._sizes.setdefault(key, _FixedFrames(decoder, self.capture))
         self._sizes.move_to_end(key)
         if len(self._sizes) > MAX_SIZES:

@@ -40,6 +40,7 @@ from diffusion_runtime.models.interface import DiffusionTransformer, ImageCondit
 from diffusion_runtime.models.lora.binding import LoraTarget
 from diffusion_runtime.models.lora.names import LoraNames
 from diffusion_runtime.models.quantization import Quantization
+from diffusion_runtime.models.reference_images import ReferenceImages
 from diffusion_runtime.models.tensor_names import Expected
 from diffusion_runtime.models.transformer_files import TransformerFile
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -76,7 +77,7 @@ class Model(Generic[C, G]):
     embeds_guidance: the transformer takes the guidance scale as an input; `guidance_scale` is then that, and
     `true_cfg_scale` is the scale of classifier-free guidance. takes_guidance: False for a model that was distilled to
     run without, and whose authors' pipeline leaves the scale unread. images: the fields of images that requests may
-    set, image_path and last_image_path -> whether they must.
+    set, image_path and last_image_path -> whether they must. references: how a model for editing takes its images.
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
     make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
@@ -106,6 +107,7 @@ class Model(Generic[C, G]):
     embeds_guidance: bool = False
     takes_guidance: bool = True
     images: Mapping[str, bool] = field(default_factory=dict)
+    references: ReferenceImages | None = None
     transformer_files: tuple[TransformerFile, ...] = ()
     known_names: Callable[[], Sequence[LoraNames]] = lambda: ()
 

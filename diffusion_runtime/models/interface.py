@@ -18,10 +18,11 @@ from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.media.images import read_image
 from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
+from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.interface import Conditions
 from diffusion_runtime.token_layout import Extent
 
@@ -36,15 +37,25 @@ class ImageCondition:
     latents: the first latent frame, [batch, channels, 1, height, width], normalised; of models that take a condition of
     every frame beside the latents, [batch, condition channels, frames, height, width]. embeddings: [batch, tokens, dim]
     of an image encoder, None for models without one.
+
+    Of models for editing, latents are those of the first reference image, [batch, channels, 1, height, width] of its
+    own size, and further those of the others.
     """
 
     latents: torch.Tensor
     embeddings: torch.Tensor | None = None
+    further: tuple[torch.Tensor, ...] = ()
 
     def repeat(self, times: int) -> ImageCondition:
         """The same images once more for every guidance branch of a batch."""
         embeddings = None if self.embeddings is None else self.embeddings.repeat(times, 1, 1)
-        return ImageCondition(self.latents.repeat(times, 1, 1, 1, 1), embeddings)
+        latents, *further = (each.repeat(times, 1, 1, 1, 1) for each in self.references)
+        return ImageCondition(latents, embeddings, tuple(further))
+
+    @property
+    def references(self) -> tuple[torch.Tensor, ...]:
+        """The latents of every reference image, in their order."""
+        return (self.latents, *self.further)
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,7 @@ class DiffusionTransformer(nn.Module, ABC):
         tensors, can be replayed from one CUDA graph."""
         text = dataclasses.replace(inputs.text, unknown_words=(), num_cut_tokens=(), encoder=None, further_cuts=())
         # Of a request, transformers read what not every model uses; of an image, its latents.
-        own = {name for name, declared in REQUEST_FIELDS.items() if declared.refusal is not None} - {"image_path"}
+        own = {name for name, declared in REQUEST_FIELDS.items() if declared.refusal is not None} - set(IMAGE_FIELDS)
         values = {name: getattr(inputs.request, name) for name in own}
         request = dataclasses.replace(_PLAIN_REQUEST, **values)
         return dataclasses.replace(inputs, text=text, request=request)
@@ -193,7 +204,7 @@ class LatentDecoder(ABC):
 
 
 class ImageConditioner(ABC):
-    """Makes the condition of image-to-video out of an image; loaded when the first request brings one."""
+    """Makes the condition of a model out of images; loaded when the first request brings one."""
 
     def fast(self) -> ImageConditioner:
         """The same in its quickest mode, whose latents differ by rounding; itself where it has none."""
@@ -203,6 +214,22 @@ class ImageConditioner(ABC):
     def libraries(self) -> tuple[LibraryAttention, ...]:
         """What computes it, for the report of attention that a library runs itself."""
         return ()
+
+    @abstractmethod
+    def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
+        """Of the images of a resolved request, which its rules have seen. size: of the clip. Returns a batch of one."""
+
+
+class FrameConditioner(ImageConditioner):
+    """Of image-to-video models: images that are frames of the clip."""
+
+    def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
+        """See ImageConditioner.condition."""
+        first, last = (
+            [torch.from_numpy(read_image(path, size.height, size.width)) for path in image_paths(request, name)]
+            for name in ("image_path", "last_image_path")
+        )
+        return self.encode(first[0], size, last[0] if last else None)
 
     @abstractmethod
     def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:

@@ -19,9 +19,9 @@ class PublishedModel:
     """A model folder that others publish.
 
     name: short, that of its file in configs/. model_path: a hub id, or `shapes`. makes: `video`, `image`,
-    `video from image`, `video from text or image`, or `video from two images`. parameters: of each component, in
-    billions. stored_bytes: of one stored number, for the size of the download. request, presets: the values it was made
-    for, as its authors document them.
+    `video from image`, `video from text or image`, `video from two images`, `image from image` or `image from text or
+    image`. parameters: of each component, in billions. stored_bytes: of one stored number, for the size of the
+    download. request, presets: the values it was made for, as its authors document them.
     """
 
     name: str

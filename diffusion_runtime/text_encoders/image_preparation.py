@@ -58,17 +58,22 @@ def read_preparation(path: Path) -> PicturePreparation:
     values: Any = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete")
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: expected a json object with keys, got {shown(values)}")
+    check_all_steps(path, values)
+    height, width, shortest_side = _read_sizes(path, values)
+    resample = values.get("resample", 3)
+    if type(resample) is not int or not 0 <= resample <= 5:
+        raise ModelLoadError(f"{path}: key 'resample': expected the number of a filter, 0 to 5, got {shown(resample)}")
+    mean, std = (read_three_numbers(path, key, values.get(key)) for key in ("image_mean", "image_std"))
+    return PicturePreparation(height, width, resample, mean, std, shortest_side)
+
+
+def check_all_steps(path: Path, values: Mapping[str, Any]) -> None:
+    """Raises ModelLoadError for a file that asks to leave a step out."""
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if values.get(key, True) is not True:
             raise ModelLoadError(
                 f"{path}: key {shown(key)}: expected true, got {shown(values[key])}; this is not supported"
             )
-    height, width, shortest_side = _read_sizes(path, values)
-    resample = values.get("resample", 3)
-    if type(resample) is not int or not 0 <= resample <= 5:
-        raise ModelLoadError(f"{path}: key 'resample': expected the number of a filter, 0 to 5, got {shown(resample)}")
-    mean, std = (_three_numbers(path, key, values.get(key)) for key in ("image_mean", "image_std"))
-    return PicturePreparation(height, width, resample, mean, std, shortest_side)
 
 
 def _read_sizes(path: Path, values: Mapping[str, Any]) -> tuple[int, int, int | None]:
@@ -92,7 +97,8 @@ def _height_and_width(path: Path, key: str, size: object) -> tuple[int, int]:
     return height, width
 
 
-def _three_numbers(path: Path, key: str, value: object) -> tuple[float, ...]:
+def read_three_numbers(path: Path, key: str, value: object) -> tuple[float, ...]:
+    """Of three colours. Raises ModelLoadError."""
     given: Sequence[object] = value if isinstance(value, list) else ()
     numbers = [float(v) for v in given if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(given) != 3 or len(numbers) != 3:

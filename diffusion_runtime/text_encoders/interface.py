@@ -136,6 +136,11 @@ class TextEncoder(ABC):
     library: str
     implementation: str
 
+    def of_pictures(self, paths: Sequence[str]) -> TextEncoder:  # noqa: ARG002
+        """The encoder of prompts about these images, in their order, in a model that reads them with the prompt; itself
+        in others."""
+        return self
+
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """The conditions of one or more prompts; an empty prompt is allowed (a negative prompt often is)."""

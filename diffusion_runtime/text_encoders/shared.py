@@ -27,6 +27,10 @@ class SharedTextEncoder(TextEncoder):
         self.library = header["library"]
         self.implementation = header["implementation"]
 
+    def of_pictures(self, paths: Sequence[str]) -> SharedTextEncoder:
+        """See TextEncoder.of_pictures."""
+        return SharedTextEncoder(None if self._encoder is None else self._encoder.of_pictures(paths), self._world)
+
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """See TextEncoder.encode. Shapes go through the run store first, then each tensor in one broadcast."""
         encoded: list[Conditions] = []

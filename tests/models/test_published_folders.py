@@ -19,7 +19,7 @@ from diffusion_runtime.models.registry import family_for_folder
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 # Read by transformers, which keeps every key.
-LIBRARY_FILES = ("text_encoder", "tokenizer", "image_encoder", "feature_extractor", "image_processor")
+LIBRARY_FILES = ("text_encoder", "tokenizer", "image_encoder", "feature_extractor", "image_processor", "processor")
 
 
 def dry_run(folder: Path) -> str:
@@ -39,7 +39,10 @@ NUM_PARAMETERS = {
     "HunyuanVideo-1.5-Diffusers-480p_t2v": 8_326_608_160,
     "HunyuanVideo-1.5-Diffusers-480p_i2v": 8_326_608_160,
     "Qwen-Image": 20_430_401_088,
+    "Qwen-Image-Edit": 20_430_401_088,
+    "Qwen-Image-Edit-2509": 20_430_401_088,
     "FLUX.1-dev": 11_901_408_320,
+    "FLUX.1-Kontext-dev": 11_901_408_320,
     "FLUX.1-schnell": 11_891_178_560,
     "FLUX.2-dev": 32_223_281_152,
     "FLUX.2-klein-4B": 3_875_544_576,

@@ -16,6 +16,7 @@ from tiny_families import WRITERS
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2_klein
 from tiny_models import write_tiny_wan
+from tiny_qwen_image import write_tiny_qwen_image
 
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.loading import inspect_pipeline
@@ -35,6 +36,9 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "wan2.1-i2v-14b-720p": partial(write_tiny_wan, condition="clip and tokens"),
     "wan2.1-flf2v-14b-720p": partial(write_tiny_wan, condition="clip and tokens of two images"),
     "flux.1-schnell": partial(write_tiny_flux1, embeds_guidance=False, shifts_by_size=False),
+    "flux.1-kontext-dev": partial(write_tiny_flux1, edits=True),
+    "qwen-image-edit": partial(write_tiny_qwen_image, edits="QwenImageEditPipeline"),
+    "qwen-image-edit-2509": partial(write_tiny_qwen_image, edits="QwenImageEditPlusPipeline"),
     "flux.2-klein-4b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
 }
@@ -108,9 +112,9 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
     rules = inspect_pipeline(RuntimeConfig(str(KINDS.get(name, WRITERS[MODELS[name].family])(tmp_path / "m")))).rules
     for preset in ({}, *content.get("presets", {}).values()):
         request = GenerationRequest(prompt="a star", **{**settings(name), **preset})
-        assert request.height is not None
-        assert request.width is not None
-        assert request.height % multiple == request.width % multiple == 0
+        follows = rules.references is not None and rules.references.sets_size
+        assert follows == (request.height is None) == (request.width is None)
         image = tmp_path / "image.png"
-        Image.new("RGB", (request.width, request.height)).save(image)
-        rules.resolve(dataclasses.replace(request, **dict.fromkeys(rules.needed_images, str(image))))
+        Image.new("RGB", (request.width or 640, request.height or 480)).save(image)
+        resolved = rules.resolve(dataclasses.replace(request, **dict.fromkeys(rules.needed_images, str(image))))
+        assert resolved.height % multiple == resolved.width % multiple == 0

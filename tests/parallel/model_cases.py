@@ -15,13 +15,16 @@ from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import plan_stages, sample_in_stages
 from diffusion_runtime.denoising.registry import build_sampler
-from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
+from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
+from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.text_encoders.interface import Conditions
 from diffusion_runtime.token_layout import RASTER
 
 PATCH = (1, 2, 2)
@@ -64,12 +67,30 @@ def measure_models(meshes: dict[tuple[int, int, bool], ProcessMesh]) -> dict[str
         together, alone = (_forward_with_sound(shared) for shared in (mesh, ProcessMesh()))
         error = float((together - alone).abs().max() / alone.abs().max())
         measured[f"model, {degrees}, with sound"] = {"error": error, "text_apart": 0.0}
+        together, alone = (_forward_with_references(shared) for shared in (mesh, ProcessMesh()))
+        error = float((together - alone).abs().max() / alone.abs().max())
+        measured[f"model, {degrees}, with references"] = {"error": error, "text_apart": 0.0}
     return measured
 
 
 def _forward_with_sound(mesh: ProcessMesh) -> torch.Tensor:
     model = sound_denoiser(AttentionPolicy(environment=None, mesh=mesh))
     return model(*sound_inputs(), AttentionContext(sharding=mesh.sharding))
+
+
+def _forward_with_references(mesh: ProcessMesh) -> torch.Tensor:
+    """15 tokens of a grid, those of two images of other sizes, and texts of unequal lengths."""
+    torch.manual_seed(0)
+    config = QwenImageTransformerConfig(2, 4, 12, num_channels=4, text_dim=8, axes=(4, 4, 4), num_waves=16)
+    policy = AttentionPolicy(environment=None, mesh=mesh)
+    model = QwenImageTransformer(config, LatentGeometry(4, 8, 1, PATCH), policy).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    generator = torch.Generator().manual_seed(1)
+    latents, one, other = (torch.randn(2, 4, 1, *size, generator=generator) for size in ((6, 10), (4, 4), (8, 6)))
+    text = Conditions.of(torch.randn(2, 5, 8, generator=generator), (5, 2))
+    inputs = DenoiserInputs(text, ClipSize(48, 80, 1, 1), image=ImageCondition(one, further=(other,)))
+    return model(latents, torch.tensor([900.0, 40.0]), inputs, AttentionContext(sharding=mesh.sharding))
 
 
 def _few_steps(mesh: ProcessMesh) -> tuple[torch.Tensor, float]:

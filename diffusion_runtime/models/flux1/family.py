@@ -1,5 +1,5 @@
 """The FLUX.1 family: text to image by [dev], which takes the guidance scale as an input, and [schnell], which runs
-without."""
+without; editing by Kontext."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.flux1 import editing
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.flux1.lora_names import LORA_NAMES
 from diffusion_runtime.models.flux1.text import MAX_TOKENS, MAX_TOKENS_FEW_STEPS, load_text_encoder
@@ -24,6 +25,19 @@ _Model = Model[Flux1TransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
+    """What the folder's pipeline asks for: an image to edit."""
+    if not editing.edits(model.folder):
+        return _with_guidance(model)
+    return dataclasses.replace(
+        _with_guidance(model),
+        images={"image_path": False},
+        references=editing.REFERENCES,
+        defaults={**model.defaults, **published_defaults("flux.1-kontext-dev")},
+        load_image_conditioner=partial(editing.load_conditioner, model.folder),
+    )
+
+
+def _with_guidance(model: _Model) -> _Model:
     """Without an embedded scale: the four steps of FLUX.1 [schnell], no guidance, and its shorter texts."""
     if model.config.embeds_guidance:
         return dataclasses.replace(model, embeds_guidance=True)
@@ -37,7 +51,7 @@ def _adapt(model: _Model) -> _Model:
 FAMILY = ModelFamily(
     name="flux1",
     transformer_classes=("FluxTransformer2DModel",),
-    pipeline_classes=("FluxPipeline",),
+    pipeline_classes=("FluxPipeline", editing.PIPELINE),
     diffusers_components=(AUTOENCODER,),
     roles=(("self", "self"),),
     defaults=published_defaults("flux.1-dev"),

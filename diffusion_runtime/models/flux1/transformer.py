@@ -4,7 +4,7 @@
 
 In a double-stream block grid and text have weights of their own and meet in the attention; in a single-stream block
 they are one sequence. Timestep, guidance scale and CLIP's vector shift, scale and gate every block.
-Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+Shapes in this file: B batch, S grid tokens, R tokens of references, L text tokens, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbeddi
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.reference_tokens import layout_with_references, with_references
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
@@ -28,7 +29,6 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.token_layout import TokenLayout
 
 
 class Flux1Transformer(DiffusionTransformer):
@@ -78,16 +78,20 @@ class Flux1Transformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. The text's padding counts as text in the lengths, as in training."""
         grid, lengths = self.geometry.grid(latents.shape), inputs.text.lengths
+        dtype, references = self.out.weight.dtype, () if inputs.image is None else inputs.image.references
         context = self.in_token_order(context, grid, latents.device)
-        x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
+        slice_of_grid = context.sharding.shard(self.patch_embedding(latents.to(dtype)))
+        num_tokens, of_references = slice_of_grid.shape[1], [self.geometry.grid(each.shape) for each in references]
+        x = with_references(slice_of_grid, references, self.patch_embedding, dtype, context)
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
-        entering, num_tokens, num_text_tokens = x, x.shape[1], text.shape[1]
+        entering, num_text_tokens = x, text.shape[1]
         conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance, pooled=inputs.text.pooled))
-        rotations = self._rotations(grid, num_text_tokens, context)
-        joint = context.with_layout(
-            TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths, tile=context.sharding.tile)
+        rotations = self._rotations((grid, *of_references), num_text_tokens, context)
+        layout = layout_with_references(
+            grid, x.shape[1] - num_tokens, num_text_tokens, lengths, tile=context.sharding.tile
         )
+        joint = context.with_layout(layout)
         double = [overwriting(block, conditioning, rotations, joint) for block in self.double_blocks]
         single = [overwriting(block, conditioning, rotations, joint) for block in self.single_blocks]
         (x,) = context.run_blocks(
@@ -101,15 +105,22 @@ class Flux1Transformer(DiffusionTransformer):
         tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
 
-    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
-        """[S + L, head_dim / 2], complex. The text is at position 0 on every axis, and so not turned."""
+    def _rotations(
+        self, grids: tuple[tuple[int, int, int], ...], num_text_tokens: int, context: AttentionContext
+    ) -> torch.Tensor:
+        """[S + R + L, head_dim / 2], complex. grids: what is denoised, and the references, which stand at 1 on the
+        first axis. The text is at position 0 on every axis, and so not turned."""
+
+        def table(grid: tuple[int, int, int], first: int) -> torch.Tensor:
+            axes = (range(first, first + 1), range(grid[1]), range(grid[2]))
+            return position_rotations(axes, self.config.axes, self.out.weight.device)
 
         def compute() -> torch.Tensor:
-            axes = tuple(range(size) for size in grid)
-            table = position_rotations(axes, self.config.axes, self.out.weight.device)
-            return followed_by_text(context.sharding.shard(table, dim=0), num_text_tokens)
+            whole = [table(grid, 1) for grid in grids[1:]]
+            on_grid = context.sharding.shard(table(grids[0], 0), dim=0)
+            return followed_by_text(torch.cat([on_grid, *whole]), num_text_tokens)
 
-        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
+        return cached_for_request("rotations", (grids, num_text_tokens), context, compute)
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
         """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""

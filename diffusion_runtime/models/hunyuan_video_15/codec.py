@@ -13,7 +13,7 @@ from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
+from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.text_encoders import siglip
 from diffusion_runtime.text_encoders.image_preparation import PicturePreparation
@@ -69,7 +69,7 @@ def read_scaling_factor(folder: AnyFolder) -> float:
     return read_config(folder, COMPONENT).number("scaling_factor", 1.03682)
 
 
-class HunyuanVideo15ImageConditioner(ImageConditioner):
+class HunyuanVideo15ImageConditioner(FrameConditioner):
     """The autoencoder's encoder and SigLIP."""
 
     def __init__(self, first_frame: FirstFrameEncoder, encoder: siglip.SiglipImageEncoder) -> None:
@@ -82,7 +82,7 @@ class HunyuanVideo15ImageConditioner(ImageConditioner):
         return (LibraryAttention("image_encoder", self._siglip.library, self._siglip.implementation),)
 
     def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
-        """See ImageConditioner.encode."""
+        """See FrameConditioner.encode."""
         return ImageCondition(self._first_frame.encode(image), self._siglip.encode(image))
 
 

@@ -13,7 +13,7 @@ _SIDE = 2
 PATCH = (1, _SIDE, _SIDE)
 # Channels of a head that carry (frame, row, column), where config.json does not say.
 _AXES = (16, 56, 56)
-# What checkpoints for editing and for layered images have.
+# What checkpoints for layered images have, and those for editing from 2511 on.
 _MUST_BE_FALSE = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
 _KEYS = (
     "patch_size",
@@ -67,7 +67,7 @@ def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
     file.refuse_unknown(_KEYS)
     for key in _MUST_BE_FALSE:
         if file.flag(key, False):
-            raise file.error(key, "false, as in a text-to-image checkpoint", True)
+            raise file.error(key, "false, as in Qwen-Image, Qwen-Image-Edit and Qwen-Image-Edit-2509", True)
     if file.whole_number("patch_size") != _SIDE:
         raise file.error("patch_size", str(_SIDE), file.values["patch_size"])
     in_channels, out_channels = file.whole_number("in_channels"), file.whole_number("out_channels")

@@ -1,8 +1,10 @@
-"""The Qwen-Image family: text to image. Its prompt template, its decoder and its declaration."""
+"""The Qwen-Image family: text to image, and editing. Its prompt template, its decoder and its declaration."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +15,15 @@ from diffusion_runtime.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
-from diffusion_runtime.models.family import ModelFamily, TextShapes
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.published import published_defaults
-from diffusion_runtime.models.qwen_image.config import read_geometry, read_transformer_config
+from diffusion_runtime.models.qwen_image.config import (
+    QwenImageTransformerConfig,
+    read_geometry,
+    read_transformer_config,
+)
+from diffusion_runtime.models.qwen_image.editing import PIPELINES, editing_of
 from diffusion_runtime.models.qwen_image.lora_names import LORA_NAMES
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import transformer_pieces
@@ -23,6 +31,7 @@ from diffusion_runtime.models.video_decoder import read_statistics, restore_by_c
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
+from diffusion_runtime.text_encoders.picture_language_model import read_preparation_of_pictures
 from diffusion_runtime.untrusted.known_settings import whole
 
 _KNOWN = {**KNOWN, "input_channels": whole(1, MAX_SIZE)}
@@ -70,10 +79,36 @@ def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtyp
     return load_qwen2_5_vl(folder, device, dtype, TEMPLATE, max_tokens=MAX_TOKENS, num_layers_left_out=0)
 
 
+def _check_parts(folder: AnyFolder) -> None:
+    read_statistics(folder)
+    if editing_of(folder) is not None:
+        read_preparation_of_pictures(folder)
+
+
+_Model = Model[QwenImageTransformerConfig, ImageGeometry]
+
+
+def _adapt(model: _Model) -> _Model:
+    """What the folder's pipeline asks for: images to edit."""
+    editing = editing_of(model.folder)
+    if editing is None:
+        return model
+    sizes = ("height", "width")
+    others = {name: value for name, value in model.defaults.items() if name not in sizes}
+    return dataclasses.replace(
+        model,
+        images={"image_path": True},
+        references=editing.references,
+        defaults={**others, **published_defaults(editing.published)},
+        load_text_encoder=partial(editing.load_text_encoder, model.folder),
+        load_image_conditioner=partial(editing.load_conditioner, AUTOENCODER, model.folder),
+    )
+
+
 FAMILY = ModelFamily(
     name="qwen_image",
     transformer_classes=("QwenImageTransformer2DModel",),
-    pipeline_classes=("QwenImagePipeline",),
+    pipeline_classes=("QwenImagePipeline", *PIPELINES),
     diffusers_components=(AUTOENCODER,),
     roles=(("self", "self"),),
     defaults=published_defaults("qwen-image"),
@@ -91,5 +126,6 @@ FAMILY = ModelFamily(
     shares_decoding=True,
     has_tiles=True,
     decodes_fast=True,
-    check_parts=read_statistics,
+    check_parts=_check_parts,
+    adapt=_adapt,
 )

@@ -3,7 +3,7 @@
     latents -> patches -> num_layers x double-stream block -> modulated norm -> projection -> velocity
 
 Grid and text have weights of their own and meet in the attention; the timestep shifts, scales and gates every block.
-Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+Shapes in this file: B batch, S grid tokens, R tokens of references, L text tokens, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.reference_tokens import layout_with_references, with_references
 from diffusion_runtime.layers.rope import diagonal_rotations, followed_by_text, position_rotations
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.token_layout import TokenLayout
 
 # The model takes time in [0, 1].
 _TIME_SCALE = 1000.0
@@ -69,17 +69,17 @@ class QwenImageTransformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. Nothing attends to the text's padding."""
         grid = self.geometry.grid(latents.shape)
+        dtype, references = self.out.weight.dtype, () if inputs.image is None else inputs.image.references
         context = self.in_token_order(context, grid, latents.device)
-        x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
+        slice_of_grid = context.sharding.shard(self.patch_embedding(latents.to(dtype)))
+        num_tokens, of_references = slice_of_grid.shape[1], [self.geometry.grid(each.shape) for each in references]
+        x = with_references(slice_of_grid, references, self.patch_embedding, dtype, context)
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
         conditioning = F.silu(self.timestep_embedding(timestep / _TIME_SCALE))
-        rotations = self._rotations(grid, text.shape[1], context)
-        layout = TokenLayout(
-            grid,
-            num_suffix_tokens=text.shape[1],
-            valid_lengths=inputs.text.lengths,
-            tile=context.sharding.tile,
+        rotations = self._rotations((grid, *of_references), text.shape[1], context)
+        layout = layout_with_references(
+            grid, x.shape[1] - num_tokens, text.shape[1], inputs.text.lengths, tile=context.sharding.tile
         )
         joint = context.with_layout(layout)
         blocks = (overwriting(block, conditioning, rotations, joint) for block in self.blocks)
@@ -91,7 +91,7 @@ class QwenImageTransformer(DiffusionTransformer):
             lambda: modulated_input(self.blocks, entering, conditioning),
         )
         scale, shift = self.out_modulation(conditioning)
-        tokens = self.out(modulated_layer_norm(x, shift, scale, self.config.eps))
+        tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, layout.num_grid_tokens)
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
 
@@ -103,19 +103,26 @@ class QwenImageTransformer(DiffusionTransformer):
         length = tokens.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(tokens.dtype).tiny)
         return unpatchify(tokens * (wanted / length), self.geometry.grid(cond.shape), patch, channels_first=True)
 
-    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
-        """[S + L, head_dim / 2], complex. Rows and columns are counted from the image's centre; the text goes on from
-        the larger of them along the diagonal of all axes."""
+    def _rotations(
+        self, grids: tuple[tuple[int, int, int], ...], num_text_tokens: int, context: AttentionContext
+    ) -> torch.Tensor:
+        """[S + R + L, head_dim / 2], complex. grids: what is denoised, and the references, each of which is a frame
+        later. Rows and columns are counted from each image's centre; the text goes on from the largest of them along
+        the diagonal of all axes."""
+
+        def table(frame: int, grid: tuple[int, int, int]) -> torch.Tensor:
+            rows, columns = (range(size // 2 - size, size // 2) for size in grid[1:])
+            axes = (range(frame, frame + grid[0]), rows, columns)
+            return position_rotations(axes, self.config.axes, self.out.weight.device)
 
         def compute() -> torch.Tensor:
-            device, (frames, height, width) = self.out.weight.device, grid
-            positions = (range(frames), range(height // 2 - height, height // 2), range(width // 2 - width, width // 2))
-            start = max(height // 2, width // 2)
-            on_grid = context.sharding.shard(position_rotations(positions, self.config.axes, device), dim=0)
-            on_text = diagonal_rotations(range(start, start + num_text_tokens), self.config.axes, device)
-            return followed_by_text(on_grid, on_text)
+            on_grid, *whole = (table(frame, grid) for frame, grid in enumerate(grids))
+            start = max(size // 2 for grid in grids for size in grid[1:])
+            positions = range(start, start + num_text_tokens)
+            on_text = diagonal_rotations(positions, self.config.axes, self.out.weight.device)
+            return followed_by_text(torch.cat([context.sharding.shard(on_grid, dim=0), *whole]), on_text)
 
-        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
+        return cached_for_request("rotations", (grids, num_text_tokens), context, compute)
 
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
         """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""

@@ -11,12 +11,12 @@ import torch
 from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
+from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 from diffusion_runtime.models.wan.codec import WanImageConditioner, as_pixels, load_image_conditioner
 from diffusion_runtime.text_encoders.clip_image import ClipImageEncoder, load_clip_image_encoder
 
 
-class WanClipConditioner(ImageConditioner):
+class WanClipConditioner(FrameConditioner):
     """encoder: of clips. temporal_factor: frames of a latent frame. tokens: the image encoder of Wan 2.1, None where a
     model has none."""
 
@@ -42,7 +42,7 @@ class WanClipConditioner(ImageConditioner):
         return WanClipConditioner(self._encoder.fast(), self._temporal_factor, self._tokens)
 
     def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
-        """See ImageConditioner.encode."""
+        """See FrameConditioner.encode."""
         frames = torch.zeros(3, size.num_frames, *image.shape[:2])
         frames[:, 0] = as_pixels(image)
         if last_image is not None:

@@ -20,7 +20,7 @@ from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.causal_video_autoencoder import KNOWN, decoding_half
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, exact_decoder
 from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
+from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 from diffusion_runtime.models.video_decoder import (
     MIN_DECIBELS,
     differs_by,
@@ -85,7 +85,7 @@ class FusedEncoder:
 _NUM_COMPARED = 5
 
 
-class WanImageConditioner(ImageConditioner):
+class WanImageConditioner(FrameConditioner):
     """AutoencoderKLWan's encoder: an image as the first latent frame of a video.
 
     The first of the fused encoders whose latents are those of diffusers' module encodes; the module itself where none
@@ -132,7 +132,7 @@ class WanImageConditioner(ImageConditioner):
         return (LibraryAttention("vae encoder", self.library, self.implementation),)
 
     def encode(self, image: torch.Tensor, size: ClipSize, last_image: torch.Tensor | None = None) -> ImageCondition:
-        """See ImageConditioner.encode."""
+        """See FrameConditioner.encode."""
         return ImageCondition(self.encode_frames(as_pixels(image)[:, None]))
 
     def encode_frames(self, frames: torch.Tensor) -> torch.Tensor:

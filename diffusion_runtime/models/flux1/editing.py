@@ -1,0 +1,37 @@
+"""FLUX.1 Kontext (Black Forest Labs, arXiv:2506.15742): an image to edit, whose tokens stand beside the noise's."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_runtime.model_folder import AnyFolder, read_index
+from diffusion_runtime.models.image_decoder import AUTOENCODER, read_normalisation
+from diffusion_runtime.models.reference_images import ReferenceConditioner, ReferenceImages, Size, encode_with
+
+PIPELINE = "FluxKontextPipeline"
+# Widths and heights of about a megapixel, which the model was trained on.
+_SIDES = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
+TRAINED_SIZES = (*_SIDES, (1024, 1024), *((height, width) for width, height in reversed(_SIDES)))
+
+
+def trained_size(size: Size) -> Size:
+    """Of the sizes that the model was trained on, the one whose ratio is nearest to an image's."""
+    height, width = size
+    _, columns, rows = min((abs(width / height - columns / rows), columns, rows) for columns, rows in TRAINED_SIZES)
+    return rows, columns
+
+
+REFERENCES = ReferenceImages(most=1, scaled=trained_size)
+
+
+def edits(folder: AnyFolder) -> bool:
+    """Whether a folder's pipeline takes an image to edit."""
+    return read_index(folder).get("_class_name") == PIPELINE
+
+
+def load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ReferenceConditioner:
+    """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    scale, shift = read_normalisation(folder)
+    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
+    encode = encode_with(autoencoder, lambda mode: (mode - shift) * scale, is_video=False)
+    return ReferenceConditioner(REFERENCES, encode, "diffusers", f"{type(autoencoder).__name__}'s encoder")

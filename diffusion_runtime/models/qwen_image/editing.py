@@ -1,0 +1,87 @@
+"""Qwen-Image-Edit (arXiv:2508.02324): images to edit, which the language model sees with the prompt, and whose latents
+stand beside those of the noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from diffusion_runtime.model_folder import AnyFolder, read_index
+from diffusion_runtime.models.autoencoder import DiffusersComponent
+from diffusion_runtime.models.reference_images import ReferenceConditioner, ReferenceImages, Size, encode_with
+from diffusion_runtime.models.video_decoder import read_statistics
+from diffusion_runtime.text_encoders.language_model import PromptTemplate
+from diffusion_runtime.text_encoders.picture_language_model import PictureLanguageEncoder, load_picture_language_model
+
+_MULTIPLE = 32
+# Pixels of the picture that the autoencoder encodes, and of those that the language model sees of several.
+AREA, SEEN_AREA = 1024 * 1024, 384 * 384
+# Text tokens of a prompt, as its authors' pipelines allow.
+MAX_TOKENS = 1024
+
+# What the model was trained with; the 64 tokens before the pictures are not handed on.
+TEMPLATE = PromptTemplate(
+    before=(
+        "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+        "background), then explain how the user's text instruction should alter or modify the image. Generate a new "
+        "image that meets the user's requirements while maintaining consistency with the original input where "
+        "appropriate.<|im_end|>\n<|im_start|>user\n"
+    ),
+    after="<|im_end|>\n<|im_start|>assistant\n",
+    num_cropped=64,
+)
+
+
+def scaled_to(area: int, size: Size) -> Size:
+    """The height and width nearest to `area` pixels of an image's ratio, multiples of 32."""
+    ratio = size[1] / size[0]
+    width = math.sqrt(area * ratio)
+    rows, columns = (round(side / _MULTIPLE) * _MULTIPLE for side in (width / ratio, width))
+    return rows, columns
+
+
+@dataclass(frozen=True)
+class Editing:
+    """What a pipeline makes of images. published: the model whose request values are its defaults. most: how many; more
+    than the authors tried cost memory only. seen_area: of a picture for the language model, label: before it."""
+
+    published: str
+    most: int
+    seen_area: int
+    label: str
+
+    @property
+    def references(self) -> ReferenceImages:
+        return ReferenceImages(self.most, partial(scaled_to, AREA), sets_size=True)
+
+    def load_text_encoder(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> PictureLanguageEncoder:
+        """The hidden states of the folder's Qwen2.5-VL. Raises ModelLoadError."""
+        scaled = partial(scaled_to, self.seen_area)
+        return load_picture_language_model(
+            folder, device, dtype, TEMPLATE, scaled, label=self.label, max_tokens=MAX_TOKENS
+        )
+
+    def load_conditioner(
+        self, autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
+    ) -> ReferenceConditioner:
+        """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+        module = autoencoder.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
+        # The class counts its decoder's layers before it encodes.
+        module.decoder = torch.nn.Identity()
+        mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in read_statistics(folder))
+        encode = encode_with(module, lambda mode: (mode - mean) / std, is_video=True)
+        return ReferenceConditioner(self.references, encode, "diffusers", f"{type(module).__name__}'s encoder")
+
+
+PIPELINES = {
+    "QwenImageEditPipeline": Editing("qwen-image-edit", most=1, seen_area=AREA, label=""),
+    "QwenImageEditPlusPipeline": Editing("qwen-image-edit-2509", most=3, seen_area=SEEN_AREA, label="Picture {}: "),
+}
+
+
+def editing_of(folder: AnyFolder) -> Editing | None:
+    """What a folder's pipeline makes of images; None for one that makes images of text alone."""
+    return PIPELINES.get(str(read_index(folder).get("_class_name")))

@@ -1,0 +1,164 @@
+"""Hidden states of Qwen2.5-VL (arXiv:2502.13923) for a prompt about pictures, which stand in its template.
+
+Positions are made here, as the model was trained: a picture's tokens have rows and columns, and the text goes on behind
+the larger of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diffusion_runtime.media.images import open_picture, read_image
+from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+from diffusion_runtime.text_encoders.language_model import PromptTemplate
+from diffusion_runtime.text_encoders.loading import check_model_type, check_vocabulary, load_encoder, load_tokenizer
+from diffusion_runtime.text_encoders.picture_patches import PatchPreparation, PicturePatches, read_patch_preparation
+from diffusion_runtime.text_encoders.tokenized import tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_PICTURE = "<|image_pad|>"
+_AROUND = "<|vision_start|>{}<|vision_end|>"
+
+
+class PictureLanguageEncoder(TextEncoder):
+    """model: the language model with its vision half. scaled: of a picture's height and width, those that the model
+    sees. label: what stands before the picture of a number. max_tokens: of the text of a prompt."""
+
+    library = "transformers"
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerFast,
+        preparation: PatchPreparation,
+        template: PromptTemplate,
+        scaled: Callable[[tuple[int, int]], tuple[int, int]],
+        *,
+        label: str,
+        max_tokens: int,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.template = template
+        self.max_tokens = max_tokens
+        self.implementation = str(model.config._attn_implementation)
+        self._preparation = preparation
+        self._scaled = scaled
+        self._label = label
+        self._pictures: list[PicturePatches] = []
+
+    def of_pictures(self, paths: Sequence[str]) -> PictureLanguageEncoder:
+        """See TextEncoder.of_pictures."""
+        other = copy.copy(self)
+        other._pictures = [self._patches(path) for path in paths]
+        return other
+
+    def _patches(self, path: str) -> PicturePatches:
+        width, height = open_picture(path).size
+        return self._preparation.prepare(torch.from_numpy(read_image(path, *self._scaled((height, width)))))
+
+    @torch.inference_mode()
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        """See TextEncoder.encode. Padding comes last and is masked, and the model is causal."""
+        template, device = self.template, self.model.device
+        shown = "".join(
+            self._label.format(index) + _AROUND.format(_PICTURE * picture.num_tokens)
+            for index, picture in enumerate(self._pictures, start=1)
+        )
+        first = len(template.before) + len(shown)
+        room = self.max_tokens + template.num_cropped + sum(picture.num_tokens for picture in self._pictures)
+        rows = [
+            tokenize(
+                self.tokenizer, f"{template.before}{shown}{prompt}{template.after}", room, first, first + len(prompt)
+            )
+            for prompt in (without_marks(prompt) for prompt in prompts)
+        ]
+        ids = torch.full((len(rows), max(len(row.ids) for row in rows)), self.tokenizer.pad_token_id or 0)
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):
+            ids[index, : len(row.ids)] = torch.tensor(row.ids, dtype=torch.long)
+            mask[index, : len(row.ids)] = 1
+        positions = torch.stack([self._positions(row.tolist()) for row in ids], dim=1)
+        vision = {}
+        if self._pictures:
+            # Of every prompt the same ones.
+            patches = torch.cat([picture.patches for picture in self._pictures] * len(rows))
+            grids = torch.tensor([picture.grid for picture in self._pictures] * len(rows))
+            vision = {"pixel_values": patches.to(device), "image_grid_thw": grids.to(device)}
+        hidden = self.model(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            position_ids=positions.to(device),
+            use_cache=False,
+            **vision,
+        ).last_hidden_state[:, template.num_cropped :]
+        lengths = tuple(max(0, len(row.ids) - template.num_cropped) for row in rows)
+        embeddings = torch.zeros_like(hidden)
+        for index, length in enumerate(lengths):
+            embeddings[index, :length] = hidden[index, :length]
+        return Conditions(
+            embeddings=embeddings,
+            lengths=lengths,
+            unknown_words=tuple(row.unknown_words for row in rows),
+            num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
+        )
+
+    def _positions(self, ids: Sequence[int]) -> torch.Tensor:
+        """[3, tokens]: time, row and column of every token of one prompt."""
+        token, pictures, parts = self.model.config.image_token_id, iter(self._pictures), []
+        here = index = 0
+        while index < len(ids):
+            if ids[index] != token:
+                parts.append(torch.full((3, 1), here))
+                here, index = here + 1, index + 1
+                continue
+            height, width = next(pictures).merged
+            places = torch.cartesian_prod(torch.zeros(1, dtype=torch.long), torch.arange(height), torch.arange(width))
+            parts.append(places.T + here)
+            here, index = here + max(height, width), index + height * width
+        return torch.cat(parts, dim=1)
+
+
+def without_marks(prompt: str) -> str:
+    """A prompt without the token that stands for a picture: its words are no pictures."""
+    return prompt.replace(_PICTURE, "")
+
+
+def read_preparation_of_pictures(folder: AnyFolder) -> PatchPreparation:
+    """Of a model folder, from its json alone. Raises ModelLoadError."""
+    return read_patch_preparation(folder / "processor" / "preprocessor_config.json")
+
+
+def load_picture_language_model(
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    template: PromptTemplate,
+    scaled: Callable[[tuple[int, int]], tuple[int, int]],
+    *,
+    label: str,
+    max_tokens: int,
+) -> PictureLanguageEncoder:
+    """`text_encoder/`, `tokenizer/` and `processor/` of a model folder, from safetensors and without a network.
+
+    Raises ModelLoadError when a file is missing, damaged, of another class, or lacks weights.
+    """
+    check_model_type(folder / "text_encoder", ("qwen2_5_vl",))
+    preparation = read_preparation_of_pictures(folder)
+    # Imported late: transformers takes seconds.
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = load_tokenizer(folder / "tokenizer", Qwen2Tokenizer)
+    whole = load_encoder(folder / "text_encoder", Qwen2_5_VLForConditionalGeneration, torch.device("cpu"), dtype)
+    # The output layer stays behind on the CPU.
+    model = whole.model.to(device)
+    check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.text_config.vocab_size)
+    return PictureLanguageEncoder(model, tokenizer, preparation, template, scaled, label=label, max_tokens=max_tokens)

@@ -1,0 +1,108 @@
+"""Pictures as rows of patches, for vision models that take any size (Qwen2-VL, arXiv:2409.12191).
+
+transformers' own preprocessing needs torchvision.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.errors import ModelLoadError, shown
+from diffusion_runtime.text_encoders.image_preparation import check_all_steps, read_three_numbers
+from diffusion_runtime.untrusted.json_text import read_json_file
+
+_MAX_PATCH = 1024
+
+
+@dataclass(frozen=True)
+class PicturePatches:
+    """patches: [rows x columns, numbers of a patch], float32. grid: (frames, rows, columns) of patches. merge: how many
+    a side become one token."""
+
+    patches: torch.Tensor
+    grid: tuple[int, int, int]
+    merge: int
+
+    @property
+    def merged(self) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        return self.grid[1] // self.merge, self.grid[2] // self.merge
+
+    @property
+    def num_tokens(self) -> int:
+        return math.prod(self.merged)
+
+
+@dataclass(frozen=True)
+class PatchPreparation:
+    """Preprocessing of pixels. patch: pixels a side; frames: of a patch, in which a picture is repeated; merge: patches
+    a side of a token. min_pixels, max_pixels: of the picture that is made. mean, std: by colour, of values in [0, 1].
+    """
+
+    patch: int
+    frames: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def prepare(self, image: torch.Tensor) -> PicturePatches:
+        """image: [height, width, 3], uint8. Scaled to whole tokens by a bicubic filter."""
+        import numpy
+        from PIL import Image
+
+        height, width = self._whole_tokens(image.shape[0], image.shape[1])
+        picture = Image.fromarray(image.cpu().numpy()).resize((width, height), Image.Resampling.BICUBIC)
+        pixels = torch.from_numpy(numpy.array(picture)).float().div(255)
+        pixels = pixels.sub(torch.tensor(self.mean)).div(torch.tensor(self.std)).permute(2, 0, 1)
+        rows, columns, side = height // self.patch, width // self.patch, self.merge
+        tokens = pixels.reshape(3, rows // side, side, self.patch, columns // side, side, self.patch)
+        # The patches of a token one after the other; in each, colour before frame before row.
+        ordered = tokens.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5).expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
+        return PicturePatches(ordered.reshape(rows * columns, -1), (1, rows, columns), side)
+
+    def _whole_tokens(self, height: int, width: int) -> tuple[int, int]:
+        """The nearest height and width of whole tokens, in between the smallest and the largest number of pixels."""
+        side, area = self.patch * self.merge, height * width
+        rows, columns = round(height / side), round(width / side)
+        if rows * columns * side * side > self.max_pixels:
+            shrink = math.sqrt(area / self.max_pixels)
+            rows, columns = (max(1, math.floor(size / shrink / side)) for size in (height, width))
+        elif rows * columns * side * side < self.min_pixels:
+            growth = math.sqrt(self.min_pixels / area)
+            rows, columns = (math.ceil(size * growth / side) for size in (height, width))
+        return rows * side, columns * side
+
+
+def read_patch_preparation(path: Path) -> PatchPreparation:
+    """The contents of a preprocessor_config.json. Raises ModelLoadError that names the file and the key."""
+    values: Any = read_json_file(path, error=ModelLoadError, advice="the model folder is incomplete")
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path}: expected a json object with keys, got {shown(values)}")
+    check_all_steps(path, values)
+    if values.get("resample", 3) != 3:
+        raise ModelLoadError(f"{path}: key 'resample': expected 3 (bicubic), got {shown(values['resample'])}")
+    size = values.get("size")
+    size = size if isinstance(size, dict) else {}
+
+    def number(key: str, found: object, most: int) -> int:
+        if type(found) is not int or not 1 <= found <= most:
+            raise ModelLoadError(f"{path}: key {shown(key)}: expected a whole number, 1 to {most}, got {shown(found)}")
+        return found
+
+    patch, frames, merge = (
+        number(key, values.get(key, usual), _MAX_PATCH)
+        for key, usual in (("patch_size", 14), ("temporal_patch_size", 2), ("merge_size", 2))
+    )
+    fewest, most = (
+        number(key, values.get(key, size.get(side)), 2**31)
+        for key, side in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+    )
+    mean, std = (read_three_numbers(path, key, values.get(key)) for key in ("image_mean", "image_std"))
+    return PatchPreparation(patch, frames, merge, fewest, most, mean, std)
