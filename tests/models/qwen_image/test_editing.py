@@ -21,6 +21,7 @@ from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_p
 from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.qwen_image import editing
@@ -161,6 +162,33 @@ def test_a_generation_equals_diffusers(
     compare(folder_of("one"), "one", [request(image_path=pictures[0], height=None, width=None)], kept)
     compare(folder_of("several"), "several", [request(image_path=pictures, guidance_mode="two_pass")], kept)
     compare(folder_of("several"), "several", [request(image_path=pictures[1])], kept)
+
+
+def test_the_conditions_are_what_diffusers_makes_of_prompt_and_pictures(
+    folder_of: FolderOf, pictures: tuple[str, ...]
+) -> None:
+    """At positions of rows and columns."""
+    theirs, prompts = theirs_of(folder_of("several"), "several"), list(PROMPTS)
+    encoder = FAMILY.describe(folder_of("several")).load_text_encoder(torch.device("cpu"), torch.float32)
+    positions: list[torch.Tensor] = []
+    encoder.model.register_forward_pre_hook(
+        lambda _, __, given: positions.append(given["position_ids"]), with_kwargs=True
+    )
+    theirs.text_encoder.model.language_model.register_forward_pre_hook(
+        lambda _, __, given: positions.append(given["position_ids"]), with_kwargs=True
+    )
+    for paths in (pictures, pictures[1:]):
+        ours = encoder.of_pictures(paths).encode(prompts)
+        opened = [open_picture(path) for path in paths]
+        sizes = [editing.scaled_to(editing.SEEN_AREA, each.size[::-1]) for each in opened]
+        resized = [theirs.image_processor.resize(each, *size) for each, size in zip(opened, sizes, strict=True)]
+        with torch.no_grad():
+            expected, _ = theirs.encode_prompt(prompts, image=resized)
+        assert relative(ours.embeddings, expected) < 1e-5
+        one, other = positions[-2:]
+        for index, length in enumerate(ours.lengths):
+            real = length + editing.TEMPLATE.num_cropped
+            assert torch.equal(one[:, index, :real], other[-3:, index, :real])
 
 
 def test_a_forward_pass_equals_diffusers(folder_of: FolderOf) -> None:
