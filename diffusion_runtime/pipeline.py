@@ -60,8 +60,8 @@ class Pipeline:
     that run the model together; each is given the same requests, and returns the same media. remarks: added to every
     attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
     compiled: its blocks, where torch.compile compiles them. graphs: the CUDA graphs of its forward passes, None for
-    none. decoder_graphs: those of the decoder. offloading: the parts that wait in the machine's memory. fitting: what to
-    offload so that a request fits, for the message of one that ran out of memory. few_steps_of: what the model was
+    none. decoder_graphs: those of the decoder. offloading: the parts that wait in the machine's memory. fitting: what
+    to offload so that a request fits, for the message of one that ran out of memory. few_steps_of: what the model was
     distilled to with other LoRA files, by their paths.
     """
 

@@ -76,7 +76,7 @@ def random_pipeline(
         dtype=dtype,
         recipe=prepared.description.to_dict(),
         quantization=prepared.quantization,
-        graphs=make_graphs(prepared.description.config, device),
+        graphs=make_graphs(prepared.description.config, device, is_offloaded=False),
     )
 
 
