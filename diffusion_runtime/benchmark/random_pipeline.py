@@ -85,11 +85,12 @@ def _random_decoder(prepared: PreparedModel, folder: Path) -> LatentDecoder:
     for component in prepared.model.family.diffusers_components:
         if not (folder / component.name / "config.json").is_file():
             continue
-        tensors = {}
-        for key, shape in component.build(folder).state_dict().items():
-            tensors[key] = torch.empty(shape.shape, dtype=prepared.dtype if shape.is_floating_point() else shape.dtype)
-            if shape.is_floating_point():
-                draw_weight(key, tensors[key])
+        module = component.build(folder)
+        # Buffers are statistics, such as variances, of which random numbers would be none.
+        dtypes = {key: prepared.dtype if x.is_floating_point() else x.dtype for key, x in module.state_dict().items()}
+        tensors = {key: torch.ones(x.shape, dtype=dtypes[key]) for key, x in module.state_dict().items()}
+        for key, _ in module.named_parameters():
+            draw_weight(key, tensors[key])
         write_tensors(folder / component.name / "diffusion_pytorch_model.safetensors", tensors)
     decoder = prepared.model.load_decoder(prepared.device, prepared.dtype)
     return decoder.fast() if prepared.description.config.vae_decode == "fast" else decoder

@@ -40,8 +40,8 @@ def test_the_table_of_a_part(command: Command) -> None:
 def test_figures_stand_point_below_point_in_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
     shares = TimeShares(307.3, 82.2, 30.3, ())
     modes = (
-        StepRow("diffusers, compile", "measured", samples=(621.06,), host_ms=315.6, shares=shares, detail="fa"),
-        StepRow("ours, fp8", "measured", samples=(41.3,), host_ms=5.25, difference=0.07, detail="fa, 8-bit products"),
+        StepRow("diffusers, compile", "measured", samples=(621.06,), host_ms=6.31, shares=shares, detail="fa"),
+        StepRow("ours, fp8", "measured", samples=(41.3,), host_ms=5.27, difference=0.07, detail="fa, 8-bit products"),
         StepRow("ours, compile", "failed", "RuntimeError: no compiler"),
     )
     show(StepBenchmark("a model", "a device", {}, "bfloat16", 30, 30, 2e14, 8192, modes))
@@ -50,6 +50,9 @@ def test_figures_stand_point_below_point_in_eighty_columns(capsys: pytest.Captur
     assert [row.index(".") for row in rows[:2]] == [rows[0].index("621.1") + 3] * 2
     assert [len(row) for row in rows] == [len(rows[0])] * 3
     assert len(rows[0]) <= 80
+    # All times share their decimals, across columns too.
+    assert " 6.3 " in rows[0]
+    assert " 5.3 " in rows[1]
     assert "ours, compile: failed: RuntimeError: no compiler" in lines
 
 
