@@ -136,7 +136,7 @@ def compare(
     bound = 2e-3 + 2 * torch.finfo(dtype).eps
     if values == "fp8":
         # The interpreter loses the carry of 8-bit floats that round up to a power of two, and gives half of it.
-        bound = 0.08 if device == "cpu" else 0.01
+        bound = 0.08 if device == "cpu" else max(bound, 0.01)
     assert error(out - 1, expected.double() - 1) < bound, (num_q, num_k, shape, values)
     assert lse is not None
     assert float((lse - expected_lse).abs().max()) < 5e-3, (num_q, num_k, shape, values)
