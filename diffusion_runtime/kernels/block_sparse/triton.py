@@ -86,12 +86,23 @@ def refusal_of_device(x: torch.Tensor) -> str | None:
     return None
 
 
+# Tokens of a block, see reads_in_place.
+_LARGEST_READ_IN_PLACE = 256
+
+
 def reads_in_place(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_geometry: BlockGeometry, kv_geometry: BlockGeometry
 ) -> bool:
     """Whether a plan of these blocks, without row masks, is computed on q, k and v as they are: their tokens stand in
-    the order of the blocks, as a model keeps them (attention/token_order.py), and their rows are what a copy takes."""
+    the order of the blocks, as a model keeps them (attention/token_order.py), and their rows are what a copy takes.
+
+    Not where blocks are large. Rows of a packed product lie apart, which slows the kernel; STA's tiles of 384 tokens read
+    each row more often: 9.4 ms of a step of Wan 1.3B on an H200, where the copies take 4.8
+    (benchmarks/results/static_order_gpu.json).
+    """
     stand_in_order = q_geometry.is_identity and kv_geometry.is_identity
+    if max(q_geometry.max_block_size, kv_geometry.max_block_size) > _LARGEST_READ_IN_PLACE:
+        return False
     return stand_in_order and row_width(q.shape[3]) == q.shape[3] and all(map(_has_regular_rows, (q, k, v)))
 
 
