@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -55,13 +56,15 @@ class TextShapes:
     """What a transformer is given of one prompt. streams: (tokens, dim) of each encoder's tokens at their longest, the
     first encoder's first. pooled_dim: of the pooled vector. image: (tokens, dim) of an image encoder's embeddings.
     condition_channels: of an image's condition of every frame, 0 where it is the first latent frame alone. num_layers:
-    how many layers of the first encoder are loaded, None for all."""
+    how many layers of the first encoder are loaded, None for all. tokens_per_image: further ones of the first encoder
+    for each image to edit."""
 
     streams: tuple[tuple[int, int], ...]
     pooled_dim: int | None = None
     image: tuple[int, int] | None = None
     condition_channels: int = 0
     num_layers: int | None = None
+    tokens_per_image: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,13 @@ class Model(Generic[C, G]):
             file.check_settings(self.folder)
             model._checkpoint(file.component).close()
         return model
+
+    def make_room(self, transformer: DiffusionTransformer) -> None:
+        """Give an empty transformer the parts that only the names of the files' tensors tell of, such as gates; nothing
+        where there are no files yet, or none that can be read."""
+        for component, module in self.modules(transformer).items():
+            with contextlib.suppress(ModelLoadError), self._checkpoint(component) as checkpoint:
+                self.prepare(module, checkpoint.shapes)
 
     def check_weights(self, transformer: DiffusionTransformer, components: Collection[str] | None = None) -> bool:
         """Whether weights of what `build_transformer` returned are quantised in their files. components: whose weights

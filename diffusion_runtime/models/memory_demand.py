@@ -27,7 +27,7 @@ from diffusion_runtime.models.family import Model, TextShapes
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.weight_files import find_weight_files, stored_shapes
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import GenerationRequest, image_paths
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config, tensor_sizes_of
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
@@ -65,6 +65,7 @@ def memory_demand(
 ) -> MemoryDemand:
     """transformer: on the meta device, with quantised layers where there will be some. num_sharers: processes that
     share the tokens. in_tiles: whether frames are decoded in tiles."""
+    model.make_room(transformer)
     modules = model.modules(transformer)
     for module in modules.values():
         model.set_loaded_dtypes(module, dtype)
@@ -130,11 +131,13 @@ def _planned_attention(transformer: nn.Module) -> Iterator[None]:
     layers = [layer for layer in transformer.modules() if isinstance(layer, AttentionLayer)]
     for layer in layers:
         layer.forward = _AttendedShape(layer)  # type: ignore[method-assign]
+        # Which backend serves a call is not asked on the meta device; a gate that is computed takes more.
+        layer.takes_gate = lambda *_: True  # type: ignore[method-assign]
     try:
         yield
     finally:
         for layer in layers:
-            del layer.forward
+            del layer.forward, layer.takes_gate
 
 
 class _AttendedShape:
@@ -159,7 +162,8 @@ def _inputs(
     def empty(*sizes: int) -> torch.Tensor:
         return torch.empty(num_samples, *sizes, dtype=dtype, device=_META)
 
-    streams = [TextStream(empty(*shape), (shape[0],) * num_samples) for shape in shapes.streams]
+    (first, *others), more = shapes.streams, shapes.tokens_per_image * _num_references(model, planned)
+    streams = [TextStream(empty(*shape), (shape[0],) * num_samples) for shape in ((first[0] + more, first[1]), *others)]
     text = Conditions.of(
         streams[0].embeddings,
         streams[0].lengths,
@@ -173,8 +177,17 @@ def _inputs(
         )
         embeddings = None if shapes.image is None else empty(*shapes.image)
         of_frames = (shapes.condition_channels, frames) if shapes.condition_channels else (channels, 1)
-        image = ImageCondition(empty(*of_frames, height, width), embeddings)
+        # Further reference images, as large as what is made of them.
+        further = [empty(channels, 1, height, width)] * (_num_references(model, planned) - 1)
+        image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further))
     return DenoiserInputs(text, planned.size, planned.guidance, image, planned.request)
+
+
+def _num_references(model: Model[Any, Any], planned: PlannedRequest) -> int:
+    """Images to edit, of a model that edits; those it cannot do without where a request names none."""
+    if model.references is None:
+        return 0
+    return max(len(image_paths(planned.request, "image_path")), int(_takes_image(model, planned)))
 
 
 def _takes_image(model: Model[Any, Any], planned: PlannedRequest) -> bool:

@@ -96,8 +96,8 @@ def reads_in_place(
     """Whether a plan of these blocks, without row masks, is computed on q, k and v as they are: their tokens stand in
     the order of the blocks, as a model keeps them (attention/token_order.py), and their rows are what a copy takes.
 
-    Not where blocks are large. Rows of a packed product lie apart, which slows the kernel; STA's tiles of 384 tokens read
-    each row more often: 9.4 ms of a step of Wan 1.3B on an H200, where the copies take 4.8
+    Not where blocks are large. Rows of a packed product lie apart, which slows the kernel; STA's tiles of 384 tokens
+    read each row more often: 9.4 ms of a step of Wan 1.3B on an H200, where the copies take 4.8
     (benchmarks/results/static_order_gpu.json).
     """
     stand_in_order = q_geometry.is_identity and kv_geometry.is_identity

@@ -17,6 +17,8 @@ from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.picture_language_model import PictureLanguageEncoder, load_picture_language_model
 
 _MULTIPLE = 32
+# Pixels along each side of a token of the language model.
+_SEEN_PATCH = 28
 # Pixels of the picture that the autoencoder encodes, and of those that the language model sees of several.
 AREA, SEEN_AREA = 1024 * 1024, 384 * 384
 # Text tokens of a prompt, as its authors' pipelines allow.
@@ -52,6 +54,11 @@ class Editing:
     most: int
     seen_area: int
     label: str
+
+    @property
+    def seen_tokens(self) -> int:
+        """About how many tokens the language model makes of a picture: one of 28 x 28 pixels."""
+        return math.ceil(self.seen_area / _SEEN_PATCH**2)
 
     @property
     def references(self) -> ReferenceImages:

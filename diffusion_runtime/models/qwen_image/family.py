@@ -18,6 +18,7 @@ from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, ex
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.geometry import ImageGeometry
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.qwen_image import editing as edits
 from diffusion_runtime.models.qwen_image.config import (
     QwenImageTransformerConfig,
     read_geometry,
@@ -105,6 +106,13 @@ def _adapt(model: _Model) -> _Model:
     )
 
 
+def _text_shapes(folder: AnyFolder, config: QwenImageTransformerConfig) -> TextShapes:
+    editing = editing_of(folder)
+    if editing is None:
+        return TextShapes(((MAX_TOKENS, config.text_dim),))
+    return TextShapes(((edits.MAX_TOKENS, config.text_dim),), tokens_per_image=editing.seen_tokens)
+
+
 FAMILY = ModelFamily(
     name="qwen_image",
     transformer_classes=("QwenImageTransformer2DModel",),
@@ -119,7 +127,7 @@ FAMILY = ModelFamily(
     pieces=transformer_pieces,
     lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)),
+    text_shapes=_text_shapes,
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
     tiny_decoders={16: "taew2_1"},

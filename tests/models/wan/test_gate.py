@@ -13,12 +13,15 @@ from denoiser_inputs import text_inputs
 from safetensors.torch import load_file, save_file
 from sparse_oracle import masked_attention
 
+from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.attention import (
     AttentionConfig,
     AttentionContext,
     AttentionPolicy,
     StepInfo,
 )
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.models.wan.config import read_transformer_config
 from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.models.wan.transformer import WanSelfAttention, WanTransformer
@@ -136,6 +139,17 @@ def test_a_gate_is_computed_where_the_backend_of_the_step_takes_it(gated_folder:
         counted.clear()
         run(model, AttentionContext(step=StepInfo(index, 4)))
         assert counted == expected
+
+
+def test_a_memory_plan_counts_gates(tiny_wan_folder: Path, gated_folder: Path) -> None:
+    totals = []
+    for folder in (tiny_wan_folder, gated_folder):
+        prepared = prepare(RuntimeConfig(model_path=str(folder), device="cpu"))
+        assert isinstance(prepared, PreparedModel)
+        plan = prepared.planned_for(()).description.memory
+        assert plan is not None
+        totals.append(plan.demand.transformers[0].total)
+    assert totals[1] - totals[0] == sum(tensor.numel() * 4 for tensor in gate_weights().values())
 
 
 def test_a_gate_has_the_dtype_of_the_model(gated_folder: Path) -> None:
