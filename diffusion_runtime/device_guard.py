@@ -7,7 +7,6 @@ CPU.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -34,12 +33,18 @@ def device_guard(device: torch.device) -> Iterator[None]:
         yield
 
 
+# By type of device.
+_autocast: dict[str, bool] = {}
+
+
 def _is_autocast(device: torch.device) -> bool:
     kind = device.type
     return _has_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
-@functools.cache
 def _has_autocast(kind: str) -> bool:
     """A type of device without autocast, such as meta, raises when it is asked whether it is enabled."""
-    return torch.amp.is_autocast_available(kind)
+    # No functools.cache: torch.compile warns of what it wraps.
+    if kind not in _autocast:
+        _autocast[kind] = torch.amp.is_autocast_available(kind)
+    return _autocast[kind]

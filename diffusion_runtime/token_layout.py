@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self, TypeAlias
 
 from diffusion_runtime.errors import ConfigError
@@ -58,7 +57,7 @@ class TokenLayout:
         """The layout of a sequence that is text alone, such as the keys of a cross-attention."""
         return cls((0, 0, 0), num_suffix_tokens=num_tokens, valid_lengths=valid_lengths)
 
-    @cached_property
+    @property
     def num_grid_tokens(self) -> int:
         return math.prod(self.grid)
 
@@ -66,11 +65,11 @@ class TokenLayout:
     def num_text_tokens(self) -> int:
         return self.num_prefix_tokens + self.num_suffix_tokens
 
-    @cached_property
+    @property
     def num_tokens(self) -> int:
         return self.num_grid_tokens + self.num_text_tokens
 
-    @cached_property
+    @property
     def has_padding(self) -> bool:
         """Whether some sample has fewer real text tokens than there is room for."""
         return self.valid_lengths is not None and any(n < self.num_text_tokens for n in self.valid_lengths)

@@ -201,8 +201,8 @@ FAMILIES = {
             Refusal({"in_channels": 32}, r"'in_channels' \(32\) and 'out_channels' \(4\)"),
             in_file(
                 INDEX,
-                "model_index.json: key '_class_name': expected QwenImagePipeline, got",
-                _class_name="QwenImageEditPipeline",
+                "model_index.json: key '_class_name': expected QwenImagePipeline",
+                _class_name="QwenImageInpaintPipeline",
             ),
             Refusal(latents_of(16), "vae/config.json: key 'z_dim': expected 4", VAE),
         ),

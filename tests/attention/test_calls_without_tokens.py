@@ -31,7 +31,7 @@ wrong = []
 usable = [info for info in list_backends("cpu") if info.usable]
 for info in usable:
     for num_queries, num_keys in ((3, 0), (0, 3), (0, 0)):
-        q, k = torch.randn(2, num_queries, 4, 16), torch.randn(2, num_keys, 4, 16)
+        q, k = torch.randn(2, num_queries, 4, 64), torch.randn(2, num_keys, 4, 64)
         for return_lse in sorted({False, "lse" in info.capability.features}):
             found = attention(q, k, k, backend=info.name, return_lse=return_lse)
             out, lse = found if return_lse else (found, None)
@@ -79,7 +79,7 @@ def test_half_precision_gets_a_float32_log_sum_exp() -> None:
 
 
 def test_a_layer_answers_and_counts_it() -> None:
-    q = torch.randn(2, 0, 4, 16)
+    q = torch.randn(2, 0, 4, 64)
     counted = {}
     for name in [info.name for info in list_backends("cpu") if info.usable]:
         backend = find_backend(name)
@@ -87,7 +87,7 @@ def test_a_layer_answers_and_counts_it() -> None:
         spec = AttentionSpec(name, backend.self_test_options)
         policy = AttentionPolicy(config=AttentionConfig(default=spec), environment=None)
         context = AttentionContext(layout=TokenLayout.text(0))
-        out = LocalAttention(4, 16, policy=policy)(q, q, q, context)
+        out = LocalAttention(4, 64, policy=policy)(q, q, q, context)
         counted[name] = (list(out.shape), [row.implementation for row in context.recorder.report().rows])
-    assert counted == dict.fromkeys(counted, ([2, 0, 4, 16], ["no keys"]))
+    assert counted == dict.fromkeys(counted, ([2, 0, 4, 64], ["no keys"]))
     assert len(counted) >= 6

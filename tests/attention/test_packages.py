@@ -175,7 +175,8 @@ class OnHopper(torch.Tensor):
     is_cuda = True
 flash4.detect_hardware = triton.detect_hardware = lambda device: hopper
 there = q.as_subclass(OnHopper)
-print(json.dumps({"chosen": chosen, "flash4": flash4.refusal(there, plan), "auto": api._choose("auto", there, plan)}))
+auto = api._choose("auto", there, plan, 0.0)
+print(json.dumps({"chosen": chosen, "flash4": flash4.refusal(there, plan), "auto": auto}))
 """
 
 

@@ -21,7 +21,7 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stages_cold_and_warm_beside_diffusers(command: Command, tiny_wan_folder: Path) -> None:
     shown = command("bench", "generate", tiny_wan_folder, *QUICK, "--repeats", "1")
     assert shown.code == 0
-    assert "5 frames of 32 x 32, 2 steps" in shown.out
+    assert "5 frames of 32 x 32, 2 steps" in " ".join(shown.out.split())
     lines = shown.out.splitlines()
     for name in ("ours, cold", "ours, warm", "diffusers, cold", "diffusers, warm"):
         figures = next(line for line in lines if line.startswith(name)).removeprefix(name).split()

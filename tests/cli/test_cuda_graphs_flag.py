@@ -65,10 +65,13 @@ def test_on_says_every_reason_of_backends_and_requests(tiny_wan_folder: Path) ->
 
 
 def test_graphs_are_made_on_a_gpu_unless_they_are_off(tiny_wan_folder: Path) -> None:
-    def made(mode: str, device: str = "cuda") -> ForwardGraphs | None:
-        return make_graphs(RuntimeConfig(cuda_graphs=mode), torch.device(device))
+    def made(mode: str, device: str = "cuda", is_offloaded: bool = False) -> ForwardGraphs | None:
+        return make_graphs(RuntimeConfig(cuda_graphs=mode), torch.device(device), is_offloaded)
 
     assert made("off") is None
+    assert made("auto", is_offloaded=True) is None
+    with pytest.raises(ConfigError, match=r"weights are offloaded, .*--offload none"):
+        made("on", is_offloaded=True)
     assert made("auto", "cpu") is None
     auto, on = made("auto"), made("on")
     assert auto is not None

@@ -17,7 +17,8 @@ def test_the_path_reaches_the_recipe_and_what_cannot_run_is_refused(command: Com
     weights = str(tiny_wan_folder / "transformer")
     planned = command(*generate, "--transformer-path", weights, "--json").json
     assert planned["runtime"]["transformer_path"] == weights
-    assert f"transformer_path {weights}" in " ".join(command(*generate, "--transformer-path", weights).said.split())
+    # A long path is broken at the end of a line.
+    assert f"transformer_path{weights}" in "".join(command(*generate, "--transformer-path", weights).said.split())
     for flags, said in (
         (("--transformer-path", "lost.safetensors"), "transformer_path: lost.safetensors: no such file"),
         (("--transformer-path", str(tiny_wan_folder)), "is the folder of a whole model"),
