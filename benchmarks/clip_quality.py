@@ -64,6 +64,10 @@ class LatentRecorder:
         self.decoder = decoder
         self.latents: list[torch.Tensor] = []
 
+    def for_request(self, request: GenerationRequest) -> Any:
+        self.decoder = self.decoder.for_request(request)
+        return self
+
     def stream(self, latents: torch.Tensor) -> Any:
         self.latents.append(latents.detach().float().cpu())
         return self.decoder.stream(latents)

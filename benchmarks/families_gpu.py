@@ -10,14 +10,12 @@ memory: milliseconds of one forward pass, and the peak of device memory above th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import gc
 import importlib
 import json
 import pkgutil
 import statistics
-import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +30,9 @@ import benchmarks.families
 from benchmarks.families.step import FamilyStep, StepInputs
 from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
+from diffusion_runtime.diffusers_bridge.random_transformer import random_transformer
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.random_weights import fill_randomly, taking_from
 from diffusion_runtime.models.registry import family_for_folder
 
 DTYPE = torch.bfloat16
@@ -59,88 +59,8 @@ class Row:
     weights_gb: float
 
 
-class StateCheckpoint:
-    """A checkpoint whose tensors are those of a model in memory; stands in for models.checkpoint.Checkpoint."""
-
-    def __init__(self, state: dict[str, torch.Tensor], *, takes: bool) -> None:
-        self.folder = Path("memory/transformer")
-        self.state = state
-        self.takes = takes
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self.state[name])
-        if self.takes:
-            self.state[name].untyped_storage().resize_(0)
-
-    def quantized(self, _: str) -> tuple[()]:
-        return ()
-
-    def is_changed(self, _: str) -> bool:
-        return False
-
-    def __enter__(self) -> StateCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def reading(module: Any, checkpoint: StateCheckpoint) -> Iterator[None]:
-    """Let a family's module read `checkpoint` wherever it opens one."""
-    original = module.Checkpoint
-    module.Checkpoint = lambda *_, **__: checkpoint
-    try:
-        yield
-    finally:
-        module.Checkpoint = original
-
-
 def build_theirs(step: FamilyStep, device: torch.device) -> nn.Module:
-    import diffusers
-
-    with torch.device("meta"):
-        model: nn.Module = getattr(diffusers, step.transformer_class)(**step.config)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if stays_float32(model, name) else DTYPE)
-    model = model.to_empty(device=device).eval().requires_grad_(False)
-    generator = torch.Generator(device).manual_seed(1)
-    for name, parameter in model.named_parameters():
-        is_norm_weight = parameter.dim() == 1 and name.endswith("weight")
-        width = parameter.shape[-1] if parameter.dim() < 3 else parameter[0].numel()
-        spread = 0.02 if parameter.dim() < 2 else width**-0.5
-        parameter.normal_(1.0 if is_norm_weight else 0.0, spread, generator=generator)
-    refill_tables(step, model, device)
-    return model
-
-
-def stays_float32(model: nn.Module, name: str) -> bool:
-    """Whether `from_pretrained` would keep this parameter in float32."""
-    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
-    return not set(kept).isdisjoint(name.split("."))
-
-
-def refill_tables(step: FamilyStep, model: nn.Module, device: torch.device) -> None:
-    """Tables that a constructor computes hold nothing on the meta device: take those of a model of one layer."""
-    import diffusers
-
-    small = {**step.config}
-    for key in ("num_layers", "num_single_layers", "num_refiner_layers", "n_layers", "n_refiner_layers"):
-        if key in small:
-            small[key] = 1
-    small_model: nn.Module = getattr(diffusers, step.transformer_class)(**small)
-    modules = dict(model.named_modules())
-    for name, module in small_model.named_modules():
-        if name not in modules:
-            continue
-        for key, table in module._buffers.items():
-            if table is not None:
-                modules[name]._buffers[key] = table.to(device)
-        # Some keep tables as plain attributes.
-        for key, table in vars(module).items():
-            if isinstance(table, torch.Tensor):
-                vars(modules[name])[key] = table.to(device)
+    return random_transformer(step.transformer_class, step.config, device, DTYPE)
 
 
 def build_ours(
@@ -152,14 +72,7 @@ def build_ours(
         model = family_for_folder(folder).describe(folder)
         policy = AttentionPolicy(cli=AttentionConfig.parse(backend), device=str(device), dtype=DTYPE)
         empty = model.build_transformer(policy)
-        # A family that reads its checkpoint by itself imports the class by itself.
-        modules = [importlib.import_module("diffusion_runtime.models.family")]
-        modules += [sys.modules[name] for name in sys.modules if name.endswith(f".{model.family.name}.family")]
-        with contextlib.ExitStack() as stack:
-            for module in modules:
-                if "Checkpoint" in vars(module):
-                    stack.enter_context(reading(module, StateCheckpoint(state, takes=takes)))
-            return model.load_transformer(empty, device, DTYPE)
+        return fill_randomly(model, empty, device, DTYPE, make=taking_from(state, frees=takes))
 
 
 def write_folder(folder: Path, step: FamilyStep) -> None:

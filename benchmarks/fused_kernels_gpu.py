@@ -31,22 +31,30 @@ import torch
 
 from benchmarks.families import flux1, flux2, qwen_image, wan, z_image
 from benchmarks.families.step import FamilyStep, StepInputs
-from benchmarks.families_gpu import reading, write_folder
+from benchmarks.families_gpu import write_folder
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache, attention
 from diffusion_runtime.kernels.activations import triton as activations_triton
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
+from diffusion_runtime.kernels.block_packing.reference import TokenBlocks
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.kernels.fp8_rows import reference as fp8_reference
+from diffusion_runtime.kernels.fp8_rows.api import quantize_gated_rows
 from diffusion_runtime.kernels.implementation import VARIABLE
 from diffusion_runtime.kernels.launches import LaunchCache
 from diffusion_runtime.kernels.modulated_norm import triton as norm_triton
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm, modulated_norm_fp8
 from diffusion_runtime.kernels.qk_norm_rope import triton as rope_triton
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
+from diffusion_runtime.kernels.qk_norm_rope.block_order import norm_rope_into_blocks
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
 
 LAYER, EPS = Norm("layer", 1e-6), 1e-6
+# Of a block of Video Sparse Attention, 4 x 4 x 8.
+BLOCK_TOKENS = 128
 # Relative L2 of two bfloat16 forwards of random weights that round at other places.
 MAX_DIFFERENCE = 0.05
 
@@ -160,6 +168,18 @@ def operations(size: Size, device: torch.device, dtype: torch.dtype) -> Iterator
 
     yield Operation("norm and rope in place", packed, rope, 4 * whole)
     yield Operation("norm and rope to another place", packed, rope_out, 6 * whole)
+    bounds = torch.arange(0, size.num_tokens + BLOCK_TOKENS, BLOCK_TOKENS, device=device).clamp(max=size.num_tokens)
+    order = torch.arange(size.num_tokens, dtype=torch.int32, device=device)
+    geometry = BlockGeometry(order[None], bounds[None].to(torch.int32), BLOCK_TOKENS, is_identity=True)
+    blocks = TokenBlocks(geometry, size.num_tokens, None, "qk")
+
+    def rope_blocks(i: dict[str, torch.Tensor], implementation: str) -> tuple[torch.Tensor, ...]:
+        found = norm_rope_into_blocks(i["packed"], weights, EPS, turns, blocks, implementation=implementation)
+        assert found.q_means is not None
+        assert found.k_means is not None
+        return found.q, found.k, found.q_means, found.k_means
+
+    yield Operation("norm and rope into blocks, with their means", packed, rope_blocks, 6 * whole)
     ffn = size.num_tokens * size.ffn_dim
 
     def product(seed: int) -> torch.Tensor:
@@ -169,6 +189,18 @@ def operations(size: Size, device: torch.device, dtype: torch.dtype) -> Iterator
     yield Operation(
         "silu times features", product, lambda i, each: (silu_mul(*i.chunk(2, -1), implementation=each),), 3 * ffn
     )
+
+    def silu_fp8(i: dict[str, torch.Tensor], implementation: str) -> tuple[torch.Tensor, ...]:
+        halves = i["product"].chunk(2, -1)
+        if i["product"].dtype != dtype:
+            return (silu_mul(*halves, implementation="reference").flatten(0, 1),)
+        if implementation == "triton":
+            found = quantize_gated_rows(*halves)
+        else:
+            found = fp8_reference.quantize_rows(silu_mul(*halves, implementation="reference").flatten(0, 1))
+        return (found.values.float() * found.scales,) if "checked" in i else tuple(found)
+
+    yield Operation("silu times features, to fp8", lambda seed: {"product": product(seed)}, silu_fp8, ffn * 5 // 2)
     yield Operation(
         "gelu of a part", product, lambda i, each: (gelu_(i[..., size.ffn_dim :], implementation=each),), 2 * ffn
     )
@@ -392,32 +424,6 @@ def kernels(setting: str) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-class RandomCheckpoint:
-    """A checkpoint of random numbers with the shapes a family asks for; stands in for models.checkpoint.Checkpoint."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        self.folder = Path("memory/transformer")
-        self.shapes = dict(shapes)
-        self.generator = torch.Generator(device).manual_seed(1)
-
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        is_norm_weight = target.dim() == 1 and name.endswith("weight")
-        width = target.shape[-1] if target.dim() < 3 else target[0].numel()
-        target.normal_(float(is_norm_weight), 0.02 if target.dim() < 2 else width**-0.5, generator=self.generator)
-
-    def quantized(self, _: str) -> tuple[()]:
-        return ()
-
-    def is_changed(self, _: str) -> bool:
-        return False
-
-    def __enter__(self) -> RandomCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def build(step: FamilyStep, device: torch.device, dtype: torch.dtype, backend: str | None) -> DiffusionTransformer:
     """A family's transformer with random weights."""
     with tempfile.TemporaryDirectory() as name:
@@ -426,11 +432,7 @@ def build(step: FamilyStep, device: torch.device, dtype: torch.dtype, backend: s
         model = family_for_folder(folder).describe(folder)
         policy = AttentionPolicy(cli=AttentionConfig.parse(backend), device=str(device), dtype=dtype)
         empty = model.build_transformer(policy)
-        pieces = model.pieces(model.transformer_components[0])
-        shapes = {piece.name: piece.shape for several in pieces.values() for piece in several}
-        module = importlib.import_module("diffusion_runtime.models.family")
-        with reading(module, RandomCheckpoint(shapes, device)):  # type: ignore[arg-type]
-            return model.load_transformer(empty, device, dtype)
+        return fill_randomly(model, empty, device, dtype)
 
 
 def velocity(model: DiffusionTransformer, inputs: StepInputs, state: RequestCache) -> torch.Tensor:

@@ -1,13 +1,17 @@
 """Streamed transformer blocks on one GPU: the same numbers as all-resident, in how much memory, and at which speed.
 
     python -m benchmarks.offload_gpu --output benchmarks/results/offload_gpu.json [--only wan14b,flux1,flux1-fp8]
+    python -m benchmarks.offload_gpu --output /tmp/offload.json --only wan-a14b   # or flux2: whole generations
     python -m benchmarks.offload_gpu --device cpu --output /tmp/offload.json
+    python -m benchmarks.offload_gpu --dry-run                                    # the plans, on any machine
 
 Random weights of the published shapes, made on the device and held where offloading holds them. First the step with all
 weights on the device: its velocity, milliseconds, peak. Then, for every limit, what the plan streams, with torch's
 memory fraction set to the limit so that taking more is an error: the velocity must be the same bit for bit; then
 milliseconds, the peak beside the planned one, and how many copies came late. `--device cpu` runs every path at tiny
 sizes. A step is one forward pass of one guidance branch; the first one, which also projects the text, is not timed.
+Whole generations (benchmarks/offloaded_generation.py) have their encoder and decoder, and their experts in turn. Each
+row is written when it is measured; with --append those that --output has already stay.
 """
 
 from __future__ import annotations
@@ -15,12 +19,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import importlib
 import json
 import statistics
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +31,20 @@ from typing import Any
 import torch
 
 from benchmarks.families.step import FamilyStep, StepInputs
-from benchmarks.families_gpu import reading, write_folder
+from benchmarks.families_gpu import write_folder
 from benchmarks.fused_kernels_gpu import TINY_STEPS
 from benchmarks.machine import describe_machine
+from benchmarks.offloaded_generation import (
+    GENERATIONS,
+    TINY_GENERATIONS,
+    Generation,
+    open_generation,
+    plans_for,
+    run_generation,
+)
 from benchmarks.quantization_gpu import CASES as STEPS
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache, StepInfo
-from diffusion_runtime.loading.native_model import load_transformer
+from diffusion_runtime.loading.native_model import fill_transformer
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand, MemoryPlan, PartSize, make_plan, plans_of
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
@@ -42,6 +52,7 @@ from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, part_size, step_bytes
 from diffusion_runtime.models.quantization import Quantization
+from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
 
 DTYPE = torch.bfloat16
@@ -76,37 +87,6 @@ TINY_CASES = {
 }
 
 
-class NamedRandom:
-    """A checkpoint whose tensors are random numbers that depend on their names alone, made on the device; stands in for
-    models.checkpoint.Checkpoint."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        self.folder = Path("memory/transformer")
-        self.shapes = dict(shapes)
-        self.is_elsewhere = False
-        self._generator = torch.Generator(device)
-
-    def is_changed(self, name: str) -> bool:  # noqa: ARG002
-        return False
-
-    def quantized(self, name: str) -> tuple[()]:  # noqa: ARG002
-        return ()
-
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        generator = self._generator.manual_seed(zlib.crc32(name.encode()))
-        is_norm_weight = target.dim() == 1 and name.endswith("weight")
-        width = target.shape[-1] if target.dim() < 3 else target[0].numel()
-        made = torch.empty(target.shape, dtype=target.dtype, device=generator.device)
-        made.normal_(float(is_norm_weight), 0.02 if target.dim() < 2 else width**-0.5, generator=generator)
-        target.copy_(made)
-
-    def __enter__(self) -> NamedRandom:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A transformer with random weights, and what it takes. seconds: of filling its weights."""
@@ -139,12 +119,13 @@ def build(case: Case, device: torch.device, limit: int | None, transfers: Transf
             limit = plans_of(demand, 1, ["layers"])[0].peak + max(part.blocks)
         plan = make_plan(demand, ["none" if limit is None else "layers"], limit)
         offloading = None if limit is None else Offloading(plan, transfers)
-        pieces = model.pieces(model.transformer_components[0])
-        shapes = {piece.name: piece.shape for several in pieces.values() for piece in several}
-        module = importlib.import_module("diffusion_runtime.models.family")
         begin = time.perf_counter()
-        with reading(module, NamedRandom(shapes, device)):  # type: ignore[arg-type]
-            load_transformer(model, empty, device, DTYPE, (), offloading)
+        fill_transformer(
+            model,
+            empty,
+            offloading,
+            lambda room_for: fill_randomly(model, empty, device, DTYPE, room_for=room_for),
+        )
         return Loaded(empty, offloading, plan, time.perf_counter() - begin)
 
 
@@ -274,25 +255,63 @@ def run_case(name: str, case: Case, device: torch.device) -> Iterator[dict[str, 
         free(device)
 
 
+def show_plans(cases: Mapping[str, Case | Generation]) -> None:
+    """What each case takes on a GPU with as much memory as its limits, and which plan fits; nothing is computed."""
+    cpu = torch.device("cpu")
+    for name, case in cases.items():
+        with tempfile.TemporaryDirectory() as folder:
+            if isinstance(case, Generation):
+                plans = list(plans_for(case, open_generation(case, Path(folder), cpu)))
+            else:
+                write_folder(Path(folder), case.step)
+                model = family_for_folder(Path(folder)).describe(Path(folder))
+                policy = AttentionPolicy(cli=AttentionConfig.parse(None), device="cpu", dtype=DTYPE)
+                empty = model.build_transformer(policy)
+                quantization = Quantization.of(model.family.name, case.quantization, ())
+                if quantization is not None:
+                    quantization.apply(model.modules(empty))
+                demand = demand_of(model, empty, case.step, cpu)
+                plans = [make_plan(demand, ["none"], None)]
+                plans += [make_plan(demand, ["layers"], limit) for limit in case.limits]
+        for plan in plans:
+            phases = ", ".join(f"{phase} {size / 1e9:.2f}" for phase, size in plan.phases.items())
+            print(
+                f"{name}: {plan.offload}, peak {plan.peak / 1e9:.2f} GB of {(plan.limit or 0) / 1e9:.2f} ({phases}), "
+                f"machine {plan.host / 1e9:.2f} GB, blocks that stay {dict(plan.resident)}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", default="", help=f"of {','.join(CASES)}, with commas between")
+    parser.add_argument("--output", type=Path, default=Path("offload.json"))
+    parser.add_argument("--append", action="store_true", help="keep the rows of other cases in --output")
+    parser.add_argument("--dry-run", action="store_true", help="show the plans alone")
+    parser.add_argument("--only", default="", help=f"of {','.join((*CASES, *GENERATIONS))}, with commas between")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     arguments = parser.parse_args()
     # With its number: a memory fraction is of one device.
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
-    cases = TINY_CASES if device.type == "cpu" else CASES
+    is_tiny = device.type == "cpu" and not arguments.dry_run
+    cases: dict[str, Case | Generation] = {**TINY_CASES, **TINY_GENERATIONS} if is_tiny else {**CASES, **GENERATIONS}
     names = [name for name in arguments.only.split(",") if name] or list(cases)
+    if arguments.dry_run:
+        show_plans({name: cases[name] for name in names})
+        return
     document: dict[str, Any] = {
         "schema": "diffusion_runtime.offload_gpu/1",
         "machine": describe_machine(device),
         "rows": [],
     }
+    if arguments.append and arguments.output.is_file():
+        before = json.loads(arguments.output.read_text())["rows"]
+        document["rows"] = [row for row in before if row["case"] not in names]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     for name in names:
         begin = time.perf_counter()
-        for row in run_case(name, cases[name], device):
+        case = cases[name]
+        run = run_case(name, case, device) if isinstance(case, Case) else run_generation(name, case, device)
+        for row in run:
             document["rows"].append(row)
             arguments.output.write_text(json.dumps(document, indent=1) + "\n")
             shown = "  ".join(

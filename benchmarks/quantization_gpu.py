@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import importlib
 import json
 import statistics
 import tempfile
@@ -28,13 +27,14 @@ import torch
 
 from benchmarks.families import wan
 from benchmarks.families.step import FamilyStep
-from benchmarks.families_gpu import reading, write_folder
-from benchmarks.fused_kernels_gpu import STEPS, TINY_STEPS, Clock, RandomCheckpoint, device_times, velocity
+from benchmarks.families_gpu import write_folder
+from benchmarks.fused_kernels_gpu import STEPS, TINY_STEPS, Clock, device_times, velocity
 from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionConfig, AttentionPolicy, RequestCache
 from diffusion_runtime.layers.fp8_linear import SCALED_PRODUCT
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.quantization import Quantization
+from diffusion_runtime.models.random_weights import fill_randomly
 from diffusion_runtime.models.registry import family_for_folder
 
 MODES = ("none", "fp8", "fp8-all")
@@ -58,11 +58,7 @@ def build(step: FamilyStep, device: torch.device, mode: str) -> tuple[DiffusionT
         quantization = Quantization.of(model.family.name, mode, ())
         quantization.apply(model.modules(empty))
         described = quantization.describe(model.modules(empty))
-        pieces = model.pieces(model.transformer_components[0])
-        shapes = {piece.name: piece.shape for several in pieces.values() for piece in several}
-        module = importlib.import_module("diffusion_runtime.models.family")
-        with reading(module, RandomCheckpoint(shapes, device)):  # type: ignore[arg-type]
-            return model.load_transformer(empty, device, DTYPE), quantization, described
+        return fill_randomly(model, empty, device, DTYPE), quantization, described
 
 
 @torch.inference_mode()

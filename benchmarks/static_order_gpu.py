@@ -30,8 +30,10 @@ from benchmarks.families_gpu import DTYPE, build_ours, build_theirs
 from benchmarks.machine import describe_machine
 from diffusion_runtime.attention import AttentionContext, AttentionRecorder, RequestCache, StepInfo, token_order
 from diffusion_runtime.attention.force import force_attention_backend
+from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.sparse import video_sparse
 from diffusion_runtime.kernels.block_sparse import triton
+from diffusion_runtime.layers import rotated_attention
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.wan.transformer import WanSelfAttention, WanTransformer
@@ -43,16 +45,22 @@ MAX_DIFFERENCE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """choice: of self-attention. in_tiles: whether tokens stand in its tiles through all blocks."""
+    """choice: of self-attention. in_tiles: whether tokens stand in its tiles through all blocks. in_rows: whether QK
+    norm and rotary positions then write q, k and v as the rows of blocks that the kernel reads, with means of tiles."""
 
     name: str
     choice: Any
     in_tiles: bool
+    in_rows: bool = False
 
 
-def sparse_variants(name: str, backend: str, **options: Any) -> tuple[Variant, Variant]:
+def sparse_variants(name: str, backend: str, **options: Any) -> tuple[Variant, ...]:
     choice = {"backend": backend, "options": options}
-    return Variant(f"{name}, packed in every layer", choice, False), Variant(f"{name}, in tiles", choice, True)
+    return (
+        Variant(f"{name}, packed in every layer", choice, False),
+        Variant(f"{name}, in tiles, read in place", choice, True),
+        Variant(f"{name}, in tiles, written as rows of blocks", choice, True, True),
+    )
 
 
 SPARSE = {
@@ -119,6 +127,8 @@ class Run:
             stack.enter_context(force_attention_backend(self.variant.choice, role="self"))
             if not self.variant.in_tiles:
                 stack.enter_context(mock.patch.object(token_order, "shared_tile", return_value=RASTER))
+            if not self.variant.in_rows:
+                stack.enter_context(mock.patch.object(AttentionLayer, "token_blocks", return_value=None))
             velocity: torch.Tensor = self.model(*self.inputs.ours, context)
         return velocity
 
@@ -134,8 +144,9 @@ class Run:
         return velocity, f"{row.backend}: {row.implementation}"
 
     def parts(self) -> dict[str, float]:
-        """Milliseconds in all layers: calls of self-attention, and of them permuting and averaging."""
-        spans: dict[str, list[tuple[Any, Any]]] = {"self_attention": [], "packing": [], "means": []}
+        """Milliseconds in all layers: calls of self-attention, and of them permuting and averaging; QK norm and rotary
+        positions before them, which are a part of the rest."""
+        spans: dict[str, list[tuple[Any, Any]]] = {"self_attention": [], "packing": [], "means": [], "norm_rope": []}
         with contextlib.ExitStack() as stack:
             for module in self.model.modules():
                 if isinstance(module, WanSelfAttention):
@@ -144,6 +155,8 @@ class Run:
                 (triton, "pack_tokens", "packing"),
                 (video_sparse, "pack_tokens", "packing"),
                 (video_sparse, "tile_means", "means"),
+                (rotated_attention, "norm_and_rotate", "norm_rope"),
+                (rotated_attention, "norm_rope_into_blocks", "norm_rope"),
             ):
                 stack.enter_context(self._timed(owner, name, spans[part]))
             whole = self.clock.milliseconds(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -161,17 +161,23 @@ class AttentionReport:
         lines += [f"steps of {row}" for row in self.steps]
         lines += [f"quantised linear layers: {row.count} x {row.implementation}" for row in self.products]
         lines += [str(graphs) for graphs in (self.graphs, self.decoder_graphs) if graphs is not None]
-        lines += [_skipped_line(role, self.skipped) for role in dict.fromkeys(row.role for row in self.skipped)]
+        lines += skipped_lines(self.skipped)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def _skipped_line(role: str, rows: Iterable[SkipRow]) -> str:
-    """`self: softmax skipped for 41.2% of the pairs of query tiles and key pieces (layer 3: 12.0%, layer 7: 63.1%)`"""
-    rows = [row for row in rows if row.role == role]
-    total = SkipRow(role, 0, sum(row.num_visited for row in rows), sum(row.num_skipped for row in rows))
-    ends = dict.fromkeys((min(rows, key=lambda row: row.share), max(rows, key=lambda row: row.share)))
-    layers = ", ".join(f"layer {row.layer}: {row.share:.1%}" for row in ends)
-    return f"{role}: softmax skipped for {total.share:.1%} of the pairs of query tiles and key pieces ({layers})"
+def skipped_lines(rows: Sequence[SkipRow]) -> list[str]:
+    """For each role `self: softmax skipped for 41.2% of the pairs of query tiles and key pieces (layer 3: 12.0%, layer
+    7: 63.1%)`, with the layers that skipped least and most."""
+    lines = []
+    for role in dict.fromkeys(row.role for row in rows):
+        layers = [row for row in rows if row.role == role]
+        total = SkipRow(role, 0, sum(row.num_visited for row in layers), sum(row.num_skipped for row in layers))
+        ends = dict.fromkeys((min(layers, key=lambda row: row.share), max(layers, key=lambda row: row.share)))
+        shares = ", ".join(f"layer {row.layer}: {row.share:.1%}" for row in ends)
+        lines.append(
+            f"{role}: softmax skipped for {total.share:.1%} of the pairs of query tiles and key pieces ({shares})"
+        )
+    return lines
 
 
 class _Tally:

@@ -18,6 +18,7 @@ from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.models.video_control import VideoControl
 from diffusion_runtime.progressive_resolution import ProgressiveSettings
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.step_cache import StepCacheSettings
@@ -28,14 +29,15 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, kw_only=True)
 class SamplingRules:
     """How a model is sampled: the sizes it can make, the scheduler it came with, how its noise levels are spaced,
-    whether guidance is an input of it (Model.embeds_guidance), and what is added to its guidance_scale for
-    classifier-free guidance."""
+    whether guidance is an input of it (Model.embeds_guidance), what is added to its guidance_scale for classifier-free
+    guidance, and how it takes a control video."""
 
     geometry: LatentGeometry
     scheduler: SchedulerConfig
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     embeds_guidance: bool = False
     guidance_offset: float = 0.0
+    control: VideoControl | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,35 @@ class BatchSettings:
         return ClipSize(_filled(shared.height), _filled(shared.width), _filled(shared.num_frames), _filled(shared.fps))
 
     @property
+    def has_condition(self) -> bool:
+        """Whether the transformer is given a condition beside the text: of images, or of control blocks."""
+        return self.shared.image_path is not None or self.rules.control is not None
+
+    def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
+        """One sample as it is denoised: that of a clip of this size, with the reference images before it."""
+        geometry, control = self.rules.geometry, self.rules.control
+        num_before = 0 if control is None else control.num_references(self.shared)
+        num_frames = size.num_frames + num_before * geometry.temporal_factor
+        return geometry.sample_shape(dataclasses.replace(size, num_frames=num_frames))
+
+    @property
     def num_inference_steps(self) -> int:
         return _filled(self.shared.num_inference_steps)
+
+    @property
+    def second_levels(self) -> tuple[float, ...]:
+        """Noise levels of the second stage's steps; empty for one stage."""
+        return self.shared.second_stage_sigmas or ()
+
+    @property
+    def num_steps(self) -> int:
+        """Of both stages together."""
+        return self.num_inference_steps + len(self.second_levels)
+
+    @property
+    def first_size(self) -> ClipSize:
+        """Of the first stage: half the height and width where there is a second one."""
+        return self.halved(1) if self.second_levels else self.size
 
     @property
     def guidance_scale(self) -> float:
@@ -92,6 +121,13 @@ class BatchSettings:
         shapes = [self.rules.geometry.sample_shape(size)[-2:] for size in sizes]
         growth_levels = [growth_level(options.spectrum, options.delta, *shape) for shape in shapes]
         return plan_stages(sampler.scheduler(torch.device("cpu")).sigmas[: sampler.num_steps].tolist(), growth_levels)
+
+    def step_sizes(self) -> tuple[tuple[ClipSize, int], ...]:
+        """The sizes at which steps run, in their order, and how many steps run at each. Raises what `stages` raises."""
+        if stages := self.stages():
+            return tuple((self.halved(stage.level), stage.end - stage.first) for stage in stages)
+        first = (self.first_size, self.num_inference_steps)
+        return (first, (self.size, len(self.second_levels))) if self.second_levels else (first,)
 
     def halved(self, level: int) -> ClipSize:
         """The clip's size with height and width halved `level` times."""

@@ -4,6 +4,7 @@ values."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -32,8 +33,9 @@ class Degrees:
     """Degrees of parallelism; their product is the number of processes.
 
     ulysses, ring: processes that share a sequence by heads, and by blocks of keys (sequence parallel). branches: 2 when
-    the two guidance branches run on two groups of processes (CFG parallel), else 1. ring_inside: neighbours by rank
-    share keys, and not heads. reason: how they were chosen, for messages.
+    the two guidance branches run on two groups of processes (CFG parallel), else 1. tensor: processes that share the
+    weights (tensor parallel). ring_inside: neighbours by rank share keys, and not heads. reason: how they were chosen,
+    for messages.
     """
 
     ulysses: int = 1
@@ -41,10 +43,11 @@ class Degrees:
     branches: int = 1
     ring_inside: bool = False
     reason: str = "one process"
+    tensor: int = 1
 
     @property
     def num_processes(self) -> int:
-        return self.ulysses * self.ring * self.branches
+        return self.ulysses * self.ring * self.branches * self.tensor
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a recipe."""
@@ -53,7 +56,8 @@ class Degrees:
         return values
 
     def __str__(self) -> str:
-        return f"guidance branches {self.branches} x ulysses {self.ulysses} x ring {self.ring}"
+        tensor = f" x tensor parallel {self.tensor}" if self.tensor > 1 else ""
+        return f"guidance branches {self.branches} x ulysses {self.ulysses} x ring {self.ring}{tensor}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class ParallelConfig:
     num_gpus: processes, one per device; None: the product of the degrees that are given, or all that torchrun started.
     ulysses_degree, ring_degree: processes that share a sequence by heads, and by blocks of keys; None: chosen.
     cfg_parallel: whether the two guidance branches run on two groups of processes; None: chosen.
+    tensor_parallel_size: processes that share each weight of the transformer's blocks, and its heads; None: 1.
     order: which exchange happens between processes that are neighbours by rank, on the faster links.
     timeout: seconds that processes wait for one that does not move before the watchdog ends the run.
     """
@@ -71,11 +76,12 @@ class ParallelConfig:
     ulysses_degree: int | None = None
     ring_degree: int | None = None
     cfg_parallel: bool | None = None
+    tensor_parallel_size: int | None = None
     order: str = "ulysses_inside_ring"
     timeout: float = 40.0
 
     def __post_init__(self) -> None:
-        for name in ("num_gpus", "ulysses_degree", "ring_degree"):
+        for name in ("num_gpus", "ulysses_degree", "ring_degree", "tensor_parallel_size"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"parallel.{name}: expected a whole number of 1 or more, got {shown(value)}")
@@ -97,7 +103,14 @@ class ParallelConfig:
 
     @property
     def _known_product(self) -> int:
-        return (self.ulysses_degree or 1) * (self.ring_degree or 1) * (2 if self.cfg_parallel else 1)
+        sharers = (self.ulysses_degree or 1) * (self.ring_degree or 1)
+        return sharers * (2 if self.cfg_parallel else 1) * self.num_weight_sharers
+
+    @property
+    def num_weight_sharers(self) -> int:
+        """Processes that share each weight. Never more than one unless asked for: sharing the sequence communicates
+        less."""
+        return self.tensor_parallel_size or 1
 
     def with_world(self, num_processes: int) -> Self:
         """The same configuration for running processes. Raises ConfigError when it asks for another number of them."""
@@ -113,11 +126,21 @@ class ParallelConfig:
         guidance branches.
 
         Guidance branches come first, because they communicate once per step only; then heads, as far as they divide;
-        blocks of keys take the rest. Raises ConfigError for degrees that do not fit the processes or the heads.
+        blocks of keys take the rest. Processes that share the weights are as many as asked for, and share the heads
+        before the others do. Raises ConfigError for degrees that do not fit the processes or the heads.
         """
         num_processes = self.num_processes
+        tensor = self.num_weight_sharers
+        if num_heads % tensor:
+            even = ", ".join(str(degree) for degree in divisors(num_heads))
+            raise ConfigError(
+                f"parallel.tensor_parallel_size: {tensor} processes cannot share {num_heads} attention heads evenly; "
+                f"degrees that divide them: {even}. Share the sequence among the others with --ulysses-degree or "
+                "--ring-degree"
+            )
+        num_heads //= tensor
         branches = self._choose_branches(num_processes, is_guided)
-        sharers = num_processes // branches
+        sharers = num_processes // branches // tensor
         if self.ulysses_degree is not None:
             ulysses = self.ulysses_degree
         elif self.ring_degree is not None:
@@ -125,15 +148,18 @@ class ParallelConfig:
         else:
             ulysses = max(degree for degree in divisors(sharers) if num_heads % degree == 0)
         ring = sharers // ulysses
-        if ulysses * ring * branches != num_processes or (self.ring_degree or ring) != ring:
+        if ulysses * ring * branches * tensor != num_processes or (self.ring_degree or ring) != ring:
             raise self._product_error(num_processes)
         if ulysses > num_heads:
             even = ", ".join(str(degree) for degree in divisors(num_heads))
+            of_each = f" that each of {tensor} tensor parallel processes holds" if tensor > 1 else ""
             raise ConfigError(
-                f"parallel.ulysses_degree: {ulysses} processes cannot share {num_heads} attention heads; valid degrees "
-                f"for this model: 1 to {num_heads}, best those that divide it: {even}. use --ring-degree for the others"
+                f"parallel.ulysses_degree: {ulysses} processes cannot share {num_heads} attention heads{of_each}; "
+                f"valid degrees for this model: 1 to {num_heads}, best those that divide it: {even}. use --ring-degree "
+                "for the others"
             )
-        return Degrees(ulysses, ring, branches, self.order == "ring_inside_ulysses", self._reason(num_heads, is_guided))
+        reason = self._reason(f"{num_heads} of {tensor * num_heads}" if tensor > 1 else str(num_heads), is_guided)
+        return Degrees(ulysses, ring, branches, self.order == "ring_inside_ulysses", reason, tensor)
 
     def _choose_branches(self, num_processes: int, is_guided: bool) -> int:
         if self.cfg_parallel is not None:
@@ -142,7 +168,7 @@ class ParallelConfig:
         # Two given degrees leave no choice: the branches make up the rest of the product, or the product is wrong.
         return 2 if is_guided and is_possible else 1
 
-    def _reason(self, num_heads: int, is_guided: bool) -> str:
+    def _reason(self, num_heads: str, is_guided: bool) -> str:
         if self.num_processes == 1:
             return "one process"
         if None not in (self.ulysses_degree, self.ring_degree, self.cfg_parallel):
@@ -164,11 +190,12 @@ class ParallelConfig:
         degrees = [("ulysses_degree", self.ulysses_degree), ("ring_degree", self.ring_degree)]
         if self.cfg_parallel is not None:
             degrees.append(("guidance branches", 2 if self.cfg_parallel else 1))
+        degrees.append(("tensor_parallel_size", self.tensor_parallel_size))
         product = " x ".join(f"{name} {degree}" for name, degree in degrees if degree is not None)
         return ConfigError(
             f"parallel: {product} does not give {num_processes} processes; the product of ulysses_degree, "
-            "ring_degree and 2 for cfg_parallel must be --num-gpus, or the number that torchrun "
-            "started; a degree that is left out is chosen"
+            "ring_degree, tensor_parallel_size and 2 for cfg_parallel must be --num-gpus, or the number that torchrun "
+            "started; a degree that is left out is chosen, tensor_parallel_size is 1"
         )
 
 
@@ -225,6 +252,10 @@ class LoraConfig:
         raise ConfigError(f"lora: expected a path, [path, scale] or {{path: FILE, scale: 1.0}}, got {shown(value)}")
 
 
+# The keys that name weights from elsewhere than the model's folder.
+WEIGHT_PATHS = ("transformer_path", "transformer_2_path", "vae_path", "text_encoder_path", "text_encoder_2_path")
+
+
 @dataclass(frozen=True)
 class RuntimeConfig:
     """The model to load, the device, and the attention backends.
@@ -241,6 +272,12 @@ class RuntimeConfig:
         before the weights are read, once per version.
     transformer_path: a safetensors file, or a folder, with the transformer's weights instead of the model folder's;
         transformer_2_path: of the second transformer, where there are two. None or `none` for the folder's.
+    vae_path, text_encoder_path, text_encoder_2_path: the same for the autoencoder and the text encoders: a safetensors
+        file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder.
+    variant: which of a folder's weights are read where there are several, such as `fp16` for
+        `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
+    upsampler_path: the folder of a latent upsampler, for models with a second stage: a generation is then made at half
+        its height and width, upsampled, and refined at full size. None or `none` for one stage.
     lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
     LoraConfig values.
     vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together
@@ -269,6 +306,11 @@ class RuntimeConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     transformer_path: str | None = None
     transformer_2_path: str | None = None
+    vae_path: str | None = None
+    text_encoder_path: str | None = None
+    text_encoder_2_path: str | None = None
+    variant: str | None = None
+    upsampler_path: str | None = None
     lora: Any = ()
     self_check: bool = True
     vae_decode: str = "exact"
@@ -302,14 +344,20 @@ class RuntimeConfig:
             raise ConfigError(
                 f"vae_tiling: unknown value {shown(self.vae_tiling)}.{nearest(self.vae_tiling, VAE_TILING_CHOICES)}"
             )
-        for name in ("vae_decoder", "transformer_path", "transformer_2_path"):
+        for name in ("vae_decoder", "variant", "upsampler_path", *WEIGHT_PATHS):
             if getattr(self, name) == "none":
                 # As a flag beside a recipe that names one.
                 object.__setattr__(self, name, None)
-        for name in ("transformer_path", "transformer_2_path"):
+        for name in WEIGHT_PATHS:
             path = getattr(self, name)
             if path is not None and (not isinstance(path, str) or not path):
                 raise ConfigError(f"{name}: expected the path of a file or a folder, got {shown(path)}")
+        if self.variant is not None and (
+            not isinstance(self.variant, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", self.variant)
+        ):
+            raise ConfigError(f"variant: expected a name such as fp16 or bf16, got {shown(self.variant)}")
+        if self.upsampler_path is not None and (not isinstance(self.upsampler_path, str) or not self.upsampler_path):
+            raise ConfigError(f"upsampler_path: expected the path of a folder, got {shown(self.upsampler_path)}")
         if self.vae_decoder is not None and (not isinstance(self.vae_decoder, str) or not self.vae_decoder):
             raise ConfigError(
                 f"vae_decoder: expected tiny or the path of a safetensors file, got {shown(self.vae_decoder)}"

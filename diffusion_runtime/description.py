@@ -20,6 +20,7 @@ from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.memory.plan import MemoryPlan
 from diffusion_runtime.model_folder import ModelFolder
+from diffusion_runtime.models.weight_fingerprint import weight_fingerprints
 from diffusion_runtime.request_rules import RequestRules
 
 
@@ -71,7 +72,8 @@ class PipelineDescription:
         return self.model_folder.path
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `attention`, `version`."""
+        """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `weights` (fingerprints of
+        the files that `runtime` names), `attention`, `version`."""
         plain = dataclasses.replace(self.config, attention=None, attention_override=None)
         levels = {"attention": self.config.attention, "attention_override": self.config.attention_override}
         parsed = {name: self._recorded(given) for name, given in levels.items()}
@@ -90,6 +92,7 @@ class PipelineDescription:
                 "device": self.device,
                 "dtype": self.dtype,
             },
+            **({"weights": weights} if (weights := weight_fingerprints(self.config)) else {}),
             "attention": [planned.to_dict() for planned in self.attention],
             **({} if self.degrees.num_processes == 1 else {"parallel": self.degrees.to_dict()}),
         }

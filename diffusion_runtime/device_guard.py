@@ -15,9 +15,10 @@ import torch
 
 def guard_is_needed(device: torch.device) -> bool:
     """Whether a call on tensors of `device` needs the guard; costs less than a microsecond, so every call may check."""
-    if _is_autocast(device):
+    kind = device.type
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return True
-    return device.type == "cuda" and device.index is not None and device.index != torch.cuda.current_device()
+    return kind == "cuda" and device.index is not None and device.index != torch.cuda.current_device()
 
 
 @contextmanager

@@ -49,6 +49,9 @@ class GenerationPipeline(Protocol):
     @property
     def rules(self) -> GenerationRules: ...
 
+    def note_load(self, timings: Mapping[str, float]) -> None:
+        """Seconds of what came before the first generation (`import`, `read`), among whose timings they are then."""
+
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`rules.resolve`."""
 

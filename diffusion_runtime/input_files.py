@@ -1,4 +1,4 @@
-"""Input files of a request: the digests that a recipe keeps of its images, and which of them have changed since."""
+"""Input files of a request: the digests that a recipe keeps of its images and videos, and which have changed since."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.media.images import MAX_IMAGE_BYTES
-from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest, image_paths
+from diffusion_runtime.media.clips import MAX_CLIP_BYTES
+from diffusion_runtime.request import INPUT_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.untrusted.files import open_file
 
-# Of one image, or of several in their order.
+# Of one file, or of several in their order.
 Digests: TypeAlias = str | list[str]
 
 
 def input_digests(request: GenerationRequest) -> dict[str, Digests]:
-    """SHA-256 of every image that a request names, in hexadecimal, by its field. Raises RequestError for a file that
+    """SHA-256 of every file that a request names, in hexadecimal, by its field. Raises RequestError for a file that
     cannot be read."""
     digests: dict[str, Digests] = {}
-    for name in IMAGE_FIELDS:
+    for name in INPUT_FIELDS:
         found = [_digest(path, name) for path in image_paths(request, name)]
         if found:
             digests[name] = found[0] if len(found) == 1 else found
@@ -27,7 +27,7 @@ def input_digests(request: GenerationRequest) -> dict[str, Digests]:
 
 
 def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationRequest]) -> tuple[str, ...]:
-    """The paths of images that were another file when a recipe was made, of those that the requests still name.
+    """The paths of inputs that were another file when a recipe was made, of those that the requests still name.
 
     recipe: it may say anything, or be of a version that kept no digests.
     """
@@ -36,13 +36,13 @@ def changed_inputs(recipe: Mapping[str, Any], requests: Iterable[GenerationReque
         return ()
     known = {
         (name, path): digest
-        for name in IMAGE_FIELDS
+        for name in INPUT_FIELDS
         for path, digest in zip(_listed(request.get(name)), _listed(recorded.get(name)), strict=False)
         if isinstance(path, str)
     }
     changed: dict[str, None] = {}
     for each in requests:
-        for name in IMAGE_FIELDS:
+        for name in INPUT_FIELDS:
             for path in image_paths(each, name):
                 if (name, path) in known and known[name, path] != _digest(path, name):
                     changed[path] = None
@@ -55,7 +55,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _digest(path: str, field: str) -> str:
     digest = hashlib.sha256()
-    with open_file(path, field, max_bytes=MAX_IMAGE_BYTES, error=RequestError) as file:
+    with open_file(path, field, max_bytes=MAX_CLIP_BYTES, error=RequestError) as file:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()

@@ -14,30 +14,36 @@ from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
-from diffusion_runtime.denoising.guidance import with_guidance
+from diffusion_runtime.denoising.guidance import rescaled, with_guidance
 from diffusion_runtime.denoising.interface import OnStep, Predict
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages
+from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.schedule_loop import ScheduleSampler
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, ImageConditioner
+from diffusion_runtime.models.latent_upsampler import LatentUpsampler
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.step_cache import TeaCachePolynomials
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 
+# Whatever sampler the first stage has: the levels of the second are its authors', for Euler steps.
+_SECOND_STAGE_SAMPLER = "flow_match_euler"
+
 
 @dataclass(frozen=True)
 class LatentDenoiser:
     """From the conditions of a batch to its clean latents.
 
-    image_conditioner: called where the requests have an image. model: what a calibration of a step cache must have been
-    measured on (`model_identity`). published: TeaCache's coefficients for the model. block_runner: None for
-    the one of the requests' step cache. is_compiled: whether torch.compile has compiled the transformer's blocks.
-    graphs: the CUDA graphs of its forward passes; None runs all of them eagerly.
+    image_conditioner: called where the requests have an image, or the model control blocks. model: what a
+    calibration of a step cache must have been measured on (`model_identity`). published: TeaCache's coefficients
+    for the model. block_runner: None for the one of the requests' step cache. is_compiled: whether torch.compile
+    has compiled the transformer's blocks. graphs: the CUDA graphs of its forward passes; None runs all of them
+    eagerly. upsampler: of a second stage.
     """
 
     transformer: DiffusionTransformer
@@ -52,6 +58,7 @@ class LatentDenoiser:
     is_compiled: bool = False
     graphs: ForwardGraphs | None = None
     published: TeaCachePolynomials | None = None
+    upsampler: LatentUpsampler | None = None
 
     def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
         """The clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's noise.
@@ -60,8 +67,8 @@ class LatentDenoiser:
         """
         settings = self.settings
         stages, sampler = settings.stages(), settings.build_sampler()
-        sizes = [settings.halved(stage.level) for stage in stages] or [settings.size]
-        sample_noise = SampleNoise(settings.rules.geometry.sample_shape(sizes[0]), seeds)
+        sizes = [settings.halved(stage.level) for stage in stages] or [settings.first_size]
+        sample_noise = SampleNoise(settings.sample_shape(sizes[0]), seeds)
         noise = sample_noise.draw().to(self.device)
         # What is computed from the prompt alone serves every size.
         state = RequestCache()
@@ -79,11 +86,11 @@ class LatentDenoiser:
                 ),
                 lambda step: settings.cfg_scales[min(step.expert, 1)],
                 settings.guidance_mode,
-                self.transformer.combine_guidance,
+                rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
                 BranchExchange.of(self.mesh),
                 cache.wrappers,
             )
-            predicts.append(self._with_expert(guided))
+            predicts.append(_numbered(self._with_expert(guided), 0, settings.num_steps))
         if stages:
             self.recorder.note(_sizes_remark(stages, sizes))
             assert isinstance(sampler, ScheduleSampler)
@@ -92,11 +99,50 @@ class LatentDenoiser:
             latents = sampler.sample(noise, predicts[0], on_step, sample_noise.draw)
         for cache in caches:
             cache.finish(latents.device)
+        if settings.second_levels:
+            latents = self.transformer.settle(latents, inputs["cond"])
+            inputs = self._inputs(text, settings.size)
+            latents = self._second_stage(latents, inputs, forward, state, sample_noise, on_step)
         if isinstance(forward, GraphedForward):
             forward.report()
         latents = self.transformer.settle(latents, inputs["cond"])
         _check_finite(latents, self.dtype)
         return latents
+
+    def _second_stage(
+        self,
+        latents: torch.Tensor,
+        inputs: Mapping[str, DenoiserInputs],
+        forward: Callable[[ForwardPass], torch.Tensor],
+        state: RequestCache,
+        sample_noise: SampleNoise,
+        on_step: OnStep,
+    ) -> torch.Tensor:
+        """The latents at full size: those of the first stage upsampled, mixed with noise and denoised again.
+
+        latents: clean, of the first stage. inputs: at full size. A sound is noised and denoised with the pictures."""
+        settings, geometry, levels = self.settings, self.settings.rules.geometry, self.settings.second_levels
+        assert self.upsampler is not None
+        parts = geometry.parts(latents, settings.first_size)
+        clean = geometry.join(self.upsampler(parts.video).to(latents.device), parts.audio)
+        noise = sample_noise.draw_of(geometry.sample_shape(settings.size)).to(latents.device)
+        guided = with_guidance(
+            self._predict(forward, inputs, state, BlockRunner() if self.block_runner is None else self.block_runner),
+            lambda step: settings.cfg_scales[min(step.expert, 1)],
+            settings.guidance_mode,
+            rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
+            BranchExchange.of(self.mesh),
+        )
+        first = settings.num_inference_steps
+        self.recorder.note(
+            f"second stage: {len(levels)} steps at {settings.size.height} x {settings.size.width} after {first} at "
+            f"{settings.first_size.height} x {settings.first_size.width} (height x width)"
+        )
+        return build_sampler(_SECOND_STAGE_SAMPLER, len(levels), 1.0, {}, levels).sample(
+            levels[0] * noise + (1 - levels[0]) * clean,
+            _numbered(self._with_expert(guided), first, settings.num_steps),
+            lambda step, at: on_step(dataclasses.replace(step, index=first + step.index), at),
+        )
 
     def _inputs(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
         """The conditions of the transformer, by guidance branch."""
@@ -114,7 +160,7 @@ class LatentDenoiser:
 
     def _image_condition(self, size: ClipSize) -> ImageCondition | None:
         shared = self.settings.shared
-        if shared.image_path is None:
+        if not self.settings.has_condition:
             return None
         conditioner = self.image_conditioner()
         condition = conditioner.condition(shared, size)
@@ -127,12 +173,12 @@ class LatentDenoiser:
         """The transformer, of which some forward passes are replayed."""
         if self.graphs is None:
             return lambda given: given.run(self.transformer)
-        several = "several processes run the model together" if self.mesh.size > 1 else None
         return self.graphs.of_generation(
             self.transformer,
             self.recorder,
             read=self.transformer.read_inputs,
-            refusal=several or self.transformer.replay_refusal(),
+            refusal=self.transformer.replay_refusal(),
+            group=self.mesh.forward,
         )
 
     def _predict(
@@ -167,6 +213,15 @@ class LatentDenoiser:
             return predict(latents, dataclasses.replace(step, expert=self.transformer.expert_at(step.timestep)))
 
         return of_expert
+
+
+def _numbered(predict: Predict, first: int, num_steps: int) -> Predict:
+    """`predict` as the steps from `first` on of `num_steps`."""
+
+    def numbered(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        return predict(latents, dataclasses.replace(step, index=first + step.index, num_steps=num_steps))
+
+    return numbered
 
 
 def _sizes_remark(stages: Sequence[Stage], sizes: Sequence[ClipSize]) -> str:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from diffusion_runtime.errors import ModelLoadError, nearest, shown
@@ -30,22 +31,33 @@ T = TypeVar("T")
 
 class ModelFolder:
     """An opened model folder: a json file that is asked for several times is read once, so that all parts of one load
-    see the same content. `folder / name` is a path inside it."""
+    see the same content. `folder / name` is a path inside it. download_gb: of a published model whose json is this
+    package's own and whose weights are still on the hub, in 10 ** 9 bytes; None for a folder of its own. parts: where
+    components are that come from elsewhere."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, download_gb: float | None = None, parts: Mapping[str, Path] = MappingProxyType({})
+    ) -> None:
         self.path = path
+        self.download_gb = download_gb
+        self.parts = parts
         self._contents: dict[Path, bytes] = {}
         self._mappings: dict[Path, dict[str, Any]] = {}
 
     def __truediv__(self, name: str | Path) -> Path:
-        return self.path / name
+        first, *rest = Path(name).parts or ("",)
+        return self.parts[first].joinpath(*rest) if first in self.parts else self.path / name
+
+    def with_parts(self, parts: Mapping[str, Path]) -> ModelFolder:
+        """The same folder with components from elsewhere."""
+        return ModelFolder(self.path, self.download_gb, {**self.parts, **parts})
 
     def __str__(self) -> str:
         return str(self.path)
 
     def read_json(self, *names: str) -> dict[str, Any]:
         """See read_json. names: of the folders between and of the file. The result is the caller's own."""
-        path = self.path.joinpath(*names)
+        path = self / Path(*names)
         if path not in self._mappings:
             self._contents[path] = _read(path)
             self._mappings[path] = _parse(path, self._contents[path])

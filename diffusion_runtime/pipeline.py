@@ -16,6 +16,7 @@ from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
+from diffusion_runtime.denoising.interface import OnStep
 from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, fit_spectrum
 from diffusion_runtime.denoising.step_cache.calibration import Calibration, model_identity
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials, mean_ratios
@@ -37,16 +38,19 @@ from diffusion_runtime.models.interface import (
     ImageConditioner,
     LatentDecoder,
 )
+from diffusion_runtime.models.latent_upsampler import LatentUpsampler
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.lora.switching import LoraSwitch
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.sampling_presets import FewSteps
+from diffusion_runtime.models.weight_fingerprint import with_loras
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.progress import Cancellations, OnProgress, Progress, StageClock
 from diffusion_runtime.prompt_encoding import encode_prompts
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")
@@ -61,8 +65,9 @@ class Pipeline:
     attention report. quantization: of the transformer's linear layers. loras: the LoRA files of the transformer.
     compiled: its blocks, where torch.compile compiles them. graphs: the CUDA graphs of its forward passes, None for
     none. decoder_graphs: those of the decoder. offloading: the parts that wait in the machine's memory. fitting: what
-    to offload so that a request fits, for the message of one that ran out of memory. few_steps_of: what the model was
-    distilled to with other LoRA files, by their paths.
+    to offload so that a request fits, for the message of one that ran out of memory; make_room: offloads more for a
+    batch that takes more than what was planned. few_steps_of: what the model was distilled to with other LoRA files, by
+    their paths. upsampler: of a second stage, where there is one.
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class Pipeline:
         graphs: ForwardGraphs | None = None,
         offloading: Offloading | None = None,
         fitting: Callable[[GenerationRequest], str] = lambda _: "",
+        make_room: Callable[[Sequence[GenerationRequest]], None] = lambda _: None,
+        upsampler: LatentUpsampler | None = None,
         decoder_graphs: DecoderGraphs | None = None,
         loras: LoraSwitch | None = None,
         few_steps_of: Callable[[Iterable[str]], FewSteps | None] = lambda _: None,
@@ -101,6 +108,8 @@ class Pipeline:
         self._graphs = graphs
         self.offloading = offloading
         self._fitting = fitting
+        self._make_room = make_room
+        self._upsampler = upsampler
         self._decoder_graphs = decoder_graphs
         self._loras = loras
         self._few_steps_of = few_steps_of
@@ -109,6 +118,12 @@ class Pipeline:
         self._load_image_conditioner = load_image_conditioner
         self._image_conditioner: ImageConditioner | None = None
         self._one_generation = OneGeneration()
+        self._load_timings: dict[str, float] = {}
+        self._watch_latents: OnStep | None = None
+
+    def note_load(self, timings: Mapping[str, float]) -> None:
+        """As GenerationPipeline says."""
+        self._load_timings |= timings
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`RequestRules.resolve` of this model."""
@@ -143,6 +158,7 @@ class Pipeline:
         with self._one_generation.held():
             batch = [self.resolve(request) for request in requests]
             settings = BatchSettings.of(batch, self.rules)
+            self._make_room(batch)
             if len(batch) > 1 and settings.decides_per_sample:
                 return self._generate_apart(batch, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
@@ -191,7 +207,9 @@ class Pipeline:
                 ),
             )
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
-            self.recipe = {**self.recipe, "runtime": runtime}
+            weights = with_loras(self.recipe.get("weights", {}), configs)
+            others = {key: value for key, value in self.recipe.items() if key != "weights"}
+            self.recipe = {**others, "runtime": runtime, **({"weights": weights} if weights else {})}
 
     @property
     def profile_remarks(self) -> tuple[str, ...]:
@@ -208,6 +226,16 @@ class Pipeline:
             stack.enter_context(forward_ranges(self.transformer))
             yield
 
+    @contextlib.contextmanager
+    def watched_latents(self, watch: OnStep) -> Iterator[None]:
+        """While it holds, `watch` is called after every denoising step with its StepInfo and the latents at its end,
+        float32 [batch, *sample_shape] on the model's device, which it must not keep."""
+        before, self._watch_latents = self._watch_latents, watch
+        try:
+            yield
+        finally:
+            self._watch_latents = before
+
     def calibrate(self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None) -> Calibration:
         """Measure what the step caches MagCache and TeaCache and progressive resolution need to know of this model, on
         whole generations of these requests. on_progress: as of `generate`, each request by itself.
@@ -216,6 +244,8 @@ class Pipeline:
         """
         if self.mesh.size > 1:
             raise ConfigError("calibrate: expected one process; leave out --num-gpus and degrees")
+        if self._upsampler is not None:
+            raise ConfigError("calibrate: the two stages of a generation are no one schedule; leave out upsampler_path")
         with self._one_generation.held():
             # Each branch by itself, as the cache runs them.
             batch = [
@@ -262,7 +292,9 @@ class Pipeline:
             del self.text_encoder, self.transformer, self.decoder, self._image_conditioner, self._load_image_conditioner
             if self.offloading is not None:
                 self.offloading.close()
-            self._loras = self._compiled = self._graphs = self._decoder_graphs = self.offloading = None
+            self._upsampler = self._loras = self._compiled = self._graphs = self._decoder_graphs = self.offloading = (
+                None
+            )
             release_device_memory(self.device)
 
     def _generate_apart(
@@ -330,6 +362,7 @@ class Pipeline:
             is_compiled=self._compiled is not None,
             graphs=self._graphs,
             published=self.rules.teacache,
+            upsampler=self._upsampler,
         )
         compile_cost = CompileCost(self._compiled)
         with device_guard(self.device), self._explained_shortage(settings):
@@ -338,13 +371,18 @@ class Pipeline:
                     self.text_encoder, batch, recorder, self.device, self.dtype, is_guided=settings.is_guided
                 )
                 done(1)
-            with clock.stage("denoise", settings.num_inference_steps) as done:
+            with clock.stage("denoise", settings.num_steps) as done:
                 seeds = [request.seed for request in batch]
-                latents = denoiser.denoise(prompts.conditions, seeds, lambda step, _: done(step.index + 1))
+
+                def on_step(step: StepInfo, at: torch.Tensor) -> None:
+                    if self._watch_latents is not None:
+                        self._watch_latents(step, at)
+                    done(step.index + 1)
+
+                latents = denoiser.denoise(prompts.conditions, seeds, on_step)
                 on_latents(latents)
             if self._quantization is not None:
                 self._quantization.counter.stop()
-            compile_timings = compile_cost.report(recorder)
             move_timings = {} if self.offloading is None else self.offloading.report(recorder.note)
             recipes = [
                 {**self.recipe, "request": request.to_dict(), **inputs, **preset, "notes": list(notes)}
@@ -362,21 +400,24 @@ class Pipeline:
                     parts = self.rules.geometry.parts(latents[index : index + 1], settings.size)
                     # A file of a clip with sound begins with the sound, which is not there yet.
                     sink = open_sink if parts.audio is None else None
-                    stream, fps = self.decoder.stream(parts.video), settings.size.fps
+                    decoder, fps = self.decoder.for_request(batch[index]), settings.size.fps
+                    stream = decoder.stream(parts.video)
                     frames[index] = decode_frames(stream, index, fps, recipes[index], sink)
                     # Afterwards: a decoder may find that its kernels are not to be used here.
-                    recorder.record_library("vae", self.decoder.library, self.decoder.implementation)
+                    recorder.record_library("vae", decoder.library, decoder.implementation)
                     sounds[index] = self._sound(parts.audio, recorder)
                     done(1)
+            compile_timings = compile_cost.report(recorder)
             if frames and self._decoder_graphs is not None:
                 recorder.record_decoder_graphs(self._decoder_graphs.report())
+        load_timings, self._load_timings = self._load_timings, {}
         return [
             GeneratedMedia(
                 frames=frames[index].numpy(),
                 fps=settings.size.fps,
                 recipe=recipes[index],
                 attention_report=recorder.report(),
-                timings={**clock.timings(index), **compile_timings, **move_timings},
+                timings={**load_timings, **clock.timings(index), **compile_timings, **move_timings},
                 peak_memory=peaks(self.device),
                 audio=sounds[index],
             )

@@ -19,13 +19,17 @@ from diffusion_runtime.request_fields import (
     Count,
     ImageFile,
     Levels,
+    MaskFile,
     Number,
     OneOf,
     RequestField,
+    Scales,
     SeedNumber,
     Text,
+    VideoFile,
     parse_levels,
     parse_paths,
+    parse_scales,
 )
 from diffusion_runtime.samplers import SAMPLERS as REGISTERED_SAMPLERS
 from diffusion_runtime.step_cache import StepCacheSettings
@@ -135,6 +139,18 @@ class GenerationRequest:
             refusal="this model has one expert, and guidance_scale is its scale; leave it out",
         ).as_metadata(),
     )
+    # The share of the guided velocity that is brought to the conditional one's deviation; None is 0.
+    guidance_rescale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Share of the guided velocity, 0 to 1, that is rescaled against overexposure.",
+            check=Number(maximum=1.0),
+            pipeline_parameters=("guidance_rescale",),
+            may_stay_none=True,
+            used_with=GUIDANCE,
+            refusal="this model's guidance is not rescaled; leave it out",
+        ).as_metadata(),
+    )
     # Shift of the noise schedule towards high noise.
     flow_shift: float | None = field(
         default=None,
@@ -171,6 +187,18 @@ class GenerationRequest:
             check=Number(maximum=0.999),
             may_stay_none=True,
             used_with=SHIFT,
+        ).as_metadata(),
+    )
+    # Noise levels of a second stage at full size, after latents of half the height and width were upsampled. The first
+    # is what they are noised to.
+    second_stage_sigmas: tuple[float, ...] | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Noise level of every step of a second stage, with --upsampler-path: 0.909375,0.725,0.421875.",
+            check=Levels(),
+            may_stay_none=True,
+            convert=parse_levels,
+            refusal="a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
         ).as_metadata(),
     )
     sampler: str | None = field(
@@ -218,6 +246,28 @@ class GenerationRequest:
             used_with=GUIDANCE,
         ).as_metadata(),
     )
+    # Of decoders that finish the denoising: the timestep in [0, 1] at which they decode, and how much noise is mixed
+    # into the latents before; None is the same amount.
+    decode_timestep: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Noise level that the decoder is told of, 0 to 1, for decoders that take one.",
+            check=Number(maximum=1.0),
+            pipeline_parameters=("decode_timestep",),
+            may_stay_none=True,
+            refusal="this model's decoder takes no noise level; leave it out",
+        ).as_metadata(),
+    )
+    decode_noise_scale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Share of noise that such a decoder's latents get, 0 to 1; left out, it is --decode-timestep.",
+            check=Number(maximum=1.0),
+            pipeline_parameters=("decode_noise_scale",),
+            may_stay_none=True,
+            refusal="this model's decoder takes no noise; leave it out",
+        ).as_metadata(),
+    )
     # The image that a video starts from, or those to edit; None is text alone.
     image_path: str | tuple[str, ...] | None = field(
         default=None,
@@ -225,7 +275,7 @@ class GenerationRequest:
             help="The image a video starts from, or to edit; again for each further one, where a model takes several.",
             check=ImageFile(several=True),
             panel=WHAT,
-            pipeline_parameters=("image",),
+            pipeline_parameters=("image", "control_image", "reference_images"),
             may_stay_none=True,
             convert=parse_paths,
             refusal="this model makes {product} from text alone; leave it out",
@@ -241,6 +291,43 @@ class GenerationRequest:
             pipeline_parameters=("last_image",),
             may_stay_none=True,
             refusal="this model takes no image to end with; leave it out",
+        ).as_metadata(),
+    )
+    # The video that control blocks read, for models that have them.
+    video_path: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="A control video (depth, pose, edges), or one to make parts of anew; see --mask-path.",
+            check=VideoFile(),
+            panel=WHAT,
+            pipeline_parameters=("video",),
+            may_stay_none=True,
+            refusal="this model takes no control video; leave it out",
+        ).as_metadata(),
+    )
+    # The mask of a part of the image or of the control video, of its size; white is what is made anew.
+    mask_path: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="The mask of --image-path or --video-path, for models that make a part anew: white is made anew.",
+            check=MaskFile(),
+            panel=WHAT,
+            pipeline_parameters=("mask_image", "mask", "mask_video"),
+            may_stay_none=True,
+            refusal="this model takes no mask; leave it out",
+        ).as_metadata(),
+    )
+    # How much the control blocks add, one number or one for each; None is 1.
+    conditioning_scale: float | tuple[float, ...] | None = field(
+        default=None,
+        metadata=RequestField(
+            help="How strongly images and control video count; one number, or one for each control block.",
+            check=Scales(),
+            panel=WHAT,
+            pipeline_parameters=("conditioning_scale",),
+            may_stay_none=True,
+            convert=parse_scales,
+            refusal="this model has no control blocks; leave it out",
         ).as_metadata(),
     )
     # Of the CPU generator that draws the noise, so that every device starts alike.
@@ -339,8 +426,17 @@ IMAGE_FIELDS: tuple[str, ...] = tuple(
 )
 
 
+# Those that name a video or its mask, and those that name any file, in the order of the class.
+VIDEO_FIELDS: tuple[str, ...] = tuple(
+    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, VideoFile | MaskFile)
+)
+INPUT_FIELDS: tuple[str, ...] = tuple(
+    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile | VideoFile)
+)
+
+
 def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:
-    """The paths of the images that a request names in one of IMAGE_FIELDS, in their order."""
+    """The paths of the files that a request names in one of INPUT_FIELDS, in their order."""
     value = getattr(request, field)
     if value is None:
         return ()
@@ -350,7 +446,8 @@ def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:
 def too_many_images(field: str, paths: Sequence[str], expected: int) -> str:
     """For a RequestError: how many images a field may name, and which it names."""
     given, but_one = ", ".join(map(shown, paths)), "all but one" if expected == 1 else f"all but {expected}"
-    several = "one image" if expected == 1 else f"at most {expected} images"
+    noun = "video" if field == "video_path" else "image"
+    several = f"one {noun}" if expected == 1 else f"at most {expected} {noun}s"
     return f"{field}: expected {several}, got {len(paths)}: {given}; leave {but_one} out"
 
 

@@ -79,6 +79,23 @@ class ImageFile:
 
 
 @dataclass(frozen=True)
+class MaskFile(ImageFile):
+    """The path of an image, or of a video for models that take a control video."""
+
+
+@dataclass(frozen=True)
+class VideoFile:
+    """The path of a video, an animation or a still image; whether it can be read is the model's rules to check."""
+
+    metavar: ClassVar[str] = "FILE"
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name}: expected the path of a video or an image, got {shown(value)}")
+
+
+@dataclass(frozen=True)
 class Count:
     """A whole number from 1 to MAX_COUNT."""
 
@@ -118,6 +135,22 @@ class Number:
         if not is_number or not self.minimum <= value <= self.maximum:  # type: ignore[operator]
             raise RequestError(
                 f"{name}: expected a number from {self.minimum:g} to {self.maximum:g}, got {shown(value)}"
+            )
+
+
+@dataclass(frozen=True)
+class Scales:
+    """One number from 0 to MAX_SCALE, or several."""
+
+    metavar: ClassVar[str] = "X,X,..."
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not numbers or not all(_is_number(number) and number >= 0 for number in numbers):
+            raise RequestError(
+                f"{name}: expected a number from 0 to {MAX_SCALE:g}, or several with commas between them, got "
+                f"{shown(value)}"
             )
 
 
@@ -163,6 +196,12 @@ def parse_levels(value: object) -> object:
     if isinstance(value, list | tuple):
         return tuple(float(part) if _is_number(part) else part for part in value)
     return value
+
+
+def parse_scales(value: object) -> object:
+    """What `parse_levels` reads; one of them as a number."""
+    numbers = parse_levels(value)
+    return numbers[0] if isinstance(numbers, tuple) and len(numbers) == 1 else numbers
 
 
 def parse_paths(value: object) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,16 @@ from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.denoising.step_cache.requested import calibration_of
 from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.media.images import check_image, picture_remarks
+from diffusion_runtime.media.images import check_image, check_mask, open_picture, picture_remarks
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.lora.binding import Lora
-from diffusion_runtime.models.reference_images import ReferenceImages
+from diffusion_runtime.models.reference_images import ReferenceImages, Size
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.progressive_resolution import LatentSpectrum, ProgressiveSettings
 from diffusion_runtime.request import (
     IMAGE_FIELDS,
     REQUEST_FIELDS,
+    VIDEO_FIELDS,
     GenerationRequest,
     image_paths,
     too_many_images,
@@ -41,10 +42,11 @@ from diffusion_runtime.step_cache import (
 class RequestRules(SamplingRules):
     """What a model says about requests: how it is sampled, its defaults and presets, whether guidance can be asked for
     at all (Model.takes_guidance), which of the fields that not every model uses it does (model_fields), which of those
-    for images it needs, how it takes those to edit (references), and its attention layers, with or without weights
-    around them, whose options may ask for a number of steps. sampling_presets: of its family; few_steps: what the
-    model, or a LoRA of it, was distilled to, None for many steps. loras: the LoRA files of its transformer. spectrum:
-    of its autoencoder's latents, None where nobody measured it. teacache: what TeaCache's authors published for it.
+    for images it needs, how it takes those to edit (references), what size follows from an image (size_of_image), and
+    its attention layers, with or without weights around them, whose options may ask for a number of steps.
+    sampling_presets: of its family; few_steps: what the model, or a LoRA of it, was distilled to, None for many steps.
+    loras: the LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured it.
+    teacache: what TeaCache's authors published for it.
     identity: of `model_identity`, computed when a calibration is compared with it. num_blocks: of its transformer, None
     where that is not known. needs_whole_passes: whether every forward pass has to run all of its blocks, as a CUDA
     graph does.
@@ -57,6 +59,7 @@ class RequestRules(SamplingRules):
     model_fields: frozenset[str] = frozenset()
     needed_images: frozenset[str] = frozenset()
     references: ReferenceImages | None = None
+    size_of_image: Callable[[Size], Size] | None = None
     sampling_presets: tuple[SamplingPreset, ...] = ()
     few_steps: FewSteps | None = None
     loras: tuple[Lora, ...] = ()
@@ -79,7 +82,8 @@ class RequestRules(SamplingRules):
             self._refuse_without_lora(preset)
             request = with_preset(request, preset, self.presets[preset])
         own_shift = request.flow_shift
-        request = request.with_defaults(self.defaults)
+        # An image says more of the size than the model does.
+        request = request.with_defaults(self._defaults_of_images(request)).with_defaults(self.defaults)
         if request.sigmas is not None and own_shift is None:
             # They are not shifted, whatever the model's own schedule is.
             request = dataclasses.replace(request, flow_shift=1.0)
@@ -90,6 +94,7 @@ class RequestRules(SamplingRules):
         request = request.with_defaults(self._computed_defaults(request))
         settings = BatchSettings.of([request], self)
         self.geometry.sample_shape(settings.size)
+        self._check_second_stage(settings)
         if not self.takes_guidance and settings.is_guided:
             raise RequestError(
                 "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
@@ -99,32 +104,60 @@ class RequestRules(SamplingRules):
         settings.build_sampler()
         self._check_images(request, settings.size)
         for layer in self.attention_layers:
-            layer.check_request(settings.num_inference_steps)
+            layer.check_request(settings.num_steps)
         return self._with_step_cache(self._with_progressive_resolution(request))
+
+    def _check_second_stage(self, settings: BatchSettings) -> None:
+        """Raises RequestError for a size that cannot be halved, and for what one schedule alone can have."""
+        if not settings.second_levels:
+            return
+        size, field = settings.size, "--upsampler-path"
+        self.geometry.check_halving(size.height, size.width, 1, field)
+        self.geometry.sample_shape(settings.first_size)
+        shared = settings.shared
+        if settings.decides_per_sample:
+            raise RequestError(f"step_cache: it goes with one stage; leave it out, or {field}")
+        if shared.progressive_resolution and ProgressiveSettings.parse(shared.progressive_resolution) is not None:
+            raise RequestError(f"progressive_resolution: it goes with one stage; leave it out, or {field}")
 
     def _count_images(self, request: GenerationRequest) -> None:
         """Raises RequestError for an image that is missing, and for more than the model takes."""
         if request.image_path is None and "image_path" in self.needed_images:
-            does = "makes videos from" if self.references is None else "edits"
+            does = f"makes {self._product} from" if self.references is None else "edits"
             raise RequestError(f"image_path: this model {does} an image; give one: --image-path FILE")
         if request.last_image_path is None and "last_image_path" in self.needed_images:
             raise RequestError(
                 "last_image_path: this model makes videos between two images; give the one to end with: "
                 "--last-image-path FILE"
             )
-        paths, expected = image_paths(request, "image_path"), 1 if self.references is None else self.references.most
+        if request.mask_path is None and "mask_path" in self.needed_images:
+            raise RequestError(
+                "mask_path: this model repaints a part of an image; give its mask, white where it is repainted: "
+                "--mask-path FILE"
+            )
+        takes_several = self.references or self.control
+        paths, expected = image_paths(request, "image_path"), 1 if takes_several is None else takes_several.most
         if len(paths) > expected:
             raise RequestError(too_many_images("image_path", paths, expected))
 
     def _check_images(self, request: GenerationRequest, size: ClipSize) -> None:
         """Raises RequestError for an image that cannot be a frame of the clip."""
         if request.last_image_path is not None and size.num_frames < 2:
+            if "last_image_path" in self.needed_images:
+                fewest = 1 + self.geometry.temporal_factor
+                raise RequestError(
+                    f"num_frames: expected {fewest} or more for a video between two images, got {size.num_frames}"
+                )
             raise RequestError(
                 "last_image_path: a clip of one frame has no other to end with; leave it out, or give more num_frames"
             )
-        if self.references is not None:
-            # Pictures of any ratio, which `_computed_defaults` has read.
+        if self.control is not None:
+            self.control.check(request, size)
+        if self.control is not None or self.references is not None:
+            # Pictures of any ratio; those to edit, `_defaults_of_images` has read.
             return
+        if request.mask_path is not None and isinstance(request.image_path, str):
+            check_mask(request.mask_path, request.image_path)
         for name in IMAGE_FIELDS:
             for path in image_paths(request, name):
                 check_image(path, size.height, size.width, name)
@@ -187,10 +220,7 @@ class RequestRules(SamplingRules):
         return "images" if self.geometry.temporal_factor == 1 else "videos"
 
     def _computed_defaults(self, request: GenerationRequest) -> dict[str, Any]:
-        """Values that follow from the request's other values: the size of what is edited, and a flow shift that grows
-        with the size."""
-        of_images = {} if self.references is None else self.references.default_size(image_paths(request, "image_path"))
-        request = request.with_defaults(of_images)
+        """Values that follow from the request's other values: a flow shift that grows with the size."""
         height, width, num_frames, num_steps = (
             request.height,
             request.width,
@@ -198,12 +228,29 @@ class RequestRules(SamplingRules):
             request.num_inference_steps,
         )
         if height is None or width is None or num_frames is None or num_steps is None:
-            return of_images
+            return {}
         self.geometry.check(height, width, num_frames)
         if request.sigmas is not None:
-            return {**of_images, "flow_shift": 1.0}
+            return {"flow_shift": 1.0}
+        if request.second_stage_sigmas is not None:
+            # Those of the first stage, whose steps it shifts.
+            self.geometry.check_halving(height, width, 1, "--upsampler-path")
+            height, width = height // 2, width // 2
         flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
-        return of_images if flow_shift is None else {**of_images, "flow_shift": flow_shift}
+        return {} if flow_shift is None else {"flow_shift": flow_shift}
+
+    def _defaults_of_images(self, request: GenerationRequest) -> dict[str, Any]:
+        """The size that the images say. Raises RequestError for an image that is missing or cannot be used."""
+        paths = image_paths(request, "image_path")
+        if self.references is not None:
+            # Before they are read.
+            self._count_images(request)
+            return self.references.default_size(paths)
+        if self.size_of_image is not None:
+            self._count_images(request)
+            width, height = open_picture(paths[0]).size
+            return dict(zip(("height", "width"), self.size_of_image((height, width)), strict=True))
+        return {}
 
     def _refuse_unused(self, request: GenerationRequest) -> None:
         """Raises RequestError for a value of a field that this model does not use."""
@@ -222,7 +269,14 @@ class RequestRules(SamplingRules):
         if request.sigmas is not None:
             reasons[SHIFT] = "sigmas are the noise levels as they run"
         computed = self._computed_defaults(request)
-        remarks = [*self._lora_remarks(request), *self._step_cache_remarks(request), *image_remarks(request)]
+        of_video = () if self.control is None else VIDEO_FIELDS
+        remarks = [
+            *self._lora_remarks(request),
+            *self._step_cache_remarks(request),
+            *image_remarks(request, but=of_video),
+        ]
+        if self.control is not None:
+            remarks += self.control.remarks(request, BatchSettings.of([request], self).size)
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
             # An empty text asks for nothing.
@@ -380,11 +434,10 @@ def with_step_cache(request: GenerationRequest) -> GenerationRequest:
     return dataclasses.replace(request, step_cache=cache.text)
 
 
-def image_remarks(request: GenerationRequest) -> list[str]:
-    """What of its images a request does not use as it stands there."""
-    return [
-        remark for name in IMAGE_FIELDS for path in image_paths(request, name) for remark in picture_remarks(path, name)
-    ]
+def image_remarks(request: GenerationRequest, *, but: Iterable[str] = ()) -> list[str]:
+    """What of its images a request does not use as it stands there. but: fields that may name videos."""
+    names = [name for name in IMAGE_FIELDS if name not in frozenset(but)]
+    return [remark for name in names for path in image_paths(request, name) for remark in picture_remarks(path, name)]
 
 
 def is_set(request: GenerationRequest, name: str) -> bool:

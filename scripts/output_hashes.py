@@ -52,6 +52,10 @@ class RecordingDecoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
+    def for_request(self, request: GenerationRequest) -> Any:
+        self._decoder = self._decoder.for_request(request)
+        return self
+
     def stream(self, latents: torch.Tensor) -> Any:
         self.latents.append(latents)
         return self._decoder.stream(latents)

@@ -65,6 +65,8 @@ class FamilyCase:
     """geometry: channels, pixels per latent, frames per latent, patch. sigmas: of four steps at shift 1, where the
     folder's scheduler is Euler's. flow_shift: of the folder; None where it follows the size.
 
+    filled: fields that the model's defaults fill and others leave open.
+
     layers: the number of attention layers per role; one_of: of how many a layer says it is one, where that is another
     number; runs_once: roles that run once per request and branch. text_modules: what projects the text, once as well.
 
@@ -78,6 +80,8 @@ class FamilyCase:
     refusals: tuple[Refusal, ...]
     other_size: tuple[Mapping[str, Any], tuple[str, ...]]
     embeds_guidance: bool = False
+    takes_image: bool = False
+    filled: frozenset[str] = frozenset()
     sigmas: tuple[float, ...] | None = EULER_SIGMAS
     flow_shift: float | None = None
     text_refusals: tuple[Refusal, ...] = ()
@@ -145,7 +149,12 @@ FAMILIES = {
             *missing("in_channels", "num_layers", "num_single_layers", "attention_head_dim", "joint_attention_dim"),
             *misfits(("patch_size", 2), ("in_channels", 18), ("num_layers", "2"), ("guidance_embeds", 1)),
             *misfits(("axes_dims_rope", [4, 6, 8]), ("axes_dims_rope", [5, 5, 6]), ("axes_dims_rope", [16])),
-            Refusal({"in_channels": 96, "out_channels": 16}, r"'in_channels' \(96\) and 'out_channels' \(16\) differ"),
+            Refusal(
+                {"in_channels": 96, "out_channels": 16}, r"'in_channels' \(96\) and 'out_channels' \(16\): expected 16"
+            ),
+            Refusal({"out_channels": 32}, r"key 'out_channels': expected 16 \(in_channels\) or less, got 32"),
+            in_file(INDEX, "expected 32 in_channels for FluxControlPipeline", _class_name="FluxControlPipeline"),
+            in_file(INDEX, "expected 48 in_channels for FluxFillPipeline", _class_name="FluxFillPipeline"),
             Refusal({"guidance_embed": True}, "'guidance_embed' is unknown .* Did you mean 'guidance_embeds'"),
             in_file(VAE, "vae/config.json: key 'latent_channels': expected 4", latent_channels=16),
             in_file(SCHEDULER, "max_image_seq_len: expected more than base_image_seq_len", max_image_seq_len=100),
@@ -164,6 +173,7 @@ FAMILIES = {
         geometry=(8, 4, 1, (1, 1, 1)),
         layers={"self": 4},
         embeds_guidance=True,
+        takes_image=True,
         refusals=(
             *(
                 Refusal({key: value}, rf"{CONFIG}: key.*'{key}'.*{told}")
@@ -195,7 +205,7 @@ FAMILIES = {
         layers={"self": 3},
         refusals=(
             *missing("patch_size", "in_channels", "out_channels", "num_layers", "joint_attention_dim"),
-            *misfits(("patch_size", 1), ("num_layers", 0), ("guidance_embeds", True), ("zero_cond_t", True)),
+            *misfits(("patch_size", 1), ("num_layers", 0), ("guidance_embeds", True), ("zero_cond_t", 1)),
             *misfits(("axes_dims_rope", [4, 6, 8]), ("axes_dims_rope", [5, 5, 6])),
             *misfits(("use_additional_t_cond", True), ("use_layer3d_rope", True)),
             Refusal({"in_channels": 32}, r"'in_channels' \(32\) and 'out_channels' \(4\)"),
@@ -280,6 +290,7 @@ FAMILIES = {
     ),
     "ltx2": FamilyCase(
         geometry=(6, 32, 8, (1, 1, 1)),
+        takes_image=True,
         layers=dict.fromkeys(("self", "cross", *LTX2_SOUND_ROLES), 2),
         text_modules=("video.text_embedding", "audio.text_embedding"),
         refusals=(
@@ -295,7 +306,7 @@ FAMILIES = {
                 "key 'audio_num_attention_heads': expected 2, num_attention_heads, got 4",
             ),
             in_file(
-                INDEX, "expected LTX2Pipeline, got 'LTX2ImageToVideoPipeline'", _class_name="LTX2ImageToVideoPipeline"
+                INDEX, "expected LTX2Pipeline or .* got 'LTX2ConditionPipeline'", _class_name="LTX2ConditionPipeline"
             ),
             in_file(VAE, "vae/config.json: key 'latent_channels': expected 6", latent_channels=32),
             in_file(VAE, "key 'timestep_conditioning': expected false", timestep_conditioning=True),
@@ -336,6 +347,39 @@ FAMILIES = {
             ("tokenizer/tokenizer.json", "tokenizer/tokenizer.json is missing"),
             ("connectors/config.json", "connectors/config.json"),
             ("connectors/diffusion_pytorch_model.safetensors", "connectors"),
+        ),
+    ),
+    "ltx_video": FamilyCase(
+        geometry=(6, 32, 8, (1, 1, 1)),
+        takes_image=True,
+        filled=frozenset({"decode_timestep", "decode_noise_scale"}),
+        layers={"self": 2, "cross": 2},
+        refusals=(
+            *missing("in_channels", "num_layers", "num_attention_heads", "attention_head_dim", "caption_channels"),
+            *missing("cross_attention_dim"),
+            *misfits(("patch_size", 2), ("patch_size_t", 2), ("qk_norm", "layer_norm"), ("attention_bias", False)),
+            *misfits(
+                ("attention_head_dim", 15), ("cross_attention_dim", 16), ("out_channels", 12), ("num_layers", "2")
+            ),
+            in_file(INDEX, "expected LTXPipeline or .* got 'LTXLatentUpsam", _class_name="LTXLatentUpsamplePipeline"),
+            in_file(VAE, "vae/config.json: key 'latent_channels': expected 6", latent_channels=32),
+            in_file(VAE, "key 'timestep_conditioning': expected true or false", timestep_conditioning=1),
+            in_file(VAE, "vae/config.json: AutoencoderKLLTXVideo refuses these", spatio_temporal_scaling=[True]),
+        ),
+        other_size=(
+            {"caption_channels": 16, "num_layers": 3},
+            (
+                "transformer_blocks.2.scale_shift_table",
+                "caption_projection.linear_1.weight is [32, 32], expected [32, 16]",
+            ),
+        ),
+        text_refusals=(
+            in_file("text_encoder/config.json", "model_type: expected 't5', got 'umt5'", model_type="umt5"),
+        ),
+        text_files=(
+            ("text_encoder/config.json", "text_encoder/config.json"),
+            ("text_encoder/model.safetensors", "text_encoder"),
+            ("tokenizer/tokenizer.json", "tokenizer/tokenizer.json is missing"),
         ),
     ),
     "z_image": FamilyCase(

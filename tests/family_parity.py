@@ -88,14 +88,17 @@ def assert_equal_runs(
     *,
     latents_within: float = 1e-4,
     frames_within: float = 2 / 255,
+    num_frames_before: int = 0,
 ) -> None:
-    """kept: of record_latents. latents_within: of their length, after every step; frames_within: of each pixel."""
+    """num_frames_before: latent frames of reference images before those of the clip. kept: of record_latents.
+    latents_within: of their length, after every step; frames_within: of each pixel."""
     resolved = [ours.resolve(request) for request in requests]
     first = resolved[0]
     assert first.height is not None
     assert first.width is not None
     assert first.num_frames is not None
     shape = ours.rules.geometry.latent_shape(first.height, first.width, first.num_frames)
+    shape = (shape[0], shape[1] + num_frames_before, *shape[2:])
     noise = initial_noise(shape, [request.seed for request in requests])
     kept.clear()
     media = ours.generate(requests)

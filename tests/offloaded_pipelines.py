@@ -62,13 +62,20 @@ class StrictTransfers(Transfers):
         del self.pins[address]
 
 
-def planned(prepared: PreparedModel, offload: str, resident: Mapping[str, int]) -> PreparedModel:
+def planned(
+    prepared: PreparedModel, offload: str, resident: Mapping[str, int], *, waits_in_files: bool = False
+) -> PreparedModel:
     """With a plan that offloads as asked, whatever fits."""
     found = prepared.planned_for(())
     plan = found.description.memory
     assert isinstance(plan, MemoryPlan)
     plan = dataclasses.replace(
-        plan, offload=offload, resident=dict(resident), keeps_transformer=False, reason="of a test"
+        plan,
+        offload=offload,
+        resident=dict(resident),
+        keeps_transformer=False,
+        reason="of a test",
+        waits_in_files=waits_in_files,
     )
     return dataclasses.replace(found, description=dataclasses.replace(found.description, memory=plan))
 

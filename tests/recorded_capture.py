@@ -72,9 +72,21 @@ class _Recording(TorchDispatchMode):
         return result
 
     def repeat(self) -> None:
+        pending: list[Any] = []
         for function, args, kwargs, result in self._operators:
+            if function.namespace != "c10d":
+                _wait_for(pending)
             again = function(*args, **kwargs)
+            pending += [leaf for leaf in tree_leaves(again) if isinstance(leaf, torch.ScriptObject)]
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 # A view, or what an operator wrote into, is where it was.
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+        _wait_for(pending)
+
+
+def _wait_for(works: list[Any]) -> None:
+    """For exchanges with other processes. Not one by one: a send waits for its receiver."""
+    for work in works:
+        torch.distributed.Work.unbox(work).wait()
+    works.clear()

@@ -22,6 +22,8 @@ from diffusion_runtime.errors import ConfigError
         ({"parallel": {"ulyses_degree": 1}}, "'ulyses_degree'.*'ulysses_degree'"),
         ({"parallel": {"num_gpus": 0}}, r"parallel\.num_gpus"),
         ({"parallel": {"ring_degree": 1.5}}, r"parallel\.ring_degree"),
+        ({"parallel": {"tensor_parallel_size": 0}}, r"parallel\.tensor_parallel_size: expected a whole number of 1"),
+        ({"parallel": {"tensor_parallel_size": 2, "num_gpus": 3}}, "tensor_parallel_size 2 does not give 3 processes"),
         ({"parallel": {"cfg_parallel": 2}}, r"parallel\.cfg_parallel: expected true or false"),
         ({"parallel": {"order": "ulysses_in_ring"}}, "'ulysses_in_ring'.*'ulysses_inside_ring'"),
         ({"parallel": {"timeout": 0}}, r"parallel\.timeout"),
@@ -62,6 +64,11 @@ def test_from_dict() -> None:
         ({"num_gpus": 6, "ulysses_degree": 3}, 12, True, (3, 1, 2)),
         ({"ulysses_degree": 2, "cfg_parallel": True}, 12, False, (2, 1, 2)),
         ({"ulysses_degree": 5}, 12, True, (5, 1, 1)),
+        ({"tensor_parallel_size": 2}, 12, True, (1, 1, 1)),
+        ({"num_gpus": 4, "tensor_parallel_size": 2}, 12, True, (1, 1, 2)),
+        ({"num_gpus": 8, "tensor_parallel_size": 4}, 12, False, (1, 2, 1)),
+        ({"num_gpus": 16, "tensor_parallel_size": 2}, 12, True, (2, 2, 2)),
+        ({"num_gpus": 4, "tensor_parallel_size": 2, "ulysses_degree": 2}, 12, True, (2, 1, 1)),
     ],
 )
 def test_degrees_are_settled(
@@ -70,11 +77,16 @@ def test_degrees_are_settled(
     degrees = ParallelConfig(**asked).choose_degrees(num_heads, is_guided=is_guided)
     assert (degrees.ulysses, degrees.ring, degrees.branches) == expected
     assert degrees.num_processes == ParallelConfig(**asked).num_processes
+    assert degrees.tensor == asked.get("tensor_parallel_size", 1)
 
 
 def test_too_many_processes_for_the_heads_name_the_degrees_that_do() -> None:
     with pytest.raises(ConfigError, match=r"16 processes cannot share 12 .* 1 to 12, .*: 1, 2, 3, 4, 6, 12\."):
         ParallelConfig(ulysses_degree=16).choose_degrees(12, is_guided=False)
+    with pytest.raises(ConfigError, match=r"8 processes cannot share 12 .* evenly; .*: 1, 2, 3, 4, 6, 12\."):
+        ParallelConfig(tensor_parallel_size=8).choose_degrees(12, is_guided=False)
+    with pytest.raises(ConfigError, match=r"4 processes cannot share 3 attention heads that each of 4 tensor"):
+        ParallelConfig(tensor_parallel_size=4, ulysses_degree=4).choose_degrees(12, is_guided=False)
 
 
 def test_what_runs_already_must_be_what_was_asked_for() -> None:

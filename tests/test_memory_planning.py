@@ -85,8 +85,18 @@ def test_the_largest_request_is_planned_for_and_a_shortage_names_what_fits(monke
     plans = [prepared.planned_for(each).description.memory for each in ((small,), (small, large), (large,), ())]
     steps = [plan.demand.step_activations for plan in plans if plan is not None]
     assert steps[0] < steps[1] == steps[2] < steps[3]
-    monkeypatch.setattr(memory_planning, "total_on_device", lambda _: 12 * GB)
+    monkeypatch.setattr(memory_planning, "share_of_device", lambda _: 12 * GB)
     description = dataclasses.replace(prepared.description, memory=None)
     said = fitting_offloads(DEMAND, description, CUDA)
     assert said.startswith("--offload layers fits: it takes 11.")
     assert fitting_offloads(None, description, CUDA) == ""
+
+
+def test_of_requests_of_one_size_the_one_with_most_images_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(RuntimeConfig(device="cpu"))
+    assert isinstance(prepared, PreparedModel)
+    request = prepared.rules.resolve(GenerationRequest(prompt="a star", seed=1))
+    planned = []
+    monkeypatch.setattr(memory_planning, "demand_of", lambda *arguments: planned.append(arguments[3]))
+    prepared.planned_for([request, dataclasses.replace(request, image_path="first.png")])
+    assert [each.request.image_path for each in planned] == ["first.png"]

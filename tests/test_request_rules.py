@@ -14,7 +14,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.options import MethodText
 from diffusion_runtime.request import REQUEST_FIELDS
-from diffusion_runtime.request_fields import Levels, Number, OneOf
+from diffusion_runtime.request_fields import Levels, Number, OneOf, Scales
 from diffusion_runtime.request_rules import RequestRules
 
 DEFAULTS: dict[str, Any] = {
@@ -45,7 +45,7 @@ def another(name: str, value: Any) -> Any:
         return next(choice for choice in check.names if choice != value)
     if isinstance(check, MethodText):
         return next(iter(check.settings.methods))
-    if isinstance(check, Levels):
+    if isinstance(check, Levels | Scales):
         return (1.0, 0.25)
     if isinstance(check, Number):
         return check.maximum / 2

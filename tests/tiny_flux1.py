@@ -15,10 +15,15 @@ TINY_SIZES: dict[str, int] = {"height": 16, "width": 24}
 
 
 def write_tiny_flux1(
-    folder: Path, *, embeds_guidance: bool = True, shifts_by_size: bool = True, edits: bool = False
+    folder: Path,
+    *,
+    embeds_guidance: bool = True,
+    shifts_by_size: bool = True,
+    pipeline_class: str = "FluxPipeline",
+    condition_channels: int = 0,
 ) -> Path:
     """Write a whole folder and return its path. embeds_guidance, shifts_by_size: both as in [dev], neither as in
-    [schnell]. edits: with the pipeline of Kontext. The weights depend on nothing but the arguments."""
+    [schnell]. condition_channels: beside the latents, as in Fill. The weights depend on nothing but the arguments."""
     import torch
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
     from transformers.utils import logging as transformers_logging
@@ -47,21 +52,21 @@ def write_tiny_flux1(
             tokenizer=clip_tokenizer,
             text_encoder_2=t5,
             tokenizer_2=t5_tokenizer,
-            transformer=tiny_transformer(embeds_guidance),
+            transformer=tiny_transformer(embeds_guidance, condition_channels),
         )
     pipeline.save_pretrained(folder)
-    if edits:
-        index = json.loads((folder / "model_index.json").read_text())
-        (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "FluxKontextPipeline"}))
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": pipeline_class}))
     return folder
 
 
-def tiny_transformer(embeds_guidance: bool = True) -> Any:
+def tiny_transformer(embeds_guidance: bool = True, condition_channels: int = 0) -> Any:
     import torch
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
-        in_channels=4 * CHANNELS,
+        in_channels=4 * (CHANNELS + condition_channels),
+        out_channels=4 * CHANNELS,
         num_layers=2,
         num_single_layers=2,
         attention_head_dim=16,

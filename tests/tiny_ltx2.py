@@ -13,6 +13,17 @@ from tiny_models import WORDS
 TINY_SIZES: dict[str, int] = {"height": 64, "width": 96, "num_frames": 9, "fps": 25}
 VIDEO_CHANNELS, AUDIO_CHANNELS, AUDIO_BINS = 6, 2, 4
 NUM_GEMMA_LAYERS = 3
+# What turns the further terms of guidance of diffusers' pipelines off.
+ONE_SCALE: dict[str, Any] = {
+    "stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "guidance_rescale": 0.0,
+    "audio_guidance_scale": None,
+    "audio_stg_scale": None,
+    "audio_modality_scale": None,
+    "audio_guidance_rescale": None,
+    "spatio_temporal_guidance_blocks": None,
+}
 
 
 def write_tiny_ltx2(

@@ -38,11 +38,11 @@ def write_tiny_wan(
     Wan 2.1) or `residual` (as in Wan 2.2 TI2V). boundary_ratio: of a second transformer, None for one alone.
     takes_image: whether each token has a timestep, as in Wan 2.2 TI2V. condition: what stands beside the latents of an
     image-to-video model: "clip" (as in Wan 2.2 I2V), "clip and tokens" of an image encoder (as in Wan 2.1 I2V), or
-    "clip and tokens of two images" (FLF2V); empty for text to video.
+    "clip and tokens of two images" (FLF2V); empty for text to video; "control" for VACE, whose control blocks read it.
     The weights depend on nothing but the arguments. About 1 MB.
     """
     import torch
-    from diffusers import WanImageToVideoPipeline, WanPipeline
+    from diffusers import WanImageToVideoPipeline, WanPipeline, WanVACEPipeline
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -58,7 +58,10 @@ def write_tiny_wan(
         }
         made = WanImageToVideoPipeline if condition else WanPipeline
         encoder = _image_encoder() if "tokens" in condition else {}
-        pipeline = made(**parts, **encoder, boundary_ratio=boundary_ratio, expand_timesteps=takes_image)
+        if condition == "control":
+            pipeline = WanVACEPipeline(**parts, boundary_ratio=boundary_ratio)
+        else:
+            pipeline = made(**parts, **encoder, boundary_ratio=boundary_ratio, expand_timesteps=takes_image)
     pipeline.save_pretrained(folder)
     # Prompts of 512 tokens would take most of the time of a tiny model; diffusers tells image tokens from those of the
     # text by that number.
@@ -113,12 +116,15 @@ def _image_encoder() -> dict[str, Any]:
 
 def _transformer(num_layers: int, condition: str = "") -> Any:
     import torch
-    from diffusers import WanTransformer3DModel
+    from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
 
-    model = WanTransformer3DModel(
+    is_controlled = condition == "control"
+    made = WanVACETransformer3DModel if is_controlled else WanTransformer3DModel
+    model = made(
+        **({"vace_layers": [0, num_layers - 1], "vace_in_channels": 96} if is_controlled else {}),
         num_attention_heads=4,
         attention_head_dim=16,
-        in_channels=36 if condition else 16,
+        in_channels=36 if condition and not is_controlled else 16,
         out_channels=16,
         text_dim=32,
         freq_dim=32,

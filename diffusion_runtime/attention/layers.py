@@ -7,6 +7,7 @@ processes share, through an exchange; with one process they equal LocalAttention
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
 from diffusion_runtime.attention.select import Decision, Resolved, resolve_decision, select
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware, resolve_device
+from diffusion_runtime.kernels.block_packing.reference import PackedTokens, TokenBlocks
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, SingleProcess
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
@@ -70,7 +72,9 @@ class AttentionLayer(nn.Module, ABC):
     environment's and the platform's. scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
     exchange: how processes share the sequence; None takes what the class makes of the policy's mesh.
 
-    requirements: what is known of the layer before it is called. decisions: (when, decision), what may serve it.
+    As attributes, num_heads and num_kv_heads are those of this process, where the policy's mesh shares a layer's heads
+    (tensor parallel): first_head is the first of them among num_heads_total. requirements: what is known of the layer
+    before it is called. decisions: (when, decision), what may serve it.
 
     Raises BackendUnavailableError and ConfigError at construction when a choice for the role cannot run, with its
     options and with any schedule rule that can hold, and when the heads cannot be shared by so many processes.
@@ -89,26 +93,31 @@ class AttentionLayer(nn.Module, ABC):
         exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads {num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % num_kv_heads:
+            raise ConfigError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
         self.layer = LayerInfo() if layer is None else layer
         self.policy = AttentionPolicy() if policy is None else policy
+        tensor = self.policy.mesh.tensor
+        check_shared_heads(math.gcd(num_heads, num_kv_heads), tensor.size, self.layer.role)
+        self.num_heads_total = num_heads
+        self.num_heads = num_heads // tensor.size
+        self.num_kv_heads = num_kv_heads // tensor.size
+        self.first_head = tensor.index * self.num_heads
+        self.head_dim = head_dim
         self.scale = scale
         self.causal = causal
         if exchange is None:
             exchange = self._make_exchange(self.policy.mesh, self.policy.num_head_groups)
-        exchange.check(num_heads, self.num_kv_heads, causal=causal)
+        exchange.check(self.num_heads, self.num_kv_heads, causal=causal)
         self._exchange = exchange
-        self._exchange_with_every_key = exchange.with_every_key(num_heads)
+        self._exchange_with_every_key = exchange.with_every_key(self.num_heads)
         self._handle: torch.Tensor | None = None
         self._known: dict[_DecisionKey, _ResolvedCall] = {}
         self._known_at = num_changes()
         self.requirements = dataclasses.replace(
             self.policy.requirements(
-                self.layer, head_dim=head_dim, num_heads=num_heads, num_kv_heads=self.num_kv_heads
+                self.layer, head_dim=head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads
             ),
             needs=features_used(scale=scale, causal=causal),
             keys_in_parts=self._exchange.needs_lse,
@@ -139,14 +148,15 @@ class AttentionLayer(nn.Module, ABC):
         gate: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
         block_mask: BlockMask | None = None,
+        packed: PackedTokens | None = None,
     ) -> torch.Tensor:
         """q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]; out as q.
 
         context: where the keys sit, which step it is, the request's state and its recorder. gate: [batch, seq_q, heads,
         head_dim] for backends with a gated branch. mask: [batch or 1, heads or 1, seq_q or 1, seq_k], as `attention`
         takes it. block_mask: a BlockMask of torch's FlexAttention, which holds all that is hidden, so it comes without
-        layout, mask and causality. Raises ConfigError for shapes that do not fit each other or what the layer was built
-        for.
+        layout, mask and causality. packed: the same q, k and v in the blocks that token_blocks gave for this call.
+        Raises ConfigError for shapes that do not fit each other or what the layer was built for.
 
         Where processes share the sequence, q, k, v and gate hold the rows of this one: its slice of the grid, as
         `context.sharding` cuts it, and all of the text; layout and mask are those of the whole sequence.
@@ -165,7 +175,7 @@ class AttentionLayer(nn.Module, ABC):
         )
         context = AttentionContext() if context is None else context
         served = self._served(q, context, gate=gate, mask=mask, block_mask=block_mask)
-        inputs = AttentionInputs(q, k, v, context.layout, gate, mask, first_head=0, num_heads_total=self.num_heads)
+        inputs = AttentionInputs(q, k, v, context.layout, gate, mask, self.first_head, self.num_heads_total, packed)
         if not served.shared:
             result = self._run(inputs, context, served, block_mask)
             self._count(context, served, result.implementation)
@@ -197,6 +207,27 @@ class AttentionLayer(nn.Module, ABC):
         context = AttentionContext() if context is None else context
         served = self._served(x, context)
         return "gate" in served.resolved.backend.capability.features
+
+    def token_blocks(
+        self, product: torch.Tensor, context: AttentionContext, gate: torch.Tensor | None
+    ) -> TokenBlocks | None:
+        """The blocks in whose rows the backend of the next call is best given its tokens; None where it reads them as
+        they come.
+
+        product: q, k and v of that call's shapes, dtype and device, [batch, seq, 3, heads, head_dim]; context, gate: of
+        that call. Raises BackendUnavailableError when no backend of the choice can serve it.
+        """
+        layout = context.layout
+        if torch.compiler.is_dynamo_compiling() or layout is None or layout.tile == RASTER or product.numel() == 0:
+            return None
+        q, k, v = product.unbind(2)
+        served = self._served(q, context, gate=gate)
+        if served.shared:
+            # Processes exchange heads in between.
+            return None
+        inputs = AttentionInputs(q, k, v, layout, gate, None, 0, self.num_heads)
+        call = AttentionCall(inputs, served.resolved.options, self.layer, context.step, context.state)
+        return served.resolved.backend.token_blocks(call)
 
     def backend_of(
         self,
@@ -238,6 +269,13 @@ class AttentionLayer(nn.Module, ABC):
             resolved = self._served_at(_DecisionKey(forced, rules, self.policy.dtype, device, needs)).resolved
             tiles.add(resolved.backend.preferred_tile(resolved.options, layout, self.layer))
         return frozenset(tile for tile in tiles if tile is not None)
+
+    def resolved_at(self, step: StepInfo, layout: TokenLayout | None) -> Resolved:
+        """What serves a call at a step of a request whose keys sit as `layout` says, asked before there is one."""
+        device = resolve_device(self.policy.device)
+        needs = features_used(layout=layout, scale=self.scale, causal=self.causal)
+        rules = self.policy.rules_now(self.layer, step)
+        return self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, needs)).resolved
 
     def make_opaque(self) -> None:
         """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""
@@ -318,6 +356,10 @@ class AttentionLayer(nn.Module, ABC):
             context.recorder.note(f"{self.layer.role}: {name} not used: {reason}")
         if served.shared:
             context.recorder.note(f"{self.layer.role}: {decision.backend} over a shared sequence: {served.shared}")
+        if self.num_heads < self.num_heads_total:
+            degree = self.num_heads_total // self.num_heads
+            heads = f"{self.num_heads} of {self.num_heads_total} heads on each process"
+            context.recorder.note(f"{self.layer.role}: {heads} (tensor parallel {degree})")
 
     def _count_skipped(self, context: AttentionContext, result: AttentionResult) -> None:
         if result.skip_counts is not None:
@@ -362,11 +404,11 @@ class AttentionLayer(nn.Module, ABC):
         for rules in held:
             key = _DecisionKey(forced, rules, self.policy.dtype, device, self.requirements.needs)
             resolved = self._served_at(key).resolved
-            resolved.backend.check(resolved.options, self.layer, self.num_heads, num_steps)
-            if self._exchange_for(resolved.backend).splits_heads:
+            resolved.backend.check(resolved.options, self.layer, self.num_heads_total, num_steps)
+            if self._exchange_for(resolved.backend).splits_heads or self.num_heads < self.num_heads_total:
                 resolved.backend.check_split_heads(resolved.options)
             if resolved.dense is not None:
-                resolved.dense.backend.check(resolved.dense.options, self.layer, self.num_heads, num_steps)
+                resolved.dense.backend.check(resolved.dense.options, self.layer, self.num_heads_total, num_steps)
 
     def _served_at(self, key: _DecisionKey) -> _ResolvedCall:
         if self._known_at != num_changes():
@@ -408,6 +450,16 @@ class AttentionLayer(nn.Module, ABC):
     def extra_repr(self) -> str:
         backends = ", ".join(decision.backend for _, decision in self.decisions)
         return f"role={self.layer.role}, num_heads={self.num_heads}, head_dim={self.head_dim}, backend={backends}"
+
+
+def check_shared_heads(num_heads: int, degree: int, role: str) -> None:
+    """Raises ConfigError where tensor parallel processes cannot share a layer's heads evenly."""
+    if num_heads % degree:
+        even = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+        raise ConfigError(
+            f"parallel.tensor_parallel_size: {degree} processes cannot share the {num_heads} heads of attention of "
+            f"role {role} evenly; degrees that divide them: {even}"
+        )
 
 
 def _plan_of(call: AttentionCall) -> ForwardPlan:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.attention.context import CONTEXTS
+from diffusion_runtime.attention.context import CONTEXTS, AttentionContext
 from diffusion_runtime.attention.handles import HandleTable
 
 # The attention layers of compiled blocks, which the operators call.
@@ -56,6 +56,32 @@ def opaque_masked_attention(
     """As `opaque_attention`, with a mask."""
     out: torch.Tensor = LAYERS.find(layer)(q, k, v, CONTEXTS.find(context), mask=mask)
     return out.contiguous()
+
+
+@torch.library.custom_op("diffusion_runtime::gathered_tokens", mutates_args=())
+def opaque_gathered_tokens(x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    """All grid tokens [batch, seq, ...] of a layout without text, in any order, from this process's slice x."""
+    found = CONTEXTS.find(context)
+    assert found.layout is not None
+    return found.sharding.gather_in_order(x, found.layout.num_tokens).contiguous()
+
+
+def gathered_tokens(x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    """Within a block: all grid tokens of the context's layout, which has no text, from this process's slice x [batch,
+    seq, ...]; in any order, for those who take them as keys."""
+    assert context.layout is not None
+    if context.sharding.group.size == 1:
+        return x
+    if torch.compiler.is_dynamo_compiling() and context.handle is not None:
+        out: torch.Tensor = opaque_gathered_tokens(x, context.handle)
+        return out
+    return context.sharding.gather_in_order(x, context.layout.num_tokens)
+
+
+@opaque_gathered_tokens.register_fake
+def _(x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    # Slices are padded, and the number of all tokens is the context's: a size of no other tensor.
+    return x.new_empty(x.shape[0], torch.library.get_ctx().new_dynamic_size(), *x.shape[2:])
 
 
 @opaque_attention.register_fake

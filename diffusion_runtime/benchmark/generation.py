@@ -13,6 +13,7 @@ import torch
 
 from diffusion_runtime.benchmark.generation_result import STAGES, GenerationBenchmark, GenerationRow
 from diffusion_runtime.benchmark.random_pipeline import random_pipeline
+from diffusion_runtime.benchmark.sample_images import sample_images
 from diffusion_runtime.benchmark.step_model import is_published
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import DiffusionRuntimeError, UsageError
@@ -22,7 +23,7 @@ from diffusion_runtime.kernels.importing import raised_line
 from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.media.file_writer import FileWriter
 from diffusion_runtime.memory.device_memory import release_device_memory
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import INPUT_FIELDS, GenerationRequest
 
 # Called with what is under way.
 OnProgress = Callable[[str], None]
@@ -32,6 +33,7 @@ _RANDOM = (
     "weights and text conditions are random, of the published sizes and length: pictures are noise, and the text "
     "encoder is left out"
 )
+_GENERATED = "{}: generated, of the size of what is made; reading and encoding it is in denoise"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ def benchmark_generation(choice: GenerationChoice, *, on_progress: OnProgress = 
 
     Raises what loading ours and resolving the request raise.
     """
+    with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as images:
+        return _benchmark(choice, Path(images), on_progress)
+
+
+def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) -> GenerationBenchmark:
+    """folder: where images are written."""
     name = choice.config.model_path
     is_random = is_published(name)
     begin = time.perf_counter()
@@ -62,7 +70,9 @@ def benchmark_generation(choice: GenerationChoice, *, on_progress: OnProgress = 
     else:
         pipeline = load_pipeline(choice.config, on_stage=on_progress)
     load_s = time.perf_counter() - begin
-    request = pipeline.resolve(GenerationRequest(PROMPT, **choice.values), choice.preset)
+    images = sample_images(pipeline.rules, choice.values, choice.preset, folder)
+    values = {**choice.values, **images}
+    request = pipeline.resolve(GenerationRequest(PROMPT, **values), choice.preset)
     device, dtype = pipeline.device, pipeline.dtype
     rows = [_row("ours", pipeline, request, choice.num_warm, on_progress, is_random=is_random, load_s=load_s)]
     pipeline.close()
@@ -75,9 +85,10 @@ def benchmark_generation(choice: GenerationChoice, *, on_progress: OnProgress = 
         device=f"{hardware.device_name}, {hardware.describe()}",
         versions={"torch": torch.__version__, **hardware.packages},
         dtype=str(dtype).removeprefix("torch."),
-        request=request.to_dict(),
+        # Not the paths of images that are gone.
+        request={**request.to_dict(), **dict.fromkeys(images)},
         rows=tuple(rows),
-        remarks=(_RANDOM,) if is_random else (),
+        remarks=(*((_RANDOM,) if is_random else ()), *((_GENERATED.format(", ".join(images)),) if images else ())),
     )
 
 
@@ -115,7 +126,7 @@ def _theirs(
 
 
 def _of_theirs(request: GenerationRequest) -> dict[str, Any]:
-    names = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "fps")
+    names = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "fps", *INPUT_FIELDS)
     return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from diffusion_runtime.benchmark.sample_images import wanted_images
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, published_files
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError
@@ -20,11 +21,13 @@ from diffusion_runtime.loading.cuda_graphs import make_graphs
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.loading.preparation import prepare
-from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner, LatentDecoder
 from diffusion_runtime.models.published_folders import write_folder
 from diffusion_runtime.models.random_weights import draw_weight, fill_randomly
 from diffusion_runtime.models.tensor_files import write_tensors
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 
@@ -37,13 +40,13 @@ class RandomConditions(TextEncoder):
 
     def __init__(self, opened: StepModel, device: torch.device, dtype: torch.dtype) -> None:
         self._opened = opened
-        self._device = device
+        self.device = device
         self._dtype = dtype
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """Of as many prompts; their texts are not read."""
         batch = dataclasses.replace(self._opened, batch=len(prompts))
-        return batch.inputs(self._device, self._dtype).ours[2].text
+        return batch.inputs(self.device, self._dtype).ours[2].text
 
 
 def random_pipeline(
@@ -65,13 +68,17 @@ def random_pipeline(
         on_stage(f"building the transformer of {name}")
         transformer = fill_randomly(prepared.model, prepared.transformer, device, dtype)
         on_stage(f"building the decoder of {name}")
-        decoder = _random_decoder(prepared, folder)
+        decoder = random_decoder(prepared, folder)
+        conditioner = None
+        if wanted_images(prepared.rules):
+            on_stage(f"building the image encoder of {name}")
+            conditioner = _random_conditioner(prepared, opened)
     return Pipeline(
         text_encoder=RandomConditions(opened, device, dtype),
         transformer=transformer,
         decoder=decoder,
         rules=prepared.rules,
-        load_image_conditioner=lambda: prepared.model.load_image_conditioner(device, dtype),
+        load_image_conditioner=lambda: _loaded(conditioner),
         device=device,
         dtype=dtype,
         recipe=prepared.description.to_dict(),
@@ -80,7 +87,38 @@ def random_pipeline(
     )
 
 
-def _random_decoder(prepared: PreparedModel, folder: Path) -> LatentDecoder:
+class RandomImages(ImageConditioner):
+    """Random conditions in place of an image's, of a model with an image encoder beside its autoencoder."""
+
+    def __init__(self, opened: StepModel, device: torch.device, dtype: torch.dtype) -> None:
+        self._opened = opened
+        self._device = device
+        self._dtype = dtype
+
+    def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:  # noqa: ARG002
+        """See ImageConditioner.condition. The image is not read."""
+        inputs = dataclasses.replace(self._opened, size=size, batch=1).inputs(self._device, self._dtype).ours[2]
+        assert inputs.image is not None
+        return inputs.image
+
+
+def _random_conditioner(prepared: PreparedModel, opened: StepModel) -> ImageConditioner:
+    """The autoencoder's encoder with the weights that `random_decoder` wrote, or random conditions of a model whose
+    image goes through another encoder as well."""
+    model = prepared.model
+    if model.family.text_shapes(model.folder, model.config).image is not None:
+        return RandomImages(opened, prepared.device, prepared.dtype)
+    conditioner = model.load_image_conditioner(prepared.device, prepared.dtype)
+    return conditioner.fast() if prepared.description.config.vae_decode == "fast" else conditioner
+
+
+def _loaded(conditioner: ImageConditioner | None) -> ImageConditioner:
+    if conditioner is None:
+        raise ConfigError("image_path: this pipeline was built without an encoder of images")
+    return conditioner
+
+
+def random_decoder(prepared: PreparedModel, folder: Path) -> LatentDecoder:
     """Loaded from files of random numbers, as the real one is from its own. folder: where they are written."""
     for component in prepared.model.family.diffusers_components:
         if not (folder / component.name / "config.json").is_file():

@@ -36,7 +36,8 @@ _BLOCK_COUNTS = ("num_layers", "num_single_layers", "n_layers")
 @dataclass(frozen=True)
 class StepModel:
     """A transformer with its sizes. config: of the transformer as it is built; num_blocks: that are built;
-    whole_blocks: that the model has. size: of the clip; batch: samples of one forward. text_tokens: see StepSample."""
+    whole_blocks: that the model has. size: of the clip; batch: samples of one forward. text_tokens: see StepSample.
+    num_images: to edit, of the size of what is made."""
 
     name: str
     model: Model[Any, Any]
@@ -47,11 +48,7 @@ class StepModel:
     size: ClipSize
     batch: int = 1
     text_tokens: int | None = None
-
-    @property
-    def edits(self) -> bool:
-        """Whether the step has an image to edit, of the size of what is made."""
-        return self.model.references is not None
+    num_images: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +63,8 @@ class StepModel:
         blocks = f"{self.num_blocks} blocks"
         if self.num_blocks != self.whole_blocks:
             blocks = f"{self.num_blocks} of {self.whole_blocks} blocks"
-        beside = f" and {self.num_tokens} of an image to edit" if self.edits else ""
+        images = "an image" if self.num_images == 1 else f"{self.num_images} images"
+        beside = f" and {self.num_images * self.num_tokens} of {images} to edit" if self.num_images else ""
         return (
             f"{self.name}, {frames} of {size.width} x {size.height}, {self.num_tokens} tokens{beside}, "
             f"batch {self.batch}, {blocks}"
@@ -86,7 +84,7 @@ class StepModel:
                 dtype,
                 generator,
                 self.text_tokens,
-                edits=self.edits,
+                num_images=self.num_images,
             ),
         )
 
@@ -135,6 +133,8 @@ def open_step_model(
     whole = _num_blocks(config)
     if num_layers is not None:
         config.update(_cut(config, num_layers))
+        if "vace_layers" in config:
+            config["vace_layers"] = [layer for layer in config["vace_layers"] if layer < config["num_layers"]]
     files[_TRANSFORMER] = config
     with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as temporary:
         # Nothing reads the folder once it is described.
@@ -150,17 +150,29 @@ def open_step_model(
         whole_blocks=whole,
         size=_default_size(model, published),
         text_tokens=_text_tokens(files),
+        num_images=0 if model.references is None else model.references.usual,
     )
 
 
 def with_size(
-    opened: StepModel, *, height: int | None, width: int | None, num_frames: int | None, batch: int
+    opened: StepModel,
+    *,
+    height: int | None,
+    width: int | None,
+    num_frames: int | None,
+    batch: int,
+    num_images: int | None = None,
 ) -> StepModel:
-    """The same at another size. Raises RequestError for sizes that the model does not make."""
+    """The same at another size. num_images: to edit; None for the model's usual number. Raises RequestError for sizes
+    that the model does not make, and ConfigError for images that it does not take."""
+    most = 0 if opened.model.references is None else opened.model.references.most
+    num_images = opened.num_images if num_images is None else num_images
+    if num_images > most:
+        raise ConfigError(f"--num-images: expected {most} or less for this model, got {num_images}")
     changes = {"height": height, "width": width, "num_frames": num_frames}
     size = dataclasses.replace(opened.size, **{key: value for key, value in changes.items() if value is not None})
     opened.model.geometry.check(size.height, size.width, size.num_frames)
-    return dataclasses.replace(opened, size=size, batch=batch)
+    return dataclasses.replace(opened, size=size, batch=batch, num_images=num_images)
 
 
 def _find_published(name: str) -> PublishedModel | None:
@@ -216,9 +228,10 @@ def _cut(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
 def _default_size(model: Model[Any, Any], published: PublishedModel | None) -> ClipSize:
     """That of a request that says none."""
     values = {**model.defaults, **model.generation.defaults, **({} if published is None else published.request)}
-    if model.references is not None and model.references.sets_size:
+    if model.references is not None and model.references.sized_by is not None:
         # Of an image that is a square.
-        values = {**dict(zip(("height", "width"), model.references.scaled((1, 1)), strict=True)), **values}
+        square = model.references.encoded_size((1024, 1024))
+        values = {**dict(zip(("height", "width"), square, strict=True)), **values}
     missing = [key for key in ("height", "width") if values.get(key) is None]
     if missing:
         raise RequestError(f"{' and '.join(missing)}: this model has no size of its own; give --height and --width")

@@ -20,8 +20,12 @@ from diffusion_runtime.cli.bench_step import EPILOG as STEP_EPILOG
 from diffusion_runtime.cli.bench_step import step
 from diffusion_runtime.cli.calibrate import EPILOG as CALIBRATE_EPILOG
 from diffusion_runtime.cli.calibrate import calibrate
+from diffusion_runtime.cli.compare import EPILOG as COMPARE_EPILOG
+from diffusion_runtime.cli.compare import compare
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
+from diffusion_runtime.cli.explain import EPILOG as EXPLAIN_EPILOG
+from diffusion_runtime.cli.explain import explain
 from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_flags
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
@@ -109,6 +113,8 @@ def verbs(
 
 
 app.command("generate", cls=CheckedCommand, epilog=GENERATE_EPILOG)(generate)
+app.command("explain", cls=CheckedCommand, epilog=EXPLAIN_EPILOG)(explain)
+app.command("compare", cls=CheckedCommand, epilog=COMPARE_EPILOG)(compare)
 app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
 app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
 app.command("models", cls=CheckedCommand, epilog=MODELS_EPILOG)(models)

@@ -25,6 +25,8 @@ diffusion-runtime bench step flux.1-dev --plot flux.png
 diffusion-runtime bench step wan2.2-t2v-a14b --height 480 --width 832 --layers 4
 
 diffusion-runtime bench step qwen-image --batch 2 --mode eager,fp8 --no-diffusers --json
+
+diffusion-runtime bench step flux.2-dev --num-images 2
 """
 _WHAT, _HOW = "What to measure", "How it is computed"
 # Within 80 columns with times below a minute.
@@ -48,6 +50,9 @@ def step(
     batch: Annotated[
         int, _option(_WHAT, "Samples per forward; 2: both branches of guidance as one batch.", "--batch", "N", min=1)
     ] = 1,
+    num_images: Annotated[
+        int | None, _option(_WHAT, "Images to edit. Default: 1 for models that edit.", "--num-images", "N", min=0)
+    ] = None,
     layers: Annotated[
         int | None,
         _option(_WHAT, "Build N blocks of the kind with most; the figures are of this part.", "--layers", "N", min=1),
@@ -105,7 +110,9 @@ def step(
         effort = StepEffort(repeats or (3 if on_cpu else 7), 1024 if on_cpu else 8192)
         opened = open_step_model(model, layers)
         with progress_line(terminal) as on_progress:
-            sized = with_size(opened, height=height, width=width, num_frames=num_frames, batch=batch)
+            sized = with_size(
+                opened, height=height, width=width, num_frames=num_frames, batch=batch, num_images=num_images
+            )
             result = benchmark_step(
                 sized,
                 choice,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.config import WEIGHT_PATHS
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.session.batch import Item
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
 _MAX_ROWS = 100
-_PARTS = ("transformer_path", "transformer_2_path", "vae_decode", "vae_tiling", "vae_decoder")
+_PARTS = (*WEIGHT_PATHS, "variant", "upsampler_path", "vae_decode", "vae_tiling", "vae_decoder")
 SCHEMA = "diffusion_runtime.dry_run/1"
 
 
@@ -38,7 +39,7 @@ def show_plan(
     terminal.say("Dry run: no weights are loaded and nothing is written.")
     facts: list[tuple[str, object]] = [
         ("model", f"{description.config.model_path} ({description.family})"),
-        ("folder", description.folder),
+        ("folder", _folder_row(description)),
         ("device", description.device),
         ("dtype", description.dtype),
     ]
@@ -59,7 +60,7 @@ def show_plan(
     for name, declared in REQUEST_FIELDS.items():
         value = getattr(makeable[0], name)
         if not declared.differs_in_batch and not (value is None and declared.may_stay_none):
-            facts.append((name, "the pipeline's own" if value is None else value))
+            facts.append((name, "the pipeline's own" if value is None else _shown(value)))
     negative_prompts = dict.fromkeys(request.negative_prompt or "" for request in makeable)
     facts.append(("negative_prompt", "\n".join(negative_prompts)))
     terminal.show(facts_table(facts, "\nWhat would run"))
@@ -72,7 +73,7 @@ def show_plan(
         for note in description.memory.demand.notes:
             terminal.warn(note)
     if description.attention:
-        terminal.show(_attention_plan(description))
+        terminal.show(attention_plan(description))
     else:
         terminal.say(f"Attention: {_unplanned_attention(description.config)}")
     for check in description.self_checks:
@@ -91,13 +92,27 @@ def show_plan(
     return exit_code
 
 
+def _folder_row(description: PipelineDescription) -> str:
+    download = description.model_folder.download_gb
+    if download is None:
+        return str(description.folder)
+    return f"none yet: planned from the configs inside the package; a run downloads {download:.0f} GB from the hub"
+
+
+def _shown(value: Any) -> Any:
+    """Several paths in a line each, noise levels as their flag takes them."""
+    if not isinstance(value, tuple):
+        return value
+    return "\n".join(value) if all(isinstance(each, str) for each in value) else ",".join(f"{each:g}" for each in value)
+
+
 def _lora_row(lora: LoraConfig) -> str:
     """As `--lora` takes it."""
     component = "" if lora.component == "auto" else f"{lora.component}="
     return f"{component}{lora.path}@{lora.scale:g}"
 
 
-def _attention_plan(description: PipelineDescription) -> Any:
+def attention_plan(description: PipelineDescription) -> Any:
     from diffusion_runtime.attention_report import index_ranges
 
     rows: list[Sequence[object]] = []
@@ -143,7 +158,8 @@ def _to_json_object(
     return {
         "schema": SCHEMA,
         **{key: value for key, value in description.to_dict().items() if key != "schema"},
-        "folder": str(description.folder),
+        "folder": None if description.model_folder.download_gb is not None else str(description.folder),
+        "download_gb": description.model_folder.download_gb,
         "quantization": description.quantization,
         "memory": None if description.memory is None else description.memory.to_dict(),
         "defaults": dict(description.rules.defaults),

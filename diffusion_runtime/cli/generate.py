@@ -12,10 +12,11 @@ import typer
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS, too_many_images
+from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS, too_many_images
 from diffusion_runtime.request_fields import SIZE, WHAT, ImageFile
 
 if TYPE_CHECKING:
+    from diffusion_runtime.cli.settings import Flags
     from diffusion_runtime.session.coordinator import Coordinator
 
 EPILOG = """[bold]One value of the attention config as a flag[/]
@@ -41,31 +42,20 @@ diffusion-runtime generate "a ring" --attention-backend torch_sdpa --dry-run
 
 
 # given: every flag of `_signature` below, by name.
-def generate(context: typer.Context, **given: Any) -> None:
-    """Make videos or images from prompts.
-
-    Without flags: the embedded model, its own size and steps, into outputs/.
-    Each file carries its recipe; a .json beside it records what ran.
-    Flags come before --config, then --from, then --preset, then the model.
-    """
-    from diffusion_runtime.cli.generation import SCHEMA, OutputFlags, run_generate
-    from diffusion_runtime.cli.launching import CommandLine, piped_prompts, report_failure
+def flags_of(given: Mapping[str, Any]) -> Flags:
+    """What the flags ask for: requests, the model, attention."""
     from diffusion_runtime.cli.lora_flags import pair_loras
     from diffusion_runtime.cli.prompts import collect_prompts
     from diffusion_runtime.cli.settings import Flags
-    from diffusion_runtime.cli.terminal import Terminal
-    from diffusion_runtime.parallel.process_info import read_process_info
-    from diffusion_runtime.session.failures import Interrupted
-    from diffusion_runtime.session.rank_runner import RankRunner
 
     what = _taken(options.PromptFlags, given)
     source = _taken(options.SourceFlags, given)
     run = _taken(options.RunFlags, given)
     # What is left are request fields: `prompt`, `negative_prompt` and `seed` are lists, one request each.
     request = {name: value for name, value in given.items() if name in REQUEST_FIELDS}
-    request.update({name: _images(name, request[name] or ()) for name in IMAGE_FIELDS})
+    request.update({name: _images(name, request[name] or ()) for name in INPUT_FIELDS})
     prompt = request.pop("prompt") or ()
-    flags = Flags(
+    return Flags(
         prompts=collect_prompts(what.prompts or (), prompt, what.prompt_file, run.attention_entry or ()),
         negative_prompts=request.pop("negative_prompt") or (),
         seeds=request.pop("seed") or (),
@@ -78,6 +68,11 @@ def generate(context: typer.Context, **given: Any) -> None:
             "self_check": run.self_check,
             "transformer_path": run.transformer_path,
             "transformer_2_path": run.transformer_2_path,
+            "vae_path": run.vae_path,
+            "text_encoder_path": run.text_encoder_path,
+            "text_encoder_2_path": run.text_encoder_2_path,
+            "variant": run.variant,
+            "upsampler_path": run.upsampler_path,
             "vae_decode": run.vae_decode,
             "vae_tiling": run.vae_tiling,
             "vae_decoder": run.vae_decoder,
@@ -94,6 +89,7 @@ def generate(context: typer.Context, **given: Any) -> None:
             "ulysses_degree": run.ulysses_degree,
             "ring_degree": run.ring_degree,
             "cfg_parallel": run.cfg_parallel,
+            "tensor_parallel_size": run.tensor_parallel_size,
         },
         attention=AttentionFlags(
             run.attention_backend,
@@ -106,9 +102,27 @@ def generate(context: typer.Context, **given: Any) -> None:
         repeat=source.from_file,
         preset=source.preset,
     )
+
+
+def generate(context: typer.Context, **given: Any) -> None:
+    """Make videos or images from prompts.
+
+    Without flags: the embedded model, its own size and steps, into outputs/.
+    Each file carries its recipe; a .json beside it records what ran.
+    Flags come before --config, then --from, then --preset, then the model.
+    """
+    from diffusion_runtime.cli.generation import SCHEMA, OutputFlags, run_generate
+    from diffusion_runtime.cli.launching import CommandLine, piped_prompts, report_failure
+    from diffusion_runtime.cli.terminal import Terminal
+    from diffusion_runtime.parallel.process_info import read_process_info
+    from diffusion_runtime.session.failures import Interrupted
+    from diffusion_runtime.session.rank_runner import RankRunner
+
+    what, run = _taken(options.PromptFlags, given), _taken(options.RunFlags, given)
+    flags = flags_of(given)
     terminal = Terminal(quiet=run.quiet, verbose=run.verbose)
     output_flags = OutputFlags(run.output_path, run.file_format, run.as_json, run.dry_run, run.resume, run.profile)
-    num_typed = len(what.prompts or ()) + len(prompt)
+    num_typed = len(what.prompts or ()) + len(given["prompt"] or ())
     command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))
     process_info = read_process_info()
     if process_info is not None and run.dry_run:

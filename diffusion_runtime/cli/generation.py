@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
 from diffusion_runtime.cli.profile_flag import check_profile_place, profiled
+from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
-from diffusion_runtime.cli.tables import attention_table, remarks_of
+from diffusion_runtime.cli.tables import attention_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.memory_size import size_text
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from diffusion_runtime.generation_pipeline import GenerationRules
     from diffusion_runtime.loading import Prepared
     from diffusion_runtime.parallel.world import World
-    from diffusion_runtime.request import GenerationRequest
     from diffusion_runtime.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.generate/1"
@@ -78,7 +78,8 @@ def run_generate(
     check_profile_place(output_flags.profile, dry_run=output_flags.dry_run)
     if output_flags.dry_run:
         outputs.check_without_writing()
-        prepared, items = _prepare(settings, outputs)
+        prepared, items = _prepare(settings, outputs, is_dry_run=True)
+        _warn_of_changed_files(settings, items, prepared.description, terminal)
         prepared = prepared.planned_for([item.request for item in items if item.failure is None])
         return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
     new_folders = outputs.prepare() if coordinator.is_first else ()
@@ -105,11 +106,15 @@ def _launch(
     return launch_processes(command_line, settings.runtime.parallel.num_processes, device, outputs, terminal, schema)
 
 
-def _prepare(settings: Settings, outputs: Outputs, world: World | None = None) -> tuple[Prepared, list[Item]]:
+def _prepare(
+    settings: Settings, outputs: Outputs, world: World | None = None, *, is_dry_run: bool = False
+) -> tuple[Prepared, list[Item]]:
     """The model, opened once, and every item, its request checked against the model."""
     from diffusion_runtime.loading import prepare
 
-    prepared = prepare(settings.runtime, world, is_guided=lambda rules: _are_guided(rules, settings))
+    prepared = prepare(
+        settings.runtime, world, is_guided=lambda rules: _are_guided(rules, settings), is_dry_run=is_dry_run
+    )
     return prepared, resolve_all(prepared.rules, settings, outputs)
 
 
@@ -140,7 +145,7 @@ def _generate(
     # The requests are checked against the model before its weights are read, which may take minutes.
     prepared, items = _prepare(settings, outputs, coordinator.world)
     description = prepared.description
-    _warn_of_changed_files(settings, [item.request for item in items if item.failure is None], description, terminal)
+    _warn_of_changed_files(settings, items, description, terminal)
     if description.degrees.num_processes > 1:
         degrees = description.degrees
         terminal.say(f"{degrees.num_processes} processes: {degrees} ({degrees.reason})")
@@ -155,6 +160,7 @@ def _generate(
     read_started = time.perf_counter()
     pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"), requests)
     parts = {"import": import_seconds, "read": time.perf_counter() - read_started}
+    pipeline.note_load(parts)
     load_seconds = time.perf_counter() - load_started
     prints_paths = coordinator.is_first and not output_flags.as_json
     on_file = put_path_on_stdout if prints_paths else None
@@ -228,14 +234,17 @@ def _skip_finished(
 
 
 def _warn_of_changed_files(
-    settings: Settings, requests: Sequence[GenerationRequest], description: PipelineDescription, terminal: Terminal
+    settings: Settings, items: Sequence[Item], description: PipelineDescription, terminal: Terminal
 ) -> None:
-    """Say which of the model and the images of the recipe of --from are no longer what they were."""
+    """Say which of the model, its weight files and the images of the recipe of --from are no longer what they were."""
     from diffusion_runtime.input_files import changed_inputs
+    from diffusion_runtime.models.weight_fingerprint import changed_weights
 
-    now = description.to_dict()["model"]
+    requests = [item.request for item in items if item.failure is None]
+    described = description.to_dict()
+    now = described["model"]
     then = settings.repeated.get("model") or {}
-    changed = list(changed_inputs(settings.repeated, requests))
+    changed = [*changed_weights(settings.repeated, described), *changed_inputs(settings.repeated, requests)]
     if then.get("path") == now["path"] and then.get("config_sha256") not in (None, now["config_sha256"]):
         changed.insert(0, now["path"])
     for path in changed:

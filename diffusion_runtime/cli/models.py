@@ -62,6 +62,8 @@ def _to_json_object(
                 "parameters": {component: round(1e9 * billions) for component, billions in model.parameters},
                 "download_gb": round(model.download_gb, 3),
                 "weights_gb": {dtype: round(model.memory_gb(dtype), 3) for dtype in _SHOWN_DTYPES},
+                "offloaded_gb": {dtype: round(model.offloaded_gb(dtype), 3) for dtype in _SHOWN_DTYPES},
+                "images": {name: "needed" if is_needed else "optional" for name, is_needed in model.images.items()},
             }
             for model in listed
         ],
@@ -88,14 +90,16 @@ def show(listed: Sequence[PublishedModel], presets: Sequence[SamplingPreset]) ->
         (
             # Three columns: the longest path and four do not fit into 80 characters.
             f"{model.model_path}\n  {f'{model.name}: ' if model.is_download else ''}{model.makes}, "
-            + (f"download {_gigabytes(model.download_gb)}" if model.download_gb else "inside"),
+            + (f"download {_gigabytes(model.download_gb)}" if model.download_gb else "inside")
+            + _needs(model),
             *(_gigabytes(model.memory_gb(dtype)) for dtype in _SHOWN_DTYPES),
         )
         for model in listed
     ]
     console.print(plain_table(("--model-path", "bf16", "fp32"), rows, "Models"))
     for line in (
-        "bf16, fp32: device memory for all weights; a generation adds its own, by its size.",
+        "bf16, fp32: device memory for all weights; offloaded: in bf16 with --offload model; a generation adds its "
+        "own, by its size: `generate --dry-run` says how much, and needs neither the network nor weights.",
         "A short name brings the settings and presets documented for it; the hub id does not.",
         "Any other diffusers pipeline runs with --backend diffusers.",
     ):
@@ -109,6 +113,16 @@ def show(listed: Sequence[PublishedModel], presets: Sequence[SamplingPreset]) ->
     ]
     console.print(plain_table(("family", "--preset"), few_steps, "\nFew-step models and LoRAs"))
     console.print(Text("Taken by itself where the folder says what it is: docs/few_steps.md."))
+
+
+def _needs(model: PublishedModel) -> str:
+    """The lines below a model's first two: memory where parts wait, and the images that its requests name."""
+    lines = [f"offloaded {_gigabytes(model.offloaded_gb('bfloat16'))}"] if model.is_download else []
+    for word, is_needed in (("needs", True), ("takes", False)):
+        flags = [f"--{name.replace('_', '-')}" for name, needed in model.images.items() if needed == is_needed]
+        lines += [f"{word} {', '.join(flags)}"] if flags else []
+    # Of a width that leaves room for the two columns of memory in 80 characters.
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def _gigabytes(amount: float) -> str:

@@ -9,13 +9,15 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
-from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS
+from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS
 from diffusion_runtime.request_fields import SIZE, WHAT
 
 ATTENTION = "Attention"
 WHERE = "Where it runs"
-# A panel of its own: beside flags in pairs (--x/--no-x) the longest name does not fit into 80 columns.
+PARTS = "Parts from elsewhere"
+# Panels of their own: beside flags in pairs (--x/--no-x) the longest names do not fit into 80 columns.
 QUANTIZATION = "8-bit linear layers"
+TENSOR = "Tensor parallel"
 OUTPUT = "Output"
 
 
@@ -142,15 +144,40 @@ VaeDecoder: TypeAlias = Annotated[
 TransformerPath: TypeAlias = Annotated[
     str | None,
     _flag(
-        WHERE,
+        PARTS,
         "The transformer's weights from a file or a folder; none: the model's own.",
         "--transformer-path",
         metavar="PATH",
     ),
 ]
+UpsamplerPath: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        WHERE,
+        "Folder of a latent upsampler: half the size first, then refined at full size.",
+        "--upsampler-path",
+        metavar="PATH",
+    ),
+]
 Transformer2Path: TypeAlias = Annotated[
     str | None,
-    _flag(WHERE, "The same for the second transformer of two.", "--transformer-2-path", metavar="PATH"),
+    _flag(PARTS, "The same for the second transformer of two.", "--transformer-2-path", metavar="PATH"),
+]
+VaePath: TypeAlias = Annotated[
+    str | None,
+    _flag(PARTS, "The same for the autoencoder: Wan2.1_VAE, ae.safetensors, ...", "--vae-path", metavar="PATH"),
+]
+TextEncoderPath: TypeAlias = Annotated[
+    str | None,
+    _flag(PARTS, "The same for the text encoder: umt5_xxl_fp16, ...", "--text-encoder-path", metavar="PATH"),
+]
+TextEncoder2Path: TypeAlias = Annotated[
+    str | None,
+    _flag(PARTS, "The same for the second text encoder of two.", "--text-encoder-2-path", metavar="PATH"),
+]
+Variant: TypeAlias = Annotated[
+    str | None,
+    _flag(PARTS, "Which of a folder's weights: fp16 for model.fp16.safetensors.", "--variant", metavar="NAME"),
 ]
 Quantization: TypeAlias = Annotated[
     str | None,
@@ -197,6 +224,15 @@ RingDegree: TypeAlias = Annotated[
 CfgParallel: TypeAlias = Annotated[
     bool | None,
     _flag(WHERE, "The two guidance branches on two groups of processes.", "--cfg-parallel/--no-cfg-parallel"),
+]
+TensorParallelSize: TypeAlias = Annotated[
+    int | None,
+    _flag(
+        TENSOR,
+        "Processes that share each weight and the heads, for models that one device cannot hold.",
+        "--tensor-parallel-size",
+        metavar="N",
+    ),
 ]
 
 OutputPath: TypeAlias = Annotated[
@@ -254,6 +290,11 @@ class RunFlags:
     backend: RuntimeBackend = None
     transformer_path: TransformerPath = None
     transformer_2_path: Transformer2Path = None
+    vae_path: VaePath = None
+    text_encoder_path: TextEncoderPath = None
+    text_encoder_2_path: TextEncoder2Path = None
+    variant: Variant = None
+    upsampler_path: UpsamplerPath = None
     vae_decode: VaeDecode = None
     vae_tiling: VaeTiling = None
     vae_decoder: VaeDecoder = None
@@ -267,6 +308,7 @@ class RunFlags:
     ulysses_degree: UlyssesDegree = None
     ring_degree: RingDegree = None
     cfg_parallel: CfgParallel = None
+    tensor_parallel_size: TensorParallelSize = None
     self_check: SelfCheck = None
     output_path: OutputPath = None
     file_format: Format = None
@@ -285,13 +327,13 @@ def parameters_of(flags: type) -> list[inspect.Parameter]:
 
 
 def request_parameters(panel: str) -> list[inspect.Parameter]:
-    """The flags of the request fields of one panel; None is a flag that was not given. Those of images are lists as
+    """The flags of the request fields of one panel; None is a flag that was not given. Those of files are lists as
     well: the last of several would hide the others."""
     parameters = []
     for name, declared in REQUEST_FIELDS.items():
         if declared.panel == panel:
             flag = declared.flag or f"--{name.replace('_', '-')}"
-            kind: Any = list[str] if declared.repeatable or name in IMAGE_FIELDS else declared.check.kind
+            kind: Any = list[str] if declared.repeatable or name in INPUT_FIELDS else declared.check.kind
             option = _flag(panel, declared.help, flag, metavar=declared.check.metavar)
             parameters.append(_parameter(name, Annotated[kind | None, option], None))
     return parameters

@@ -80,7 +80,11 @@ def resolve_settings(flags: Flags) -> Settings:
     """Raises ConfigError, RequestError, OutputError (a --from file without a recipe)."""
     config = read_config(flags.config, flags.settings)
     recipe = {} if flags.repeat is None else _read_recipe(flags.repeat)
+    runtime = _build_runtime(flags, config, recipe)
     recipe_request = _without_none(recipe.get("request") or {})
+    if runtime.upsampler_path is None:
+        # Those of a second stage that `--upsampler-path none` leaves out.
+        recipe_request.pop("second_stage_sigmas", None)
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
     # Later ones win.
     values = layered(recipe_request, config.request, preset_values, config.settings, _without_none(flags.request))
@@ -108,7 +112,6 @@ def resolve_settings(flags: Flags) -> Settings:
     notes = []
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
-    runtime = _build_runtime(flags, config, recipe)
     if (shipped := _lora_of_preset(flags, config, runtime)) is not None:
         if recipe_request:
             raise ConfigError(

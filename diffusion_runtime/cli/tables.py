@@ -20,8 +20,7 @@ from diffusion_runtime.cli.terminal import printable
 _MIN_LAST_COLUMN = 24
 # A report from an untrusted file may be of any length.
 _MAX_ROWS = 200
-_MAX_CELL_CHARACTERS = 500
-_STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
+MAX_CELL_CHARACTERS = 500
 _ROW_FIELDS = ("role", "backend", "implementation", "layers", "steps", "source", "reason")
 
 
@@ -130,8 +129,8 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
     """AttentionReport.to_dict() of one or more generations: calls that were counted, equal rows together."""
     counts: dict[tuple[str, ...], int] = {}
     for report in reports:
-        for row in _mappings(report.get("rows")):
-            key = tuple(str(row.get(name, ""))[:_MAX_CELL_CHARACTERS] for name in _ROW_FIELDS)
+        for row in mappings_in(report.get("rows")):
+            key = tuple(str(row.get(name, ""))[:MAX_CELL_CHARACTERS] for name in _ROW_FIELDS)
             counts[key] = counts.get(key, 0) + (count if isinstance(count := row.get("count"), int) else 0)
     table = _empty_table("Attention that ran")
     for column in ("role", "backend", "calls"):
@@ -148,38 +147,6 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Remarks of several reports besides their rows, each once: steps that a step cache reused, the libraries' own
-    attention, and notes."""
-    steps = [_describe_steps(row) for report in reports for row in _mappings(report.get("steps"))]
-    libraries = [
-        f"{item.get('component')}: attention of {item.get('library')} ({item.get('implementation')}), not chosen here"
-        for report in reports
-        for item in _mappings(report.get("libraries"))
-    ]
-    notes = [report.get("notes") for report in reports]
-    remarks = [f"note: {note}" for several in notes if isinstance(several, list) for note in several]
-    products: dict[str, int] = {}
-    for row in (row for report in reports for row in _mappings(report.get("products"))):
-        how = str(row.get("implementation"))
-        products[how] = products.get(how, 0) + int(row.get("count", 0))
-    quantized = [f"quantised linear layers: {count} x {how}" for how, count in products.items()]
-    return list(dict.fromkeys([*steps, *quantized, *libraries, *remarks]))
-
-
-def _describe_steps(row: Mapping[str, Any]) -> str:
-    """row: of StepRow, maybe of an untrusted file."""
-    fields = {name: str(row.get(name, "?"))[:_MAX_CELL_CHARACTERS] for name in _STEP_FIELDS}
-    methods = row.get("reused_by")
-    by = ", ".join(map(str, methods))[:_MAX_CELL_CHARACTERS] if isinstance(methods, list) and methods else "nothing"
-    text = "steps of {branch}, expert {expert}: {num_computed} computed ({computed}), {num_reused} reused".format(
-        **fields
-    )
-    error = row.get("largest_error")
-    at_most = f", largest accumulated error {error:.3g}" if isinstance(error, float) else ""
-    return text + (f" by {by} ({fields['reused']}){at_most}" if fields["num_reused"] != "0" else "")
-
-
-def _mappings(value: object) -> list[Mapping[str, Any]]:
+def mappings_in(value: object) -> list[Mapping[str, Any]]:
     """The mappings in a list; a report may come from an untrusted file and hold anything."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

@@ -1,8 +1,9 @@
-"""`info FILE` of a file of weights: what it holds, and whether it fits a model."""
+"""`info FILE` of a file or a component's folder of weights: what it holds, and whether it fits a model."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ SCHEMA = "diffusion_runtime.weights/1"
 def is_weights_path(path: str) -> bool:
     """Whether a path names weights rather than a LoRA or a generated file. Raises ModelLoadError for a safetensors file
     that cannot be read."""
-    if not path.endswith((".safetensors", ".gguf")):
+    if not path.endswith((".safetensors", ".gguf")) and not os.path.isfile(os.path.join(path, "config.json")):
         return False
     from diffusion_runtime.models.weight_summary import holds_weights
 
@@ -31,7 +32,7 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
 
     summary = summarise_weights(Path(path))
     if model_path is not None:
-        _check_fit(path, model_path)
+        _check_fit(path, model_path, summary.component)
     if as_json:
         values = {**dataclasses.asdict(summary), "path": path, "fits": None if model_path is None else model_path}
         put_on_stdout(json_text({"schema": SCHEMA, **values}))
@@ -39,10 +40,12 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
     facts: list[tuple[str, object]] = [
         ("file", path),
         ("format", summary.format),
-        ("family", " or ".join(summary.families) or "none that is known here"),
+        ("holds", summary.holds or "weights of a transformer"),
         ("tensors", summary.num_tensors),
         ("stored as", ", ".join(f"{kind} ({count})" for kind, count in summary.kinds.items())),
     ]
+    if summary.holds is None:
+        facts.insert(3, ("family", " or ".join(summary.families) or "none that is known here"))
     if summary.scales is not None:
         facts.append(("scales", summary.scales))
     if summary.prefix:
@@ -58,14 +61,20 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
     return 0
 
 
-def _check_fit(path: str, model_path: str) -> None:
+def _check_fit(path: str, model_path: str, component: str) -> None:
+    """component: `vae` or `text_encoder`, whose first or second one it may be; empty for a transformer's weights."""
     from diffusion_runtime.attention.policy import AttentionPolicy
     from diffusion_runtime.model_folder import ModelFolder
-    from diffusion_runtime.models.model_sources import resolve_model_folder
+    from diffusion_runtime.models.model_sources import find_configs
+    from diffusion_runtime.models.part_files import check_part
     from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
     from diffusion_runtime.models.transformer_files import TransformerFile
 
-    folder = ModelFolder(resolve_model_folder(model_path, weights=False))
-    model = family_for_folder(folder).describe(folder)
+    folder = ModelFolder(find_configs(model_path).path)
+    family = family_for_folder(folder)
+    if component:
+        check_part(folder, path, component, family.diffusers_components)
+        return
+    model = family.describe(folder)
     model = model.with_transformer_files([TransformerFile(path, "FILE", "transformer")], lora_names_of_families)
     model.check_weights(model.build_transformer(AttentionPolicy()), ["transformer"])

@@ -37,6 +37,28 @@ class LinearSigmas(FlowSchedule):
         return tuple(1 - index / num_steps for index in range(num_steps))
 
 
+# Of LinearQuadraticSigmas: how far the line goes.
+_LINEAR_NOISE = 0.025
+
+
+@dataclass(frozen=True)
+class LinearQuadraticSigmas(FlowSchedule):
+    """A line from 1 to 0.975 in half of the steps, and from there a parabola to 0 with the same slope at their meeting
+    (Movie Gen, arXiv:2410.13720, section 3.4.2); a fixed shift is applied afterwards."""
+
+    def sigmas(self, num_steps: int) -> tuple[float, ...]:
+        num_linear = num_steps // 2
+        if num_linear == 0:
+            return (1.0,)
+        num_quadratic = num_steps - num_linear
+        slope, missing = _LINEAR_NOISE / num_linear, num_linear - _LINEAR_NOISE * num_steps
+        bend = missing / (num_linear * num_quadratic**2)
+        tilt = slope - 2 * missing / num_quadratic**2
+        risen = [slope * index for index in range(num_linear)]
+        risen += [bend * (index**2 + num_linear**2) + tilt * index for index in range(num_linear, num_steps)]
+        return tuple(1 - each for each in risen)
+
+
 @dataclass(frozen=True)
 class ShiftByTokens(LinearSigmas):
     """Dynamic shift: its logarithm is linear in the number of tokens (Esser et al., arXiv:2403.03206, section 5.3.2).

@@ -19,6 +19,7 @@ from diffusion_runtime.diffusers_bridge.interception import (
     DispatcherEntries,
     PassHook,
     TakenModule,
+    is_recordable,
 )
 from diffusion_runtime.diffusers_bridge.module_run import AttentionModuleCall, other_mode
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, is_shared_by_diffusers, processor_of
@@ -68,7 +69,8 @@ class AttachedModel:
         self._hooks: list[Any] = []
         self._parameters = inspect.signature(type(self.model).forward)
         self.modules = [ModuleAttention(module, policy) for module in found if not module.unreached]
-        self._whole_graphs = WholeGraphs(model, {module.found.module for module in self.modules})
+        reached = {module.found.module for module in self.modules}
+        self._whole_graphs = WholeGraphs(model, reached, {module for module in reached if not is_recordable(module)})
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -77,8 +79,8 @@ class AttachedModel:
         if len(self._whole_graphs):
             remarks.append(
                 f"{self._name}: {len(self._whole_graphs)} of its modules, compiled with fullgraph=True, run uncompiled "
-                "while attached, as a graph cannot hold attention of ours; without fullgraph=True they are compiled "
-                "around it"
+                "while attached: a graph can hold our attention in blocks (compile_repeated_blocks), not in a whole "
+                "model, nor where a module without a processor attends; without fullgraph=True the rest is compiled"
             )
         if self.model.training and any(weight.requires_grad for weight in self.model.parameters()):
             remarks.append(
@@ -97,6 +99,7 @@ class AttachedModel:
                 functools.partial(self._attend, module),
                 functools.partial(self._ran, module),
                 entries,
+                is_in_whole_graph=self._whole_graphs.holds(module.found.module),
             )
         self._whole_graphs.set_aside()
         # Hooks, not a replaced forward method: offloading replaces that itself, before or after.

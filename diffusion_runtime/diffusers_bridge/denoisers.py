@@ -3,7 +3,7 @@ graph breaks around our attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -37,16 +37,25 @@ def is_compiled_wrapper(part: object) -> bool:
 class WholeGraphs:
     """The modules of a model, itself included, that contain `taken` ones and are compiled with fullgraph=True.
 
-    `set_aside` runs them uncompiled: our attention breaks the graph, which fullgraph=True refuses.
+    breaking: those of the taken ones whose calls no graph can hold. `set_aside` runs uncompiled what contains one of
+    them, and the model itself, whose hooks break a graph; len() is how many. The others stay compiled.
     """
 
-    def __init__(self, model: nn.Module, taken: Collection[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, taken: Set[nn.Module], breaking: Set[nn.Module]) -> None:
         compiled = [module for module in model.modules() if _is_whole_graph(module)]
-        self._modules = [module for module in compiled if any(part in taken for part in module.modules())]
+        holding = [(module, taken & set(module.modules())) for module in compiled]
+        whole = (model, uncompiled(model))
+        self._modules = [module for module, held in holding if held and (module in whole or held & breaking)]
+        kept = [held for module, held in holding if module not in self._modules]
+        self._held = frozenset[nn.Module]().union(*kept)
         self._before: list[tuple[nn.Module, str, Any]] = []
 
     def __len__(self) -> int:
         return len(self._modules)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether a taken module is a part of a graph that stays as it is."""
+        return module in self._held
 
     def set_aside(self) -> None:
         """Run them uncompiled until `give_back`."""

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from diffusion_runtime.diffusers_bridge.denoisers import outside_graphs
 from diffusion_runtime.diffusers_bridge.module_run import AttendCall, ModuleRun, entered
 from diffusion_runtime.diffusers_bridge.modules import mask_arguments, processor_of
+from diffusion_runtime.diffusers_bridge.recorded_calls import MODULES, call_recorded, recorded
 
 _ABSENT = object()
 # Called after each run of a module with the number of intercepted calls.
@@ -39,18 +40,27 @@ class DispatcherEntries(Protocol):
 class TakenModule:
     """A module whose attention calls go to `attend` until `give_back`.
 
-    entries: what its calls to diffusers' dispatcher look up, None to leave that unchanged. A copy of the module, by
-    deepcopy or pickle, has its own attention.
+    entries: what its calls to diffusers' dispatcher look up, None to leave that unchanged. is_in_whole_graph: whether
+    it is a part of a graph that must not break. A copy of the module, by deepcopy or pickle, has its own attention.
     """
 
     def __init__(
-        self, module: nn.Module, attend: AttendCall, on_run: OnRun, entries: DispatcherEntries | None = None
+        self,
+        module: nn.Module,
+        attend: AttendCall,
+        on_run: OnRun,
+        entries: DispatcherEntries | None = None,
+        *,
+        is_in_whole_graph: bool = False,
     ) -> None:
         self.module = module
         self._attend = attend
         self._on_run = on_run
         self._entries = entries
         self._active = True
+        # What compiled blocks have of it.
+        self.handle = MODULES.handle_of(self)
+        self._is_in_whole_graph = is_in_whole_graph
         # The last intercepted processor, and its twin.
         self._taken: tuple[Any, Any] | None = None
         processor = processor_of(module)
@@ -100,6 +110,20 @@ class TakenModule:
         self._on_run(run.num_calls)
         return result
 
+    def run_call(
+        self, call: Callable[[object], torch.Tensor], number: int, masks: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """See RecordedModule."""
+        taken = self._taken
+        if not self._active or taken is None:
+            processor = processor_of(self.module) if taken is None else taken[0]
+            return call(getattr(processor, "_attention_backend", None))
+        run = ModuleRun(self._attend, masks, number)
+        with entered(run):
+            result = call(getattr(taken[1], "_attention_backend", None))
+        self._on_run(run.num_calls - number)
+        return result
+
     def _place_twin(self, processor: Any) -> None:
         if self._taken is None or self._taken[0] is not processor:
             self._taken = (processor, self._twin(processor))
@@ -113,6 +137,7 @@ class TakenModule:
         if hasattr(twin, "__dict__"):
             twin.__class__ = _twin_class(kind)
             twin._taking = taking
+            twin._handle, twin._is_in_whole_graph = self.handle, self._is_in_whole_graph
         else:
             # The class of an object without a __dict__ is the only place left.
             twin.__class__ = type(kind.__name__, (_twin_class(kind),), {"__slots__": (), "_taking": taking})
@@ -140,8 +165,9 @@ def _taking_of(processor: Any) -> _Taking | None:
 def _twin_class(kind: Any) -> Any:
     """The class of twins of processors of class `kind`, shared by all of them: dynamo compiles once per class."""
     masks = mask_arguments(kind.__call__)
+    function = _recorded_of(kind)
 
-    # A graph break for compiled models: dynamo does not trace the function mode.
+    # A graph break where calls cannot be recorded: dynamo does not trace the function mode.
     @outside_graphs
     def run(twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taking, inner = _taking_of(twin), functools.partial(kind.__call__, twin)
@@ -151,6 +177,16 @@ def _twin_class(kind: Any) -> Any:
 
     @functools.wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # An operator has no gradients: where they are recorded, a graph that may break does so.
+        if (
+            function is not None
+            and self._handle is not None
+            and torch.compiler.is_dynamo_compiling()
+            and (self._is_in_whole_graph or not torch.is_grad_enabled())
+        ):
+            given = [kwargs.get(name, args[at] if at < len(args) else None) for at, name in masks]
+            tensors = tuple([mask for mask in given if isinstance(mask, torch.Tensor)])
+            return call_recorded(function, self._handle, tensors, self, args, kwargs)
         return run(self, args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -164,8 +200,22 @@ def _twin_class(kind: Any) -> Any:
         "__module__": kind.__module__,
         "__slots__": (),
         "_class_before": kind,
+        "_handle": None,
+        "_is_in_whole_graph": False,
     }
     return type(kind.__name__, (kind,), body)
+
+
+def is_recordable(module: nn.Module) -> bool:
+    """Whether torch.compile can record a module's attention calls as operators of a graph, without a graph break."""
+    processor = processor_of(module)
+    kind: Any = getattr(type(processor), "_class_before", type(processor))
+    return processor is not None and _recorded_of(kind) is not None
+
+
+def _recorded_of(kind: Any) -> Callable[..., Any] | None:
+    # An object without a __dict__ has nowhere to keep a handle.
+    return recorded(kind.__call__) if kind.__dictoffset__ else None
 
 
 class _TakenForward:

@@ -50,14 +50,14 @@ AttendCall: TypeAlias = Callable[[AttentionModuleCall, int, Sequence[torch.Tenso
 
 
 class ModuleRun(TorchFunctionMode):
-    """One run of a module; counts its attention calls."""
+    """One run of a module; counts its attention calls. first_number: of its first one, where the run is one call."""
 
-    def __init__(self, attend: AttendCall, masks: Sequence[torch.Tensor]) -> None:
+    def __init__(self, attend: AttendCall, masks: Sequence[torch.Tensor], first_number: int = 0) -> None:
         super().__init__()
         self._attend = attend
         self._masks = masks
         self._is_serving = False
-        self.num_calls = 0
+        self.num_calls = first_number
 
     def __torch_function__(
         self,

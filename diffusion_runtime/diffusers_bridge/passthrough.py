@@ -12,9 +12,10 @@ import torch
 
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.self_check import SelfChecker
-from diffusion_runtime.attention_report import LibraryAttention
+from diffusion_runtime.attention_report import AttentionRecorder, LibraryAttention
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
+from diffusion_runtime.diffusers_bridge.compiled_denoisers import compile_denoisers
 from diffusion_runtime.diffusers_bridge.denoisers import denoisers_of
 from diffusion_runtime.diffusers_bridge.denoising_observer import DenoisingObserver
 from diffusion_runtime.diffusers_bridge.frames import frames_of, sound_of
@@ -27,6 +28,7 @@ from diffusion_runtime.diffusers_bridge.size_rules import traits_of
 from diffusion_runtime.diffusers_bridge.step_cache import CachedDenoisers
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.input_files import input_digests
+from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.layers.weight_range import first_unusable
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
@@ -49,13 +51,20 @@ class DiffusersPipeline:
     second call meanwhile is an error.
 
     pipeline: diffusers' own. defaults, presets: values of request fields. recipe: the part of every generation's recipe
-    about the model and its attention.
+    about the model and its attention. compiled: the blocks of its denoising models, None where they are not compiled.
     """
 
     def __init__(
-        self, pipeline: Any, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype, recipe: Mapping[str, Any]
+        self,
+        pipeline: Any,
+        plan: PassthroughPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        recipe: Mapping[str, Any],
+        compiled: CompiledBlocks | None = None,
     ) -> None:
         self.pipeline = pipeline
+        self._compiled = compiled
         self.rules: PassthroughRules = plan.rules
         self.device = device
         self.dtype = dtype
@@ -67,8 +76,13 @@ class DiffusersPipeline:
         self._planned: dict[bool, AttachedAttention | ObservedAttention] = {}
         self._one_generation = OneGeneration()
         self._loras: tuple[PlannedLora, ...] = plan.loras
+        self._load_timings: dict[str, float] = {}
         # A choice that reaches nothing fails now, and not at the first request.
         self._planned_attention(self._choice.ours)
+
+    def note_load(self, timings: Mapping[str, float]) -> None:
+        """As GenerationPipeline says."""
+        self._load_timings |= timings
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """`PassthroughRules.resolve` of this pipeline."""
@@ -127,6 +141,9 @@ class DiffusersPipeline:
             except BaseException:
                 load_loras(self.pipeline, self._loras)
                 raise
+            if self._compiled is not None:
+                # Adapters are modules of their own in diffusers.
+                self._compiled.renew()
             self._loras = wanted
             self.rules = dataclasses.replace(self.rules, lora_remarks=remarks_of(wanted))
             runtime = {**self.recipe["runtime"], "lora": [dataclasses.asdict(config) for config in configs]}
@@ -158,10 +175,12 @@ class DiffusersPipeline:
         observer = DenoisingObserver(self.pipeline, self.device, on_progress)
         interface = self.rules.interface
         settings = None if request.step_cache is None else StepCacheSettings.parse(request.step_cache)
+        compile_cost, cost_recorder = CompileCost(self._compiled), AttentionRecorder()
         with observer, self._attention(observer) as attention, CachedDenoisers(self.pipeline, settings) as cached:
             with translated_errors(interface, observer), explain_memory_shortage("generating", advice), torch.no_grad():
                 result = self.pipeline(**arguments)
-            timings = observer.finish()
+            timings = {**self._load_timings, **observer.finish(), **compile_cost.report(cost_recorder)}
+            self._load_timings = {}
         frames = frames_of(result, interface.name)
         sound, notes = sound_of(result, self.pipeline)
         notes += self._other_sizes(request, frames.shape)
@@ -179,7 +198,10 @@ class DiffusersPipeline:
                 "notes": notes,
             },
             attention_report=dataclasses.replace(
-                report, libraries=(*report.libraries, *self._libraries), steps=cached.steps
+                report,
+                libraries=(*report.libraries, *self._libraries),
+                steps=cached.steps,
+                notes=(*report.notes, *cost_recorder.report().notes),
             ),
             timings=timings,
             peak_memory=peaks(self.device),
@@ -258,9 +280,14 @@ def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def load_passthrough(
-    folder: ModelFolder, plan: PassthroughPlan, device: torch.device, dtype: torch.dtype, recipe: Mapping[str, Any]
+    folder: ModelFolder,
+    plan: PassthroughPlan,
+    device: torch.device,
+    dtype: torch.dtype,
+    recipe: Mapping[str, Any],
+    compiled: CompiledBlocks | None = None,
 ) -> DiffusersPipeline:
-    """Load diffusers' own pipeline: safetensors alone, no code from the folder.
+    """Load diffusers' own pipeline: safetensors alone, no code from the folder. compiled: what compiles its blocks.
 
     Raises ModelLoadError for what diffusers cannot load, BackendUnavailableError for an attention choice that reaches
     nothing in it, and DeviceMemoryError when it does not fit.
@@ -296,7 +323,9 @@ def load_passthrough(
         load_loras(pipeline, plan.loras)
     for model in denoisers_of(pipeline).values():
         model.eval().requires_grad_(False)
-    return DiffusersPipeline(pipeline, plan, device, dtype, recipe)
+    if compiled is not None:
+        compile_denoisers(denoisers_of(pipeline), compiled)
+    return DiffusersPipeline(pipeline, plan, device, dtype, recipe, compiled)
 
 
 def _decode_in_tiles(pipeline: Any) -> None:

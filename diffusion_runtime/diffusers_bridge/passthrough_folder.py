@@ -20,6 +20,7 @@ from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker
 from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.diffusers_bridge.attach import AttachedAttention, plan_attachment
+from diffusion_runtime.diffusers_bridge.compiled_denoisers import check_compilable
 from diffusion_runtime.diffusers_bridge.denoisers import denoises
 from diffusion_runtime.diffusers_bridge.dispatcher import check_dispatcher_backend
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
@@ -119,6 +120,8 @@ def plan_passthrough(
             check_dispatcher_backend(choice.dispatcher)
         models = {name: meta_model(folder, name, entry) for name, entry in _components(index)}
         models = {name: model for name, model in models.items() if model is not None}
+        if config.compile != "off":
+            check_compilable(models)
         loras = plan_loras(pipeline_class, config.lora, models)
         sizes = SizeRules.of(interface, meta_pipeline(pipeline_class, folder, index, models))
     handles = _planned(models, choice, device, dtype, checker) if choice.ours else []

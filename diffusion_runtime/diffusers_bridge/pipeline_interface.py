@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion_runtime.diffusers_bridge.frames import PICTURE_FIELDS, VIDEO_FIELDS
-from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS
 
 # Request field -> the parameters of `__call__` it may fill; the first one that a pipeline has counts.
 PARAMETER_NAMES: Mapping[str, tuple[str, ...]] = {
     name: declared.pipeline_parameters for name, declared in REQUEST_FIELDS.items() if declared.pipeline_parameters
 }
 _FILLED = frozenset(name for names in PARAMETER_NAMES.values() for name in names)
+# Of them, those for files, which a class may need although they have a default.
+_FILES = frozenset(name for field in INPUT_FIELDS for name in PARAMETER_NAMES[field])
+# Of those, lists of frames.
+OF_FRAMES = ("video", "mask", "mask_video")
 # Arguments of every call, beside the request's.
 _ALWAYS_GIVEN = frozenset({"generator", "output_type", "return_dict"})
 
@@ -85,20 +89,29 @@ class PipelineInterface:
         return next((name for name in PARAMETER_NAMES.get(field, ()) if name in self.parameters), None)
 
     @property
+    def filled(self) -> frozenset[str | None]:
+        """The parameters that a request can fill."""
+        return frozenset(self.parameter(field) for field in PARAMETER_NAMES)
+
+    @property
     def makes_video(self) -> bool:
         """Whether the result is a video, by its field or by a parameter for the number of frames."""
         return self.parameter("num_frames") is not None or bool({*VIDEO_FIELDS} & {*(self.output or ())})
 
-    @property
-    def needs_image(self) -> bool:
-        return "image" in self.needed
+    def takes_frames(self, field: str) -> bool:
+        """Whether the parameter that a request field fills is a list of frames."""
+        return self.parameter(field) in OF_FRAMES
+
+    def needs(self, field: str) -> bool:
+        """Whether a call fails without the parameter that a request field fills."""
+        return self.parameter(field) in self.needed
 
     def refusals(self) -> list[str]:
         """Why no request can run it; empty when one can."""
         reasons = []
         if self.parameter("prompt") is None:
             reasons.append("it takes no prompt, which every request has")
-        unfilled = [name for name in self.needed if name not in _FILLED | _ALWAYS_GIVEN]
+        unfilled = [name for name in self.needed if name not in self.filled | _ALWAYS_GIVEN]
         if unfilled:
             reasons.append(f"it needs {' and '.join(unfilled)}, which no request gives")
         if self.output is not None and not {*PICTURE_FIELDS} & {*self.output}:
@@ -110,7 +123,7 @@ class PipelineInterface:
         return tuple(
             name
             for name, default in self.parameters.items()
-            if default is None and name not in _FILLED and _MEDIA.search(name) and not _DERIVED.search(name)
+            if default is None and name not in self.filled and _MEDIA.search(name) and not _DERIVED.search(name)
         )
 
 
@@ -132,7 +145,7 @@ def _is_needed(parameter: inspect.Parameter, notes: str) -> bool:
     diffusers writes `image: PipelineImageInput = None` for inputs that its checks then require."""
     if parameter.default is inspect.Parameter.empty:
         return True
-    if parameter.default is not None or parameter.name in _FILLED - {"image"} or parameter.name.endswith("latents"):
+    if parameter.default is not None or parameter.name in _FILLED - _FILES or parameter.name.endswith("latents"):
         return False
     return not _allows_none(parameter.annotation) and not _is_optional(parameter.name, notes)
 

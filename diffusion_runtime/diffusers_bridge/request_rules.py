@@ -9,16 +9,26 @@ from typing import Any, ClassVar
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PARAMETER_NAMES, PipelineInterface
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError, nearest
+from diffusion_runtime.media.clips import read_pictures
 from diffusion_runtime.media.images import open_picture
-from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest, image_paths
+from diffusion_runtime.request import IMAGE_FIELDS, INPUT_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.request_rules import image_remarks, with_step_cache
 from diffusion_runtime.step_cache import StepCacheSettings
 
 # Fields that need no parameter of the pipeline: the file's frame rate, the generator's seed, steps that are reused.
 _OURS = ("fps", "seed", "step_cache")
+# What a pipeline does that needs an image.
+_DOES = {
+    "image_path": "starts from an image",
+    "last_image_path": "ends with an image",
+    "mask_path": "repaints what a mask says",
+    "video_path": "starts from a video",
+}
 # Caches that need no more of a model than its input and output.
 STEP_CACHES = ("easycache",)
 DEFAULT_FPS = 16
+# Of a video for a pipeline that takes no number of frames.
+MAX_FRAMES = 1000
 
 
 @dataclass(frozen=True)
@@ -58,8 +68,10 @@ class PassthroughRules:
         for name, value in request.to_dict().items():
             if value is not None and name not in (*_OURS, "num_frames") and self.interface.parameter(name) is None:
                 raise RequestError(f"{name}: {self.pipeline_class} takes no such value; leave it out")
-        if request.image_path is None and self.interface.needs_image:
-            raise RequestError(f"image_path: {self.pipeline_class} starts from an image; give one")
+        for name in INPUT_FIELDS:
+            if getattr(request, name) is None and self.interface.needs(name):
+                flag = f"--{name.replace('_', '-')}"
+                raise RequestError(f"{name}: {self.pipeline_class} {_DOES[name]}; give one: {flag} FILE")
         self.sizes.check({**self.arguments(request), **self.images(request)})
         if request.num_inference_steps is not None:
             self.check_steps(request.num_inference_steps)
@@ -81,7 +93,7 @@ class PassthroughRules:
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
         """What of the LoRA files and of the images was not applied; of the request everything else is used, as far as a
         signature says."""
-        return (*self.lora_remarks, *image_remarks(request))
+        return (*self.lora_remarks, *image_remarks(request, but=filter(self.interface.takes_frames, IMAGE_FIELDS)))
 
     def sampling_note(self, _request: GenerationRequest) -> str | None:
         """None: a diffusers pipeline has its own schedule."""
@@ -93,7 +105,7 @@ class PassthroughRules:
 
     def arguments(self, request: GenerationRequest) -> dict[str, Any]:
         """A resolved request as keyword arguments of the pipeline's call; without images and generator."""
-        fields = {field: value for field, value in request.to_dict().items() if field not in IMAGE_FIELDS}
+        fields = {field: value for field, value in request.to_dict().items() if field not in INPUT_FIELDS}
         named = {self.interface.parameter(field): value for field, value in fields.items()}
         return {name: value for name, value in named.items() if name is not None and value is not None}
 
@@ -109,12 +121,28 @@ class PassthroughRules:
             raise RequestError(f"num_frames: {self.pipeline_class} makes images; leave it out, or use 1")
 
     def images(self, request: GenerationRequest) -> dict[str, Any]:
-        """The images of a request, read, as keyword arguments of the pipeline's call."""
-        read = {field: [open_picture(path, field) for path in image_paths(request, field)] for field in IMAGE_FIELDS}
+        """The images and videos of a request, read, as keyword arguments of the pipeline's call."""
+        fields = [field for field in IMAGE_FIELDS if not self.interface.takes_frames(field)]
+        read = {field: [open_picture(path, field) for path in image_paths(request, field)] for field in fields}
         return {
             self.interface.parameter(field) or field: pictures[0] if len(pictures) == 1 else pictures
             for field, pictures in read.items()
             if pictures
+        } | self._videos(request)
+
+    def _videos(self, request: GenerationRequest) -> dict[str, Any]:
+        """Lists of frames; a mask of one frame stands for every frame of the video."""
+        most = request.num_frames if self.interface.parameter("num_frames") is not None else None
+        read = {
+            field: read_pictures(path, field, most or MAX_FRAMES)
+            for field in INPUT_FIELDS
+            if self.interface.takes_frames(field)
+            for path in image_paths(request, field)
+        }
+        count = len(read.get("video_path", ()))
+        return {
+            self.interface.parameter(field) or field: frames * count if len(frames) == 1 and count else frames
+            for field, frames in read.items()
         }
 
 

@@ -17,6 +17,7 @@ from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.layers.embeddings import patchify, unpatchify
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
+from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 # diffusers rounds a thousandth of the timestep to bfloat16, and a thousand times the guidance scale: it holds these.
@@ -41,8 +42,8 @@ class StepInputs:
 @dataclass(frozen=True)
 class StepSample:
     """What inputs are drawn for. config: of the transformer, as its config.json says it; geometry, size: of the clip.
-    batch: samples; text_tokens: room for text, None for the model's usual. edits: whether an image of
-    that size is edited."""
+    batch: samples; text_tokens: room for text, None for the model's usual. num_images: of that size, which
+    are edited."""
 
     config: Mapping[str, Any]
     geometry: LatentGeometry
@@ -52,7 +53,7 @@ class StepSample:
     dtype: torch.dtype
     generator: torch.Generator
     text_tokens: int | None = None
-    edits: bool = False
+    num_images: int = 0
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(self.batch, *shape, generator=self.generator, device=self.device, dtype=self.dtype)
@@ -63,7 +64,7 @@ class StepSample:
 
     def references(self) -> tuple[torch.Tensor, ...]:
         """The latents of the images to edit."""
-        return (self.latents(),) if self.edits else ()
+        return tuple(self.latents() for _ in range(self.num_images))
 
     def grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
         return self.geometry.grid(tuple(latents.shape))
@@ -112,6 +113,23 @@ def _video_cross(sample: StepSample) -> StepInputs:
     return StepInputs((latents, timestep, inputs), theirs, lambda out: out[0])
 
 
+def _video_controlled(sample: StepSample) -> StepInputs:
+    """A control video without reference images."""
+    latents = sample.latents()
+    control = sample.random(sample.config["vace_in_channels"], *latents.shape[2:])
+    text = sample.random(sample.text_tokens or 512, sample.config["text_dim"])
+    timestep = sample.full(700.0)
+    theirs = {
+        "hidden_states": latents,
+        "timestep": timestep,
+        "encoder_hidden_states": text,
+        "control_hidden_states": control,
+        "return_dict": False,
+    }
+    inputs = DenoiserInputs(Conditions.of(text), sample.size, image=ImageCondition(control))
+    return StepInputs((latents, timestep, inputs), theirs, lambda out: out[0])
+
+
 def _image_tokens(sample: StepSample) -> torch.Tensor | None:
     """Of the image encoder of a Wan model that has one: of one image, or of two where tokens have learned positions."""
     width = sample.config.get("image_dim")
@@ -131,8 +149,14 @@ def _image_joint(sample: StepSample) -> StepInputs:
     guidance, references = _GUIDANCE if sample.config["guidance_embeds"] else None, sample.references()
     places = _places(grid, sample.device).float()
     further = [places + torch.tensor([1.0, 0.0, 0.0], device=sample.device) for _ in references]
+    tokens = torch.cat([patchify(each, _LATENT_PATCH) for each in (latents, *references)], dim=1)
+    image, num_channels = _condition(references), sample.config["in_channels"]
+    beside = num_channels - (sample.config.get("out_channels") or num_channels)
+    if beside:
+        image = ImageCondition(sample.random(beside // math.prod(_LATENT_PATCH), *latents.shape[2:]))
+        tokens = torch.cat([tokens, patchify(image.latents, _LATENT_PATCH)], dim=-1)
     theirs = {
-        "hidden_states": torch.cat([patchify(each, _LATENT_PATCH) for each in (latents, *references)], dim=1),
+        "hidden_states": tokens,
         "timestep": timestep / 1000,
         "guidance": None if guidance is None else sample.full(guidance),
         "pooled_projections": pooled,
@@ -142,7 +166,7 @@ def _image_joint(sample: StepSample) -> StepInputs:
         "return_dict": False,
     }
     conditions = Conditions.of(text, pooled=pooled)
-    inputs = DenoiserInputs(conditions, sample.size, guidance=guidance, image=_condition(references))
+    inputs = DenoiserInputs(conditions, sample.size, guidance=guidance, image=image)
     return StepInputs(
         (latents, timestep, inputs),
         theirs,
@@ -154,25 +178,28 @@ def _image_joint_on_four_axes(sample: StepSample) -> StepInputs:
     """All text tokens are attended, padding too."""
     latents, num_tokens = sample.latents(), sample.text_tokens or 512
     text = sample.random(num_tokens, sample.config["joint_attention_dim"])
-    timestep, grid = sample.full(_TIMESTEP), sample.grid(latents)
-    guidance = _GUIDANCE if sample.config["guidance_embeds"] else None
+    timestep, grid, references = sample.full(_TIMESTEP), sample.grid(latents), sample.references()
+    guidance, places = _GUIDANCE if sample.config["guidance_embeds"] else None, _places((*grid, 1), sample.device)
+    apart = torch.tensor([10, 0, 0, 0], device=sample.device)
     theirs = {
-        "hidden_states": patchify(latents, (1, 1, 1)),
+        "hidden_states": torch.cat([patchify(each, (1, 1, 1)) for each in (latents, *references)], dim=1),
         "timestep": timestep / 1000,
         "guidance": None if guidance is None else sample.full(guidance),
         "encoder_hidden_states": text,
         "txt_ids": _places((1, 1, 1, num_tokens), sample.device),
-        "img_ids": _places((*grid, 1), sample.device),
+        "img_ids": torch.cat([places + index * apart for index in range(1 + len(references))]),
         "return_dict": False,
     }
-    inputs = DenoiserInputs(Conditions.of(text), sample.size, guidance=guidance)
-    return StepInputs((latents, timestep, inputs), theirs, lambda out: unpatchify(out[0], grid, (1, 1, 1)))
+    inputs = DenoiserInputs(Conditions.of(text), sample.size, guidance=guidance, image=_condition(references))
+    return StepInputs(
+        (latents, timestep, inputs), theirs, lambda out: unpatchify(out[0][:, : len(places)], grid, (1, 1, 1))
+    )
 
 
 def _image_text_first(sample: StepSample) -> StepInputs:
     latents = sample.latents()
-    # Of the picture that a language model sees with the prompt, 28 x 28 pixels each.
-    seen = sample.size.height * sample.size.width // 28**2 if sample.edits else 0
+    # Of the pictures that a language model sees with the prompt, 28 x 28 pixels each.
+    seen = sample.num_images * (sample.size.height * sample.size.width // 28**2)
     wanted = [seen + length for length in _PROMPT_LENGTHS]
     lengths = sample.lengths(*wanted, room=sample.text_tokens or max(wanted))
     room = max(lengths)
@@ -294,6 +321,30 @@ def _video_with_sound(sample: StepSample) -> StepInputs:
     return StepInputs((latents, timestep, inputs), theirs, velocity)
 
 
+def _video_by_coordinates(sample: StepSample) -> StepInputs:
+    """Text as long as the prompts, which the pipeline masks to."""
+    geometry = sample.geometry
+    assert isinstance(geometry, LTXVideoGeometry)
+    latents, num_tokens = sample.latents(), sample.text_tokens or 128
+    lengths, grid = sample.lengths(*_PROMPT_LENGTHS, room=num_tokens), sample.grid(latents)
+    text, timestep = sample.random(num_tokens, sample.config["caption_channels"]), sample.full(700.0)
+    starts = torch.cartesian_prod(*geometry.token_starts(grid, sample.size.fps)).to(sample.device)
+    theirs = {
+        "hidden_states": latents.flatten(2).transpose(1, 2).contiguous(),
+        "encoder_hidden_states": text,
+        "timestep": timestep,
+        "encoder_attention_mask": sample.is_real(num_tokens, lengths).long(),
+        "video_coords": starts.t()[None].repeat(sample.batch, 1, 1),
+        "return_dict": False,
+    }
+    inputs = DenoiserInputs(Conditions.of(text, lengths), sample.size)
+    return StepInputs(
+        (latents, timestep, inputs),
+        theirs,
+        lambda out: torch.unflatten(out[0].transpose(1, 2), 2, grid),
+    )
+
+
 def _condition(references: tuple[torch.Tensor, ...]) -> ImageCondition | None:
     return ImageCondition(references[0], further=references[1:]) if references else None
 
@@ -306,9 +357,11 @@ def _places(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
 _Maker: TypeAlias = Callable[[StepSample], StepInputs]
 _MAKERS: Mapping[str, _Maker] = {
     "WanTransformer3DModel": _video_cross,
+    "WanVACETransformer3DModel": _video_controlled,
     "HunyuanVideoTransformer3DModel": _video_joint,
     "HunyuanVideo15Transformer3DModel": _video_joint_two_encoders,
     "LTX2VideoTransformer3DModel": _video_with_sound,
+    "LTXVideoTransformer3DModel": _video_by_coordinates,
     "FluxTransformer2DModel": _image_joint,
     "Flux2Transformer2DModel": _image_joint_on_four_axes,
     "QwenImageTransformer2DModel": _image_text_first,

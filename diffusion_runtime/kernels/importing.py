@@ -6,6 +6,8 @@ import functools
 import importlib
 import warnings
 
+from diffusion_runtime.kernels.first_use import watch_triton
+
 
 @functools.cache
 def import_failure(module: str, *functions: str) -> str | None:
@@ -26,6 +28,8 @@ def import_failure(module: str, *functions: str) -> str | None:
         with torch.device("cpu"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = importlib.import_module(module)
+        if module.split(".")[0] == "triton":
+            watch_triton()
     except Exception as error:  # any exception: a third-party package may raise anything when it is imported
         return raised_line(error)
     missing = [name for name in functions if not hasattr(found, name)]

@@ -7,11 +7,13 @@ every size of a clip.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -20,32 +22,59 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention_report import AttentionRecorder
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, first_line
+from diffusion_runtime.kernels.first_use import kernels_compiled
 from diffusion_runtime.layers.fp8_linear import Fp8Linear
 
 T = TypeVar("T")
 
 
 class CompiledBlocks:
-    """The compiled blocks of one model, and what compiling cost. backend: torch.compile's, by name.
+    """The compiled blocks of one model, and what compiling cost. backend: torch.compile's, by name. compiling: a block
+    of code in which a graph is compiled; several processes tell each other so. copies_views: whether blocks
+    may be given parts of a tensor in some layers and a tensor of their own in others, as diffusers' are: a graph knows
+    which, so parts are copied.
 
     num_blocks: how many are compiled; num_graphs: how many graphs were made so far, one for every kind of block.
     seconds: of the calls that made one, with what they ran.
     """
 
-    def __init__(self, backend: str = "inductor") -> None:
+    def __init__(
+        self,
+        backend: str = "inductor",
+        compiling: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        *,
+        copies_views: bool = False,
+    ) -> None:
         self.num_blocks = 0
         self.num_graphs = 0
         self.seconds = 0.0
         self._backend = backend
+        self._compiling = compiling
+        self.copies_views = copies_views
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._blocks: list[weakref.ref[nn.Module]] = []
 
     def compile(self, root: nn.Module) -> None:
         """Have every block of `root` compiled at its first call: the modules with attention in its ModuleLists."""
         for blocks in list(root.modules()):
             if isinstance(blocks, nn.ModuleList):
-                for block in blocks:
-                    self._compile_block(block)
+                self.compile_blocks(
+                    block for block in blocks if any(isinstance(module, AttentionLayer) for module in block.modules())
+                )
+
+    def compile_blocks(self, blocks: Iterable[nn.Module]) -> None:
+        """Have each of these modules compiled at its first call."""
+        for block in blocks:
+            self._compile_block(block)
+
+    def renew(self) -> None:
+        """Compile anew at the next call, where what the blocks consist of has changed: torch keeps up to 8 graphs."""
+        self._compiled = {}
+        for reference in self._blocks:
+            block = reference()
+            if block is not None:
+                block.forward = _CompiledForward(self, self._function_of(block), block)
 
     def run(self, call: Callable[[], T]) -> T:
         """The result of a call of a compiled function, which may make a graph."""
@@ -56,19 +85,21 @@ class CompiledBlocks:
         return result
 
     def _compile_block(self, block: nn.Module) -> None:
-        if not any(isinstance(module, AttentionLayer) for module in block.modules()):
-            return
         for module in block.modules():
             if isinstance(module, AttentionLayer | Fp8Linear):
                 module.make_opaque()
+        self.num_blocks += 1
+        self._blocks.append(weakref.ref(block))
+        # An attribute of the module hides its class's method; hooks of the module stay outside of the graph.
+        block.forward = _CompiledForward(self, self._function_of(block), block)
+
+    def _function_of(self, block: nn.Module) -> Callable[..., Any]:
         original = type(block).forward
         if original not in self._compiled:
             self._compiled[original] = torch.compile(
                 _copied(original), backend=self._counting_backend(), fullgraph=True
             )
-        self.num_blocks += 1
-        # An attribute of the module hides its class's method; hooks of the module stay outside of the graph.
-        block.forward = _CompiledForward(self, self._compiled[original], block)
+        return self._compiled[original]
 
     def _counting_backend(self) -> Callable[..., Any]:
         """The backend as a function that counts."""
@@ -76,24 +107,29 @@ class CompiledBlocks:
 
         def compile_and_count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
             self.num_graphs += 1
-            made: Callable[..., Any] = compile_graph(graph, inputs)
+            with self._compiling():
+                made: Callable[..., Any] = compile_graph(graph, inputs)
             return made
 
         return compile_and_count
 
 
 class CompileCost:
-    """What compiling costs one generation. compiled: the blocks, None where they are not compiled."""
+    """What compiling costs one generation: blocks, and kernels at their first use. compiled: the blocks, None where
+    they are not compiled."""
 
     def __init__(self, compiled: CompiledBlocks | None) -> None:
         self._compiled = compiled
+        self._kernels = kernels_compiled()
         self._before = (0, 0.0) if compiled is None else (compiled.num_graphs, compiled.seconds)
 
     def report(self, recorder: AttentionRecorder) -> dict[str, float]:
-        """Note what was compiled since, and return its seconds as a stage of its own, which is a part of the
-        denoising's."""
+        """Note what was compiled since, and return its seconds as a stage of its own, which is a part of the others."""
+        num_kernels, in_kernels = (now - before for now, before in zip(kernels_compiled(), self._kernels, strict=True))
+        if num_kernels:
+            recorder.note(f"first use: {num_kernels} kernels compiled in {in_kernels:.1f} s of this generation")
         if self._compiled is None:
-            return {}
+            return {"compile": in_kernels} if num_kernels else {}
         num_graphs, seconds = self._compiled.num_graphs - self._before[0], self._compiled.seconds - self._before[1]
         made = f"{num_graphs} graph{'s' * (num_graphs != 1)} compiled in {seconds:.1f} s of the denoising"
         recorder.note(f"compile: {self._compiled.num_blocks} blocks, {made if num_graphs else 'nothing compiled anew'}")
@@ -101,7 +137,7 @@ class CompileCost:
 
 
 class _CompiledForward:
-    """What a compiled block is called with: its first argument begins with the batch, as all streams do."""
+    """What a compiled block is called with: its first tensor begins with the batch, as all streams do."""
 
     def __init__(self, owner: CompiledBlocks, compiled: Callable[..., Any], block: nn.Module) -> None:
         self._owner = owner
@@ -113,13 +149,30 @@ class _CompiledForward:
     def __deepcopy__(self, _: dict[int, Any]) -> Any:
         raise ConfigError("a transformer with compiled blocks cannot be copied; load the copy without compile")
 
-    def __call__(self, *arguments: Any) -> Any:
-        batch_size = arguments[0].shape[0]
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self._owner.copies_views:
+            arguments = tuple(map(_of_its_own, arguments))
+            named = {name: _of_its_own(value) for name, value in named.items()}
+        given = (*arguments, *named.values())
+        batch_size = next(value.shape[0] for value in given if isinstance(value, torch.Tensor))
         if batch_size not in self._batch_sizes:
             # A graph may be made now; 1 is always a constant of it, so another batch size may be another graph.
             self._batch_sizes.add(batch_size)
-            _mark_dynamic(arguments)
-        return self._owner.run(lambda: self._compiled(self._block(), *arguments))
+            _mark_dynamic(given)
+        try:
+            return self._owner.run(lambda: self._compiled(self._block(), *arguments, **named))
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise ConfigError(
+                f"compile: regional: {type(self._block()).__name__} is not one graph: {first_line(error)}; "
+                "leave out --compile"
+            ) from error
+
+
+def _of_its_own(value: Any) -> Any:
+    """A tensor that is laid out as all of its size are; other values as they are."""
+    if not isinstance(value, torch.Tensor) or (value.is_contiguous() and value.storage_offset() == 0):
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 def _mark_dynamic(value: Any) -> None:
@@ -132,6 +185,8 @@ def _mark_dynamic(value: Any) -> None:
     elif isinstance(value, tuple | list):
         for item in value:
             _mark_dynamic(item)
+    elif isinstance(value, dict):
+        _mark_dynamic(tuple(value.values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, AttentionContext):
         for field in dataclasses.fields(value):
             _mark_dynamic(getattr(value, field.name))

@@ -7,6 +7,8 @@ Shapes: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,10 +17,10 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput
-from diffusion_runtime.kernels.modulated_norm.api import Branch
+from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
 from diffusion_runtime.layers.held_weights import held_weights
-from diffusion_runtime.layers.linear import FeedForward, Linear
-from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
+from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
+from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm, norm_for
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.step_info import LayerInfo
@@ -40,7 +42,6 @@ class JointAttention(nn.Module):
     ) -> None:
         super().__init__()
         dim = num_heads * head_dim
-        self.num_heads = num_heads
         self.qkv = Linear(dim, 3 * dim, bias=bias)
         self.norm_q = RMSNorm(head_dim, eps)
         self.norm_k = RMSNorm(head_dim, eps)
@@ -52,9 +53,10 @@ class JointAttention(nn.Module):
         self.attention = USPAttention(num_heads, head_dim, layer=layer, policy=policy)
 
     def forward(
-        self, x: torch.Tensor, text: torch.Tensor, rotations: torch.Tensor, context: AttentionContext
+        self, x: LinearInput, text: LinearInput, rotations: torch.Tensor, context: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New tensors like x [B, S, D] and text [B, L, D].
+        """New tensors like x [B, S, D] and text [B, L, D], either of which may be quantised where its projection takes
+        that.
 
         rotations: [S + L, head_dim / 2], complex. context.layout: the grid with the text behind it.
         """
@@ -73,7 +75,22 @@ class JointAttention(nn.Module):
 
     def _heads(self, qkv: torch.Tensor) -> torch.Tensor:
         """[B, tokens, 3, heads, head_dim] of [B, tokens, 3 D]."""
-        return qkv.view(*qkv.shape[:2], 3, self.num_heads, -1)
+        return qkv.view(*qkv.shape[:2], 3, self.attention.num_heads, -1)
+
+
+@dataclass(frozen=True)
+class ApartTokens:
+    """The last tokens of a stream, which have a timestep of their own. conditioning: [B, D], through its activation."""
+
+    num_tokens: int
+    conditioning: torch.Tensor
+
+
+class _Run(NamedTuple):
+    """Tokens of a stream that are modulated alike. rows: see DoubleStreamBlock."""
+
+    tokens: slice
+    rows: Sequence[torch.Tensor]
 
 
 class DoubleStreamBlock(nn.Module):
@@ -99,16 +116,21 @@ class DoubleStreamBlock(nn.Module):
         conditioning: torch.Tensor,
         rotations: torch.Tensor,
         context: AttentionContext,
+        apart: ApartTokens | None = None,
     ) -> None:
         """x [B, S, D] and text [B, L, D] are overwritten.
 
         conditioning: [B, D], through its activation. rotations: [S + L, head_dim / 2], complex. context.layout: the
-        grid with the text behind it.
+        grid with the text behind it. apart: tokens of x with a timestep of their own.
         """
+        if apart is not None:
+            self._forward_apart(x, text, conditioning, apart, rotations, context)
+            return
         rows, text_rows = self.modulation(conditioning), self.text_modulation(conditioning)
-        branch, text_branch = self.joint_attention(
-            modulated_layer_norm(x, rows[0], rows[1], self.eps),
-            modulated_layer_norm(text, text_rows[0], text_rows[1], self.eps),
+        attention, norm = self.joint_attention, Norm("layer", self.eps)
+        branch, text_branch = attention(
+            norm_for((attention.qkv,), x, norm, shift=rows[0], scale=rows[1]),
+            norm_for((attention.text_qkv,), text, norm, shift=text_rows[0], scale=text_rows[1]),
             rotations,
             context,
         )
@@ -121,12 +143,51 @@ class DoubleStreamBlock(nn.Module):
         return ModulatedInput(modulated_layer_norm(x, shift, scale, self.eps))
 
     def _feed_forward(
-        self, x: torch.Tensor, feed_forward: nn.Module, branch: Branch, rows: Sequence[torch.Tensor]
+        self, x: torch.Tensor, feed_forward: FeedForward, branch: Branch, rows: Sequence[torch.Tensor]
     ) -> None:
         """Add the attention's branch to x, then the feed-forward network's."""
         shift, scale, gate = rows
-        normalized = modulated_layer_norm(x, shift, scale, self.eps, branch=branch)
+        norm = Norm("layer", self.eps)
+        normalized = norm_for((feed_forward.up,), x, norm, shift=shift, scale=scale, branch=branch)
         add_gated_(x, feed_forward(normalized), gate)
+
+    def _forward_apart(
+        self,
+        x: torch.Tensor,
+        text: torch.Tensor,
+        conditioning: torch.Tensor,
+        apart: ApartTokens,
+        rotations: torch.Tensor,
+        context: AttentionContext,
+    ) -> None:
+        """`forward` of x in two runs of tokens."""
+        first, text_rows = x.shape[1] - apart.num_tokens, self.text_modulation(conditioning)
+        runs = (
+            _Run(slice(0, first), self.modulation(conditioning)),
+            _Run(slice(first, None), self.modulation(apart.conditioning)),
+        )
+        branch, text_branch = self.joint_attention(
+            self._modulated(x, runs, 0),
+            modulated_layer_norm(text, text_rows[0], text_rows[1], self.eps),
+            rotations,
+            context,
+        )
+        out = self.feed_forward(self._modulated(x, runs, 3, branch))
+        for tokens, rows in runs:
+            add_gated_(x[:, tokens], out[:, tokens], rows[5])
+        self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
+
+    def _modulated(
+        self, x: torch.Tensor, runs: Sequence[_Run], first: int, branch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The norm of x with rows `first` and after it of each run for shift and scale. branch: added to x before,
+        gated by the row before them."""
+        out = torch.empty_like(x)
+        for tokens, rows in runs:
+            added = None if branch is None else Branch(branch[:, tokens], rows[first - 1])
+            part, place = x[:, tokens], out[:, tokens]
+            modulated_layer_norm(part, rows[first], rows[first + 1], self.eps, branch=added, out=place)
+        return out
 
 
 def modulated_input(blocks: nn.ModuleList, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:

@@ -19,10 +19,12 @@ from diffusion_runtime.kernels.fp8_rows.api import (
     QuantizedRows,
     multiply_rows,
     product_refusal,
+    quantize_gated_rows,
+    quantize_joined_rows,
     quantize_rows,
 )
 from diffusion_runtime.kernels.fp8_rows.reference import dequantize
-from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.linear import Linear, LinearInput, QuantizedTokens
 
 WEIGHT_DTYPE = torch.float8_e4m3fn
 # How a product was computed, for reports.
@@ -97,8 +99,10 @@ class Fp8Linear(Linear):
         self._handle: torch.Tensor | None = None
         self._refusals: dict[tuple[torch.device, torch.dtype], str | None] = {}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: LinearInput) -> torch.Tensor:
         """[..., in_features] to [..., out_features], in x's dtype."""
+        if isinstance(x, QuantizedTokens):
+            return self._multiply(x.rows, x.shape[:-1])
         if self._is_opaque():
             return self._record_operator(x)
         refusal = self._refusal(x)
@@ -107,22 +111,44 @@ class Fp8Linear(Linear):
         self._counter.count(f"weights dequantised per call: {refusal}")
         return F.linear(x, dequantize(QuantizedRows(self.weight, self.weight_scale), x.dtype), self.bias)
 
-    def forward_after_gelu(self, up: Linear, x: torch.Tensor) -> torch.Tensor:
-        """As Linear.forward_after_gelu; the GELU is computed while its result is quantised, which saves a pass over the
+    def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """As Linear.forward_gelu."""
+        return F.gelu(self.product(x), approximate="tanh")
+
+    def product_after_gelu(self, up: Linear, x: LinearInput) -> torch.Tensor:
+        """As Linear.product_after_gelu; the GELU is computed while its result is quantised, which saves a pass over the
         widest tensor of a block."""
         if self._is_opaque():
             return self._record_operator(up(x), 0)
         if self._refusal(x) is not None:
-            return super().forward_after_gelu(up, x)
+            return super().product_after_gelu(up, x)
         return self._multiply(quantize_rows(up(x), gelu_from=0), x.shape[:-1])
 
-    def forward_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        """As Linear.forward_gelu_of_last, which leaves x as it is here."""
+    def product_after_silu(self, gate: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """As Linear.product_after_silu; quantised in the pass of the activation."""
+        if self._is_opaque() or self._refusal(gate) is not None:
+            return super().product_after_silu(gate, features)
+        return self._multiply(quantize_gated_rows(gate, features), gate.shape[:-1])
+
+    def product_joined(
+        self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As Linear.product_joined; quantised in the pass of the activation, without a copy of either part."""
+        if self._is_opaque() or self._refusal(first) is not None:
+            return super().product_joined(first, second, features)
+        return self._multiply(quantize_joined_rows(first, second, features), first.shape[:-1])
+
+    def product_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """As Linear.product_gelu_of_last, which leaves x as it is here."""
         if self._is_opaque():
             return self._record_operator(x, start)
         if self._refusal(x) is not None:
-            return super().forward_gelu_of_last(x, start)
+            return super().product_gelu_of_last(x, start)
         return self._multiply(quantize_rows(x, gelu_from=start), x.shape[:-1])
+
+    def takes_quantized(self, x: torch.Tensor) -> bool:
+        """As Linear.takes_quantized. torch.compile traces the norm, and records this layer as one operator."""
+        return not torch.compiler.is_dynamo_compiling() and self._refusal(x) is None
 
     def make_opaque(self) -> None:
         """From now on, torch.compile records one operator for a product and does not trace it: it is counted."""
@@ -134,7 +160,7 @@ class Fp8Linear(Linear):
             return self._multiply(quantize_rows(x, gelu_from=gelu_from), x.shape[:-1])
         if gelu_from is not None:
             x = torch.cat([x[..., :gelu_from], F.gelu(x[..., gelu_from:], approximate="tanh")], dim=-1)
-        return self.forward(x)
+        return self.product(x)
 
     def _is_opaque(self) -> bool:
         # False outside of torch.compile, without a look at anything.
@@ -152,11 +178,7 @@ class Fp8Linear(Linear):
         weight = QuantizedRows(self.weight, self.weight_scale)
         return multiply_rows(rows, weight, self.bias).view(*shape, self.out_features)
 
-    def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """As Linear.forward_gelu."""
-        return F.gelu(self.forward(x), approximate="tanh")
-
-    def _refusal(self, x: torch.Tensor) -> str | None:
+    def _refusal(self, x: LinearInput) -> str | None:
         if self._storage_only is not None:
             return self._storage_only
         if self.weight.dtype != WEIGHT_DTYPE:
@@ -191,11 +213,9 @@ def replace_layer(root: nn.Module, name: str, make: MakeLinear) -> None:
     assert isinstance(linear, Linear)
     owner, _, leaf = name.rpartition(".")
     with torch.device(linear.weight.device):
-        setattr(
-            root.get_submodule(owner),
-            leaf,
-            make(linear.in_features, linear.out_features, bias=linear.bias is not None),
-        )
+        layer = make(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    layer.share = linear.share
+    setattr(root.get_submodule(owner), leaf, layer)
 
 
 def quantized_weights(module: nn.Module) -> dict[str, str]:

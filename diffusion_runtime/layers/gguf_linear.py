@@ -64,14 +64,14 @@ class GgufLinear(Linear):
         ]
         return several[0] if len(several) == 1 else torch.cat(several)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features], in x's dtype."""
         self._counter.count(f"weights dequantised per call: GGUF {self.kinds}")
         return F.linear(x, self.numbers(x.dtype), self.bias)
 
     def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
         """As Linear.forward_gelu."""
-        return F.gelu(self.forward(x), approximate="tanh")
+        return F.gelu(self.product(x), approximate="tanh")
 
     def runs_in_parts(self, x: torch.Tensor) -> bool:  # noqa: ARG002 - of Linear
         """Its bytes are no rows of numbers."""

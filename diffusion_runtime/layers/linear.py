@@ -1,4 +1,5 @@
-"""Linear layers, and the feed-forward network (MLP) of two of them, by oneDNN where that is faster.
+"""Linear layers, whole or shared by processes, and the feed-forward network (MLP) of two of them, by oneDNN where that
+is faster.
 
 On a CPU torch writes the bias into the whole output before it multiplies, and reads everything again for a GELU. oneDNN
 does both while it writes the product: the step of a small transformer gets 5 % shorter.
@@ -6,14 +7,16 @@ does both while it writes the product: the step of a small transformer gets 5 % 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
+from diffusion_runtime.kernels.fp8_rows.api import PRODUCT_DTYPE, QuantizedRows
 from diffusion_runtime.kernels.implementation import fusion_is_on, has_shape_alone
+from diffusion_runtime.layers.weight_share import WeightShare
 
 
 def _find_onednn() -> Any:
@@ -29,11 +32,45 @@ def _find_onednn() -> Any:
 _onednn = _find_onednn()
 
 
+class QuantizedTokens(NamedTuple):
+    """The input of linear layers that multiply in 8 bits, quantised where it was made. rows: of all tokens, one after
+    the other; shape: of the tensor that they stand for, [..., in_features]."""
+
+    rows: QuantizedRows
+    shape: torch.Size
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.values.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products."""
+        return PRODUCT_DTYPE
+
+
+LinearInput: TypeAlias = torch.Tensor | QuantizedTokens
+
+
 class Linear(nn.Linear):
-    """x @ weight.T + bias."""
+    """x @ weight.T + bias.
+
+    share: what of the weight this process holds where several share it (tensor parallel), None for all; in_features and
+    out_features are those of what it holds. What subclasses compute otherwise is in the `product` methods: this
+    process's part, before the processes sum or gather theirs.
+    """
+
+    share: WeightShare | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
+        return self._complete(self.product(x))
+
+    def _complete(self, product: torch.Tensor) -> torch.Tensor:
+        return product if self.share is None else self.share.complete(product)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """`forward` of this process's part."""
         if _runs_on_onednn(x):
             out: torch.Tensor = _onednn(x, self.weight, self.bias, "none", [], "")
             return out
@@ -44,27 +81,57 @@ class Linear(nn.Linear):
             for sample, target in zip(x, out, strict=True):
                 torch.addmm(self.bias, sample, self.weight.t(), out=target)
             return out
-        return super().forward(x)
+        return F.linear(x, self.weight, self.bias)
 
     def forward_gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """The linear layer followed by the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415)."""
+        """The linear layer followed by the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415). Not of a layer
+        whose product is a sum over processes."""
         if _runs_on_onednn(x):
             out: torch.Tensor = _onednn(x, self.weight, self.bias, "gelu", [], "tanh")
             return out
         if x.numel() > 0 and self.runs_in_parts(x):
             return self.forward_gelu_from(x, 0)
-        return F.gelu(self(x), approximate="tanh")
+        return F.gelu(self.product(x), approximate="tanh")
 
-    def forward_after_gelu(self, up: Linear, x: torch.Tensor) -> torch.Tensor:
-        """This layer after the GELU of another one: self(gelu(up(x)))."""
-        out: torch.Tensor = self(up.forward_gelu(x))
-        return out
+    def forward_after_gelu(self, up: Linear, x: LinearInput) -> torch.Tensor:
+        """This layer after the GELU of another one: self(gelu(up(x))). x may be quantised where `up` takes that."""
+        return self._complete(self.product_after_gelu(up, x))
+
+    def product_after_gelu(self, up: Linear, x: LinearInput) -> torch.Tensor:
+        """`forward_after_gelu` of this process's part."""
+        hidden = F.gelu(up(x), approximate="tanh") if isinstance(x, QuantizedTokens) else up.forward_gelu(x)
+        return self.product(hidden)
+
+    def forward_after_silu(self, gate: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """self(silu(gate) * features); both [..., in_features], and left as they are."""
+        return self._complete(self.product_after_silu(gate, features))
+
+    def product_after_silu(self, gate: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """`forward_after_silu` of this process's part."""
+        return self.product(silu_mul(gate, features))
+
+    def forward_joined(
+        self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The layer of first [..., a] and, beside it, the tanh GELU of second [..., b], or silu(second) * features;
+        a + b is in_features, and all are left as they are."""
+        return self._complete(self.product_joined(first, second, features))
+
+    def product_joined(
+        self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`forward_joined` of this process's part."""
+        second = F.gelu(second, approximate="tanh") if features is None else silu_mul(second, features)
+        return self.product(torch.cat([first, second], dim=-1))
 
     def forward_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """The layer of x, whose features from `start` on go through the tanh GELU first, in place."""
+        return self._complete(self.product_gelu_of_last(x, start))
+
+    def product_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """`forward_gelu_of_last` of this process's part."""
         gelu_(x[..., start:])
-        out: torch.Tensor = self(x)
-        return out
+        return self.product(x)
 
     def forward_gelu_from(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """The features from `start` on of forward_gelu. Needs `runs_in_parts`, and tokens."""
@@ -87,7 +154,12 @@ class Linear(nn.Linear):
         weights = self.weight[:, : first.shape[-1]], self.weight[:, first.shape[-1] :]
         rows = first.flatten(0, -2)
         out = rows @ weights[0].t() if self.bias is None else torch.addmm(self.bias, rows, weights[0].t())
-        return out.addmm_(second.flatten(0, -2), weights[1].t()).view(*first.shape[:-1], -1)
+        product = out.addmm_(second.flatten(0, -2), weights[1].t()).view(*first.shape[:-1], -1)
+        return self._complete(product)
+
+    def takes_quantized(self, x: torch.Tensor) -> bool:  # noqa: ARG002 - of 8-bit layers
+        """Whether inputs like x may come as QuantizedTokens."""
+        return False
 
     def runs_in_parts(self, x: torch.Tensor) -> bool:
         """Whether products of parts of the weight, and cuBLASLt's operators, stand for the whole: in half precision on
@@ -124,8 +196,8 @@ class FeedForward(nn.Module):
         self.up = Linear(dim, hidden_dim)
         self.down = Linear(hidden_dim, dim if out_dim is None else out_dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to [..., out_dim]."""
+    def forward(self, x: LinearInput) -> torch.Tensor:
+        """[..., dim] to [..., out_dim]. x may be quantised where `up` takes that."""
         return self.down.forward_after_gelu(self.up, x)
 
 
@@ -137,8 +209,7 @@ class GatedFeedForward(nn.Module):
         self.up = Linear(dim, 2 * hidden_dim, bias=bias)
         self.down = Linear(hidden_dim, dim, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to a new tensor like it."""
+    def forward(self, x: LinearInput) -> torch.Tensor:
+        """[..., dim] to a new tensor like it. x may be quantised where `up` takes that."""
         gate, hidden = self.up(x).chunk(2, dim=-1)
-        out: torch.Tensor = self.down(silu_mul(gate, hidden))
-        return out
+        return self.down.forward_after_silu(gate, hidden)

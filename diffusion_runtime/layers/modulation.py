@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm
-from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm, modulated_norm_fp8
+from diffusion_runtime.layers.linear import Linear, LinearInput, QuantizedTokens
 
 
 class Modulation(nn.Module):
@@ -18,9 +20,10 @@ class Modulation(nn.Module):
         self.projection = Linear(dim, num_rows * dim, bias=bias)
 
     def forward(self, conditioning: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[batch, dim], after its activation, to num_rows times float32 [batch, dim]."""
+        """[batch, dim], after its activation, to num_rows times [batch, dim] of its dtype. What reads them computes in
+        float32: a copy of each would be a launch per block, 76 of a FLUX.1 forward's 930."""
         rows: torch.Tensor = self.projection(conditioning)
-        return rows.float().chunk(self.num_rows, dim=-1)
+        return rows.chunk(self.num_rows, dim=-1)
 
 
 def modulated_layer_norm(
@@ -34,8 +37,8 @@ def modulated_layer_norm(
 ) -> torch.Tensor:
     """layer_norm(x) * (1 + scale) + shift, in float32; of x's dtype.
 
-    x: [batch, seq, dim]; shift, scale: [batch, dim], float32. branch: added to x first, in place. out: written and
-    returned; None is a new tensor.
+    x: [batch, seq, dim]; shift, scale: [batch, dim], float32 or of x's dtype. branch: added to x first, in place. out:
+    written and returned; None is a new tensor.
     """
     return modulated_norm(x, Norm("layer", eps), shift=shift, scale=scale, branch=branch, out=out)
 
@@ -47,9 +50,29 @@ def modulated_rms_norm(
     return modulated_norm(x, Norm("rms", eps), shift=shift, scale=scale, branch=branch)
 
 
+def norm_for(
+    layers: Sequence[Linear],
+    x: torch.Tensor,
+    norm: Norm,
+    *,
+    shift: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    branch: Branch | None = None,
+) -> LinearInput:
+    """modulated_norm as the input of `layers`: quantised in the same pass where all of them multiply in 8 bits, which
+    changes no bit of their products.
+
+    Where some of several layers do not, x's dtype serves all: two results of a pass would cost the others' gain.
+    """
+    for layer in layers:
+        if not layer.takes_quantized(x):
+            return modulated_norm(x, norm, shift=shift, scale=scale, branch=branch)
+    return QuantizedTokens(modulated_norm_fp8(x, norm, shift=shift, scale=scale, branch=branch), x.shape)
+
+
 def add_gated_(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x + branch * gate, written into x.
 
-    x, branch: [batch, seq, dim] of one dtype; gate: [batch, dim], float32. Summed in float32, rounded once.
+    x, branch: [batch, seq, dim] of one dtype; gate: [batch, dim], float32 or of that. Summed in float32, rounded once.
     """
     return add_branch_(x, Branch(branch, gate))

@@ -7,10 +7,17 @@ from torch import nn
 
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm
 from diffusion_runtime.kernels.modulated_norm.reference import rms_norm
+from diffusion_runtime.layers.weight_share import WeightShare
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467)."""
+    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467).
+
+    share: which of its features this process holds where several share them (tensor parallel), None for all; the mean
+    is over those of all, so that only layers/rope.py computes such a norm.
+    """
+
+    share: WeightShare | None = None
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -19,11 +26,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., dim]. A float32 `x` is overwritten and returned; another dtype gives a new tensor."""
+        assert self.share is None, "a norm over features that processes share takes their squares from all of them"
         return rms_norm(x, self.weight, self.eps)
 
     @property
     def as_norm(self) -> Norm:
         """For a kernel that computes it with what stands beside it."""
+        assert self.share is None
         return Norm("rms", self.eps, self.weight)
 
     def extra_repr(self) -> str:
@@ -44,10 +53,14 @@ class LayerNorm(nn.Module):
 
         branch: added to x [batch, seq, dim] first, in place.
         """
-        norm = Norm("layer", self.eps, self.weight, self.bias)
         if x.dim() == 3:
-            return modulated_norm(x, norm, branch=branch)
-        return modulated_norm(x.reshape(1, -1, x.shape[-1]), norm).view(x.shape)
+            return modulated_norm(x, self.as_norm, branch=branch)
+        return modulated_norm(x.reshape(1, -1, x.shape[-1]), self.as_norm).view(x.shape)
+
+    @property
+    def as_norm(self) -> Norm:
+        """As RMSNorm.as_norm."""
+        return Norm("layer", self.eps, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -86,5 +86,16 @@ def norm_and_rotate(
 
     norms: of a head each, or of all heads together. rotations: [seq, head_dim / 2], also by sample or by head; None for
     none; see kernels/qk_norm_rope/api.py. out: written instead, such as the grid's tokens of a joint sequence.
+
+    Where processes share the heads, `packed` holds this one's; a norm of all heads takes the squares of the others'
+    from their processes, and rotations by head are those of all heads.
     """
-    return norm_rope(packed, [norm.weight for norm in norms], norms[0].eps, rotations, out=out)
+    weights, eps, share = [norm.weight for norm in norms], norms[0].eps, norms[0].share
+    if share is None:
+        return norm_rope(packed, weights, eps, rotations, out=out)
+    squares = torch.linalg.vector_norm(packed[:, :, : len(norms)], dim=(-2, -1), dtype=torch.float32).square_()
+    mean_squares = share.complete(squares).div_(share.num_features_total)
+    if rotations is not None and rotations.dim() == 4:
+        num_heads = packed.shape[3]
+        rotations = rotations.narrow(2, share.group.index * num_heads, num_heads)
+    return norm_rope(packed, weights, eps, rotations, mean_squares=mean_squares, out=out)

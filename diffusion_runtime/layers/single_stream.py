@@ -12,10 +12,12 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.layers.linear import Linear
-from diffusion_runtime.layers.modulation import Modulation, add_gated_, modulated_layer_norm
+from diffusion_runtime.kernels.modulated_norm.api import Norm
+from diffusion_runtime.layers.linear import Linear, LinearInput
+from diffusion_runtime.layers.modulation import Modulation, add_gated_, norm_for
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
+from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.step_info import LayerInfo
 
 
@@ -30,14 +32,13 @@ class SingleStreamBlock(nn.Module):
         self, num_heads: int, head_dim: int, ffn_dim: int, eps: float, *, layer: LayerInfo, policy: AttentionPolicy
     ) -> None:
         super().__init__()
-        self.dim = num_heads * head_dim
-        self.num_heads = num_heads
+        dim = num_heads * head_dim
         self.eps = eps
-        self.modulation = Modulation(self.dim, 3)
-        self.qkv_up = Linear(self.dim, 3 * self.dim + ffn_dim)
+        self.modulation = Modulation(dim, 3)
+        self.qkv_up = Linear(dim, 3 * dim + ffn_dim)
         self.norm_q = RMSNorm(head_dim, eps)
         self.norm_k = RMSNorm(head_dim, eps)
-        self.out = Linear(self.dim + ffn_dim, self.dim)
+        self.out = Linear(dim + ffn_dim, dim)
         self.attention = USPAttention(num_heads, head_dim, layer=layer, policy=policy)
 
     def forward(
@@ -49,26 +50,32 @@ class SingleStreamBlock(nn.Module):
         the text behind it.
         """
         shift, scale, gate = self.modulation(conditioning)
-        normalized = modulated_layer_norm(x, shift, scale, self.eps)
+        normalized = norm_for((self.qkv_up,), x, Norm("layer", self.eps), shift=shift, scale=scale)
         add_gated_(x, self._branch(normalized, rotations, context), gate)
 
-    def _branch(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def _branch(self, x: LinearInput, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Attention and feed-forward of x [B, T, D], a new tensor."""
-        norms, num_features = (self.norm_q, self.norm_k), 3 * self.dim
-        if x.numel() > 0 and self.qkv_up.runs_in_parts(x) and self.out.runs_in_parts(x):
+        norms, dim = (self.norm_q, self.norm_k), self.attention.num_heads * self.attention.head_dim
+        num_features = 3 * dim
+        if isinstance(x, torch.Tensor) and self._runs_in_parts(x):
             # In two products each: the GELU is in the epilogue of one, and attention output is not copied beside the
             # features. 1.35 instead of 1.45 ms at FLUX.1's 4608 tokens on an H200.
             product = self.qkv_up.forward_first(x, num_features)
-            packed = torch.unflatten(product, -1, (3, self.num_heads, -1))
+            packed = torch.unflatten(product, -1, (3, self.attention.num_heads, -1))
             hidden = self.qkv_up.forward_gelu_from(x, num_features)
-            attended = self.attention(*norm_and_rotate(packed, norms, rotations), context)
+            attended = rotated_attention(self.attention, packed, norms, rotations, context)
             return self.out.forward_pair(attended.flatten(2), hidden)
         projected = self.qkv_up(x)
-        packed = projected[..., :num_features].unflatten(-1, (3, self.num_heads, -1))
+        packed = projected[..., :num_features].unflatten(-1, (3, self.attention.num_heads, -1))
         q, k, v = norm_and_rotate(packed, norms, rotations)
         attended = self.attention(q, k, v, context)
+        if self.out.takes_quantized(attended):
+            return self.out.forward_joined(attended.flatten(2), projected[..., num_features:])
         # The attention output overwrites v, beside the features: a concatenation would copy all of them, in a long
         # video several GB.
         v.copy_(attended)
         # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
-        return self.out.forward_gelu_of_last(projected.flatten(0, 1)[:, 2 * self.dim :], self.dim).view(x.shape)
+        return self.out.forward_gelu_of_last(projected.flatten(0, 1)[:, 2 * dim :], dim).view(x.shape)
+
+    def _runs_in_parts(self, x: torch.Tensor) -> bool:
+        return x.numel() > 0 and self.qkv_up.runs_in_parts(x) and self.out.runs_in_parts(x)

@@ -47,7 +47,6 @@ class TokenRefinerBlock(nn.Module):
     def __init__(self, num_heads: int, head_dim: int, *, layer: LayerInfo, policy: AttentionPolicy) -> None:
         super().__init__()
         dim = num_heads * head_dim
-        self.num_heads = num_heads
         self.gates = Modulation(dim, 2)
         self.norm = LayerNorm(dim, EPS)
         self.qkv = Linear(dim, 3 * dim)
@@ -60,7 +59,7 @@ class TokenRefinerBlock(nn.Module):
     def forward(self, x: torch.Tensor, conditioning: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [B, L, D] is overwritten. conditioning: [B, D], after its activation. context.layout: the text."""
         gate, feed_forward_gate = self.gates(conditioning)
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.attention.num_heads, -1)).unbind(2)
         branch = Branch(self.out(self.attention(q, k, v, context).flatten(2)), gate)
         hidden = F.silu(self.up(self.feed_forward_norm(x, branch)))
         return add_gated_(x, self.down(hidden), feed_forward_gate)

@@ -27,11 +27,6 @@ def check_compilation(config: RuntimeConfig, device: torch.device) -> None:
     """Raises ConfigError with what to type when the blocks cannot be compiled with such a config on such a device."""
     if config.compile == "off":
         return
-    if config.parallel.num_processes > 1:
-        raise ConfigError(
-            f"compile: {config.compile}: expected one process; a process that compiles does not answer the others. "
-            "Leave out --compile or --num-gpus"
-        )
     reason = _refusal(detect_hardware(str(device)))
     if reason is not None:
         raise ConfigError(f"compile: {config.compile}: {reason}, or leave out --compile")

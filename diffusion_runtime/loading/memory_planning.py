@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +14,29 @@ from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, first_line
-from diffusion_runtime.memory.machine_memory import free_in_machine, free_on_device, total_on_device
-from diffusion_runtime.memory.plan import OFFLOADS, MemoryDemand, MemoryPlan, Offload, as_offload, make_plan, plans_of
+from diffusion_runtime.memory.machine_memory import free_in_machine, free_on_device, share_of_device
+from diffusion_runtime.memory.plan import (
+    ACCELERATOR,
+    MACHINE,
+    OFFLOADS,
+    DeviceKind,
+    MemoryDemand,
+    MemoryPlan,
+    Offload,
+    as_offload,
+    make_plan,
+    plans_of,
+)
 from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
 from diffusion_runtime.models.memory_demand import PlannedRequest, memory_demand
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.models.weight_files import GGUF
+from diffusion_runtime.request import IMAGE_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.request_rules import RequestRules
+
+# In pixels, of the images that models without a size of their own are published for.
+DEFAULT_SIDE = 1024
 
 _logger = logging.getLogger("diffusion_runtime")
 
@@ -33,6 +49,7 @@ def check_offload(config: RuntimeConfig, device: torch.device) -> None:
         raise ConfigError(
             f"offload: {config.offload}: the memory of {device.type} is the machine's, where offloaded weights would "
             "wait; leave out --offload"
+            + ("; --memory-limit reads blocks from their files where they do not fit" if device.type == "cpu" else "")
         )
     if config.offload == "layers" and config.compile != "off":
         raise ConfigError(
@@ -50,10 +67,11 @@ def is_planned(config: RuntimeConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class PlannedDemand:
-    """What the largest of some requests takes. advice: what would need less."""
+    """What the largest of some requests takes. request: that one; advice: what would need less."""
 
     demand: MemoryDemand
     advice: tuple[str, ...]
+    request: PlannedRequest | None = None
 
 
 def largest_demand(
@@ -65,11 +83,33 @@ def largest_demand(
     dtype: torch.dtype,
     degrees: Degrees,
 ) -> PlannedDemand | None:
-    """Of the request that takes the most of `requests`, resolved; of the model's default one where there are none.
-    None where sizes are not known. transformer: on the meta device."""
-    planned = _largest(rules, requests)
-    if planned is None:
-        return None
+    """Of the request that takes the most of `requests`, resolved; of the model's default one where there are none, of
+    DEFAULT_SIDE squared where the model has no size of its own. transformer: on the meta device. None where it cannot
+    be computed."""
+    notes: list[str] = []
+    if requests:
+        every = [planned_batch(rules, [request]) for request in requests]
+        planned = max(every, key=lambda each: (*_extent(rules, each), _num_images(each)))
+    else:
+        try:
+            planned, notes = _default_request(rules)
+        except DiffusionRuntimeError:
+            # A model that only a request tells what is to be made.
+            return None
+    return demand_of(config, model, transformer, planned, dtype, degrees, notes)
+
+
+def demand_of(
+    config: RuntimeConfig,
+    model: Model[Any, Any],
+    transformer: DiffusionTransformer,
+    planned: PlannedRequest,
+    dtype: torch.dtype,
+    degrees: Degrees,
+    notes: Sequence[str] = (),
+) -> PlannedDemand | None:
+    """What one request, or a batch of them, takes; None where it cannot be computed. transformer: on the meta device;
+    notes: to go with it."""
     in_tiles = config.vae_tiling == "on" or (config.vae_tiling == "auto" and model.family.decodes_in_tiles)
     sharers = degrees.ulysses * degrees.ring
     try:
@@ -86,7 +126,8 @@ def largest_demand(
         # A module of diffusers that cannot be run on the meta device, or sizes that only fail when they meet.
         _logger.warning("memory is not planned: %s", first_line(error))
         return None
-    return PlannedDemand(demand, tuple(_advice(config, planned, model)))
+    demand = dataclasses.replace(demand, notes=(*demand.notes, *notes))
+    return PlannedDemand(demand, tuple(_advice(config, planned, model)), planned)
 
 
 def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: torch.device) -> MemoryPlan | None:
@@ -95,56 +136,99 @@ def plan_memory(planned: PlannedDemand | None, config: RuntimeConfig, device: to
     if planned is None:
         if config.memory_limit is not None or config.offload in ("model", "layers"):
             raise ConfigError(
-                "offload, memory_limit: what this model takes cannot be computed, or not without a request's sizes; "
-                "leave out --offload and --memory-limit"
+                "offload, memory_limit: what this model takes cannot be computed; leave out --offload and "
+                "--memory-limit"
             )
         return None
-    limit = config.memory_limit_bytes
+    limit, kind = config.memory_limit_bytes, _kind_of(device)
+    possible = _possible(config, device)
+    choices = possible if config.offload == "auto" else [as_offload(config.offload)]
     if device.type in ("cpu", "mps"):
         # Without a limit nothing is refused: there is more than what is free now, such as mapped files.
-        return make_plan(planned.demand, ("none",), limit, advice=planned.advice)
-    free = free_on_device(device)
-    limit = min(each for each in (limit, free) if each is not None) if limit or free else None
-    choices: Sequence[Offload] = OFFLOADS if config.offload == "auto" else [as_offload(config.offload)]
-    if config.compile != "off":
-        choices = [each for each in choices if each != "layers"]
-    return make_plan(planned.demand, choices, limit, free_in_machine(), planned.advice)
+        return make_plan(planned.demand, choices, limit, advice=planned.advice, possible=possible, kind=kind)
+    limit = min((each for each in (limit, free_on_device(device)) if each is not None), default=None)
+    return make_plan(planned.demand, choices, limit, free_in_machine(), planned.advice, possible=possible, kind=kind)
+
+
+def replan(planned: PlannedDemand, before: MemoryPlan, config: RuntimeConfig, device: torch.device) -> MemoryPlan:
+    """The plan of another demand for a model that was loaded with the plan `before`. Raises DeviceMemoryError."""
+    return make_plan(
+        planned.demand,
+        [before.offload],
+        before.limit,
+        advice=planned.advice,
+        possible=_possible(config, device),
+        kind=_kind_of(device),
+    )
+
+
+def _kind_of(device: torch.device) -> DeviceKind:
+    return MACHINE if device.type == "cpu" else ACCELERATOR
+
+
+def _possible(config: RuntimeConfig, device: torch.device) -> Sequence[Offload]:
+    """What a config and its device leave of OFFLOADS, with --offload left open."""
+    files = (config.transformer_path, config.transformer_2_path)
+    if device.type == "mps" or any(file is not None and file.lower().endswith(GGUF) for file in files):
+        return ("none",)
+    if device.type == "cpu":
+        # A transformer waits in its files by blocks, or not at all.
+        return ("none", "layers") if config.compile == "off" else ("none",)
+    return OFFLOADS if config.compile == "off" else ("none", "model")
 
 
 def fitting_offloads(planned: PlannedDemand | None, description: PipelineDescription, device: torch.device) -> str:
     """What could be offloaded so that a demand fits, for a message; empty where nothing is known of it."""
-    plan, total = description.memory, total_on_device(device)
-    if planned is None or total is None:
+    plan, share = description.memory, share_of_device(device)
+    if planned is None or share is None:
         return ""
-    limit = description.config.memory_limit_bytes or total
+    # Beside what other programs have now.
+    limit = min(share, description.config.memory_limit_bytes or share)
     now = "none" if plan is None else plan.offload
-    ways = [each for each in plans_of(planned.demand, limit) if each.peak <= limit and each.offload != now]
+    possible = _possible(description.config, device)
+    ways = [each for each in plans_of(planned.demand, limit, possible) if each.peak <= limit and each.offload != now]
     if not ways:
         return "No offloading fits this request. "
     return f"--offload {ways[0].offload} fits: it takes {size_text(ways[0].peak)} of {size_text(limit)}. "
 
 
-def _largest(rules: RequestRules, requests: Sequence[GenerationRequest]) -> PlannedRequest | None:
-    given: Sequence[GenerationRequest] = requests
-    if not given:
-        given = [GenerationRequest(prompt="a prompt", seed=0).with_defaults({"flow_shift": 1.0, **rules.defaults})]
-    try:
-        planned = [_planned(rules, request) for request in given]
-    except DiffusionRuntimeError:
-        # A model without default sizes.
-        return None
-    return max(planned, key=lambda each: (_num_tokens(rules, each), each.is_guided, each.is_batched))
+def _default_request(rules: RequestRules) -> tuple[PlannedRequest, list[str]]:
+    """What is planned for where no request is known, with what to say of it."""
+    side, notes = DEFAULT_SIDE, []
+    height, width = (side, side) if rules.references is None else rules.references.scaled((side, side))
+    if not rules.defaults.keys() >= {"height", "width"}:
+        notes = [f"the model has no size of its own: memory is planned for one image of {height} x {width}"]
+    # In the order of the layers that fill a request: the model's own values are the last but these.
+    values = {"height": height, "width": width, "num_frames": 1, "fps": 1, "flow_shift": 1.0, **rules.defaults}
+    return planned_batch(rules, [GenerationRequest(prompt="a prompt", seed=0).with_defaults(values)]), notes
 
 
-def _planned(rules: RequestRules, request: GenerationRequest) -> PlannedRequest:
-    settings = BatchSettings.of([request], rules)
+def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> PlannedRequest:
+    """What of resolved requests that are made together decides about memory."""
+    settings = BatchSettings.of(batch, rules)
     is_batched = settings.guidance_mode == "batched"
-    return PlannedRequest(settings.size, 1, settings.is_guided, is_batched, request, settings.embedded_guidance)
+    num_samples = 1 if settings.decides_per_sample else len(batch)
+    return PlannedRequest(
+        settings.size, num_samples, settings.is_guided, is_batched, batch[0], settings.embedded_guidance
+    )
 
 
-def _num_tokens(rules: RequestRules, planned: PlannedRequest) -> int:
-    size = planned.size
-    return rules.geometry.num_tokens(size.height, size.width, size.num_frames)
+def takes_more(rules: RequestRules, planned: PlannedRequest, than: PlannedRequest) -> bool:
+    """Whether one request may take more memory than another, in any phase."""
+    larger = any(ours > theirs for ours, theirs in zip(_extent(rules, planned), _extent(rules, than), strict=True))
+    return larger or _num_images(planned) > _num_images(than)
+
+
+def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int]:
+    """(tokens of a forward pass, whether branches are kept for later steps, pixels to decode)."""
+    size, branches = planned.size, 1 + planned.is_guided
+    passes = planned.num_samples * (branches if planned.is_batched else 1)
+    num_tokens = rules.geometry.num_tokens(size.height, size.width, size.num_frames)
+    return passes * num_tokens, branches, size.height * size.width * size.num_frames
+
+
+def _num_images(planned: PlannedRequest) -> int:
+    return sum(len(image_paths(planned.request, name)) for name in IMAGE_FIELDS)
 
 
 def _advice(config: RuntimeConfig, planned: PlannedRequest, model: Model[Any, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,40 +22,47 @@ from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading.compilation import keep_artefacts, refuse_compiling_quantised
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.interface import OnStage
+from diffusion_runtime.loading.later_requests import LaterRequests
 from diffusion_runtime.loading.memory_planning import (
     PlannedDemand,
+    demand_of,
     fitting_offloads,
     is_planned,
     largest_demand,
     plan_memory,
+    planned_batch,
 )
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.memory.host_arena import HostArena
-from diffusion_runtime.memory.machine_memory import free_on_device
+from diffusion_runtime.memory.machine_memory import share_of_device
 from diffusion_runtime.memory.offloaded_part import arena_for
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
 from diffusion_runtime.memory_size import size_text
-from diffusion_runtime.models.checkpoint import MakeEmpty
-from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.checkpoint import WeightChange
+from diffusion_runtime.models.family import Model, RoomFor, no_room
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
+from diffusion_runtime.models.latent_upsampler import UpsamplerFolder
 from diffusion_runtime.models.lora.binding import Lora
-from diffusion_runtime.models.lora.switching import LoraSwitch
+from diffusion_runtime.models.lora.switching import LoraSwitch, Rewrite
+from diffusion_runtime.models.memory_demand import PlannedRequest
 from diffusion_runtime.models.model_sources import fetch_weights
+from diffusion_runtime.models.part_files import part_files
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.models.shared_decoder import SharedDecoder
 from diffusion_runtime.models.tiny_decoder import TinyFile
 from diffusion_runtime.models.weight_files import GGUF, check_component_files
+from diffusion_runtime.models.weight_loading import MakeEmpty
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.text_encoders.offloaded import OffloadedTextEncoder, modules_of
+from diffusion_runtime.text_encoders.offloaded import OffloadedTextEncoder, ReloadedTextEncoder, modules_of
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 
 
@@ -63,7 +70,8 @@ from diffusion_runtime.text_encoders.shared import SharedTextEncoder
 class PreparedModel:
     """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
     the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own.
-    quantization: of the transformer's linear layers, already made in `transformer` as far as the config asks for it."""
+    upsampler: of a second stage. quantization: of the transformer's linear layers, already made in `transformer` as far
+    as the config asks for it. planned: what its memory plan is for, None without one."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -75,7 +83,9 @@ class PreparedModel:
     mesh: ProcessMesh
     world: World | None
     tiny: TinyFile | None
+    upsampler: UpsamplerFolder | None
     quantization: Quantization
+    planned: PlannedRequest | None = None
 
     @property
     def rules(self) -> RequestRules:
@@ -88,8 +98,12 @@ class PreparedModel:
 
     def planned_for(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         """See Prepared.planned_for."""
-        memory = plan_memory(self._demand_of(self.transformer, requests), self.description.config, self.device)
-        return dataclasses.replace(self, description=dataclasses.replace(self.description, memory=memory))
+        demand = self._largest_demand(self.transformer, requests)
+        memory = plan_memory(demand, self.description.config, self.device)
+        planned = None if demand is None else demand.request
+        return dataclasses.replace(
+            self, description=dataclasses.replace(self.description, memory=memory), planned=planned
+        )
 
     def load(
         self,
@@ -114,9 +128,10 @@ class PreparedModel:
         checked = checked._with_plan(requests)
         description, opened = checked.description, self.model
         offloading = checked._offloading(transfers)
-        graphs = make_graphs(config, self.device, offloading is not None)
-        fetch_weights(config.model_path, opened.folder)
-        check_component_files(opened.folder, [file.component for file in opened.transformer_files])
+        graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
+        elsewhere = [file.component for file in opened.transformer_files]
+        fetch_weights(config.model_path, opened.folder, [*elsewhere, *(part.component for part in part_files(config))])
+        check_component_files(opened.folder, elsewhere)
         if opened.check_weights(checked.transformer):
             refuse_compiling_quantised(config)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
@@ -124,23 +139,26 @@ class PreparedModel:
             say("loading the text encoder")
             text_encoder = self._load_text_encoder(offloading)
             say("loading the transformer")
-            transformer = load_transformer(
-                opened, checked.transformer, self.device, self.dtype, self.loras, offloading, self.quantization
-            )
+            transformer, rewrite = checked._load_transformer(offloading)
             say("loading the decoder")
             decoder = self._load_decoder()
+            upsampler = None
+            if self.upsampler is not None:
+                say("loading the upsampler")
+                upsampler = self.upsampler.load(opened.folder, self.device, self.dtype)
         if world is not None:
             world.wait_for_all()
             world.enable_hang_detection(config.parallel.timeout)
         compiled = None
         if config.compile == "regional":
             keep_artefacts(self.device, description.model_folder.digest)
-            compiled = CompiledBlocks()
+            compiled = CompiledBlocks() if world is None else CompiledBlocks(compiling=world.compiling)
             compiled.compile(transformer)
         return Pipeline(
             text_encoder=text_encoder,
             transformer=transformer,
             decoder=decoder,
+            upsampler=upsampler,
             rules=checked.rules,
             load_image_conditioner=self._load_image_conditioner,
             device=self.device,
@@ -155,14 +173,34 @@ class PreparedModel:
             decoder_graphs=make_decoder_graphs(config, self.device) if world is None and offloading is None else None,
             offloading=offloading,
             fitting=checked._fitting,
+            make_room=checked._later_requests(offloading).make_room,
             few_steps_of=functools.partial(few_steps_of, opened.family.name, opened.folder, config.model_path),
             loras=LoraSwitch(
-                functools.partial(opened.rewrite_transformer, transformer, dtype=self.dtype),
+                rewrite,
                 opened.lora_target(lora_names_of_families),
                 self.loras,
                 *(() if world is None else (world.run_alike,)),
             ),
         )
+
+    def _load_transformer(self, offloading: Offloading | None) -> tuple[DiffusionTransformer, Rewrite]:
+        """The transformer, and what gives it other LoRA files."""
+        opened, transformer = self.model, self.transformer
+        if offloading is None or not offloading.plan.waits_in_files:
+            load_transformer(opened, transformer, self.device, self.dtype, self.loras, offloading, self.quantization)
+            return transformer, functools.partial(opened.rewrite_transformer, transformer, dtype=self.dtype)
+        homes = opened.keep_in_files(transformer, self.device, self.dtype, self.loras, self.quantization)
+        modules = opened.modules(transformer)
+        for component, home in homes.items():
+            offloading.add_transformer(component, modules[component], home)
+
+        def rewrite(changed: object, changes: Sequence[WeightChange], kept: object) -> None:
+            del changed, kept
+            # Nothing is on the device while LoRA files are switched (Pipeline.set_loras).
+            for home in homes.values():
+                home.change(changes)
+
+        return transformer, rewrite
 
     def _remarks_on_weights(self, transformer: DiffusionTransformer) -> list[str]:
         """What a dry run could not know: quantised layers of the files."""
@@ -196,16 +234,33 @@ class PreparedModel:
             return self
         return self.planned_for(requests)
 
-    def _demand_of(
+    def _later_requests(self, offloading: Offloading | None) -> LaterRequests:
+        config, plan, device = self.description.config, self.description.memory, self.device
+        return LaterRequests(config, device, self.rules, self._demand_of, plan, self.planned, offloading)
+
+    def _demand_of(self, planned: PlannedRequest) -> PlannedDemand | None:
+        empty = build_transformer(self.model, self.policy, self.quantization)
+        config, degrees = self.description.config, self.description.degrees
+        return self._with_upsampler(demand_of(config, self.model, empty, planned, self.dtype, degrees))
+
+    def _largest_demand(
         self, transformer: DiffusionTransformer, requests: Sequence[GenerationRequest]
     ) -> PlannedDemand | None:
         config, degrees = self.description.config, self.description.degrees
-        return largest_demand(config, self.model, transformer, self.rules, requests, self.dtype, degrees)
+        found = largest_demand(config, self.model, transformer, self.rules, requests, self.dtype, degrees)
+        return self._with_upsampler(found)
+
+    def _with_upsampler(self, planned: PlannedDemand | None) -> PlannedDemand | None:
+        """The upsampler of a second stage stays on the device as the decoder does, and is counted with it."""
+        if planned is None or self.upsampler is None:
+            return planned
+        decoder = planned.demand.decoder
+        larger = dataclasses.replace(decoder, total=decoder.total + self.upsampler.num_bytes(self.dtype))
+        return dataclasses.replace(planned, demand=dataclasses.replace(planned.demand, decoder=larger))
 
     def _fitting(self, request: GenerationRequest) -> str:
         """What of the offloading there is would fit a request that ran out of memory."""
-        empty = build_transformer(self.model, self.policy, self.quantization)
-        return fitting_offloads(self._demand_of(empty, [request]), self.description, self.device)
+        return fitting_offloads(self._demand_of(planned_batch(self.rules, [request])), self.description, self.device)
 
     def _offloading(self, transfers: Transfers | None) -> Offloading | None:
         plan = self.description.memory
@@ -221,18 +276,27 @@ class PreparedModel:
 
     def _shortage_advice(self, advice: str) -> str:
         """What to do where loading ran out of memory. The plan may have counted on memory that another program took."""
-        plan, free = self.description.memory, free_on_device(self.device)
-        if plan is None or plan.limit is None or free is None:
+        plan, share = self.description.memory, share_of_device(self.device)
+        # What was loaded so far is counted as free: it is this process's.
+        if plan is None or plan.limit is None or share is None or share >= plan.limit:
             return advice
+        again = "try again" if self.description.config.offload == "auto" else "try again with --offload auto"
         return (
-            f"The plan counted on {size_text(plan.limit)} of {self.device}, and {size_text(free)} are free there now: "
-            f"end the programs that share it, or try again with --offload layers. {advice}"
+            f"The plan counted on {size_text(plan.limit)} of {self.device}, and other programs have left "
+            f"{size_text(share)} of it since: end them, or {again}, which plans with what is free then. {advice}"
         )
 
     def _load_text_encoder(self, offloading: Offloading | None) -> TextEncoder:
         def load() -> TextEncoder:
             if offloading is None:
                 return self.model.load_text_encoder(self.device, self.dtype)
+            if offloading.plan.waits_in_files:
+                reloaded = ReloadedTextEncoder(
+                    functools.partial(self.model.load_text_encoder, self.device, self.dtype),
+                    offloading.use_text_encoders,
+                )
+                offloading.add_reloaded_text_encoder(reloaded)
+                return reloaded
             encoder = self.model.load_text_encoder(torch.device("cpu"), self.dtype)
             offloading.add_text_encoders(modules_of(encoder))
             return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
@@ -280,18 +344,33 @@ def load_transformer(
     quantization: Quantization | None = None,
 ) -> DiffusionTransformer:
     """Read the weights, on the device or into the arenas of what is offloaded."""
+
+    def load(room_for: RoomFor) -> None:
+        model.load_transformer(transformer, device, dtype, loras, quantization, room_for)
+
+    fill_transformer(model, transformer, offloading, load)
+    return transformer
+
+
+def fill_transformer(
+    model: Model[Any, Any],
+    transformer: DiffusionTransformer,
+    offloading: Offloading | None,
+    load: Callable[[RoomFor], object],
+) -> None:
+    """load: fills the weights where it is told to."""
     if offloading is None:
-        return model.load_transformer(transformer, device, dtype, loras, quantization)
+        load(no_room)
+        return
     arenas: dict[str, HostArena] = {}
 
     def room_for(component: str, module: nn.Module) -> MakeEmpty:
         arenas[component] = arena_for(module)
         return arenas[component].empty
 
-    model.load_transformer(transformer, device, dtype, loras, quantization, room_for)
+    load(room_for)
     for component, module in model.modules(transformer).items():
         offloading.add_transformer(component, module, arenas[component])
-    return transformer
 
 
 def build_transformer(

@@ -24,9 +24,11 @@ from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
 from diffusion_runtime.models.latent_spectrum import read_spectrum
+from diffusion_runtime.models.latent_upsampler import open_upsampler
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.model_sources import EMBEDDED
+from diffusion_runtime.models.part_files import part_files, with_parts
 from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
@@ -52,11 +54,22 @@ def prepare_native(
     family = family_for_folder(folder)
     check_components(folder)
     files = transformer_files(config)
-    refuse_quantised_components(folder, [file.component for file in files])
+    parts = part_files(config)
+    elsewhere = [*(file.component for file in files), *(part.component for part in parts)]
+    refuse_quantised_components(folder, elsewhere)
+    folder = with_parts(folder, parts, _variant_here(config, folder), elsewhere)
     family.check_decode_mode(config.vae_decode)
     family.check_tiling(config.vae_tiling)
     model = family.open(folder).with_transformer_files(files, lora_names_of_families)
+    for component in family.diffusers_components:
+        if component.name in (part.component for part in parts):
+            component.check_weights(folder)
     tiny = _read_tiny_decoder(config, model)
+    upsampler = (
+        None
+        if config.upsampler_path is None
+        else open_upsampler(config.upsampler_path, family.second_stage, family.name, model.geometry.num_channels)
+    )
     rules = _request_rules_of(model, config)
     rules.try_scheduler()
     degrees = _choose_degrees(config, model, rules)
@@ -68,7 +81,10 @@ def prepare_native(
     dtype = resolve_dtype(config.dtype, device)
     check_compilation(config, device)
     check_offload(config, device)
+    # Before the processes meet, so that what cannot be shared is said at once.
+    model.shared_by(planned_mesh(1, 1, 1, degrees.tensor).tensor)
     mesh = _make_mesh(degrees, device, world, config.parallel.timeout)
+    model = model.shared_by(mesh.tensor)
     override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
     for level in (override, stated):
         level.check_roles([role for role, _ in family.roles], family.name)
@@ -126,7 +142,14 @@ def prepare_native(
         self_checks=self_checks,
         quantization=quantization.describe(model.modules(transformer)),
     )
-    return PreparedModel(description, model, transformer, policy, device, dtype, loras, mesh, world, tiny, quantization)
+    return PreparedModel(
+        description, model, transformer, policy, device, dtype, loras, mesh, world, tiny, upsampler, quantization
+    )
+
+
+def _variant_here(config: RuntimeConfig, folder: ModelFolder) -> str | None:
+    """The variant to read; None in a dry run of a model whose weights are still on the hub."""
+    return config.variant if folder.download_gb is None else None
 
 
 def _read_tiny_decoder(config: RuntimeConfig, model: Model[Any, Any]) -> TinyFile | None:
@@ -157,8 +180,12 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
     if scheduler.sampler is None:
         # Another scheduler would give other images: only a request or generation.json may replace it.
         del defaults["sampler"]
+    second: dict[str, Any] = {}
+    stage = model.family.second_stage
+    if config.upsampler_path is not None and stage is not None:
+        second = {"second_stage_sigmas": stage.sigmas if distilled is None else stage.distilled_sigmas}
     return RequestRules(
-        defaults=layered(defaults, scheduler.defaults, preset, model.generation.defaults, *documented),
+        defaults=layered(defaults, second, scheduler.defaults, preset, model.generation.defaults, *documented),
         presets={
             **{each.name: each.request for each in sampling_presets},
             **model.generation.presets,
@@ -170,13 +197,15 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         embeds_guidance=model.embeds_guidance,
         takes_guidance=model.takes_guidance,
         guidance_offset=model.family.guidance_offset,
-        model_fields=_model_fields(model),
+        model_fields=_model_fields(model) | second.keys(),
         needed_images=frozenset(name for name, is_needed in model.images.items() if is_needed),
         references=model.references,
+        control=model.control,
         attention_layers=(),
         sampling_presets=sampling_presets,
         spectrum=read_spectrum(model.folder),
         teacache=read_polynomials(model.folder),
+        size_of_image=model.size_of_image,
         few_steps=few_steps_of(family, model.folder, config.model_path, [lora.path for lora in config.lora]),
     )
 
@@ -186,6 +215,9 @@ def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
     facts = {
         "true_cfg_scale": model.embeds_guidance,
         "guidance_scale_2": len(model.transformer_components) > 1,
+        "conditioning_scale": model.control is not None,
+        "decode_timestep": model.decodes_with_noise,
+        "decode_noise_scale": model.decodes_with_noise,
     }
     return frozenset((*model.family.request_fields, *model.images, *(name for name, holds in facts.items() if holds)))
 
@@ -214,12 +246,13 @@ def _device_name(config: RuntimeConfig, world: World | None) -> str:
 def _make_mesh(degrees: Degrees, device: torch.device, world: World | None, timeout: float) -> ProcessMesh:
     """The process groups; without a world, a mesh for a dry run."""
     if world is None:
-        return planned_mesh(degrees.ulysses, degrees.ring, degrees.branches)
+        return planned_mesh(degrees.ulysses, degrees.ring, degrees.branches, degrees.tensor)
     world.open_groups(device, timeout)
     return ProcessMesh.create(
         ulysses_degree=degrees.ulysses,
         ring_degree=degrees.ring,
         branch_degree=degrees.branches,
+        tensor_degree=degrees.tensor,
         ring_inside=degrees.ring_inside,
         timeout=world.collective_timeout,
     )

@@ -11,17 +11,20 @@ import torch
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.self_check import SelfChecker
-from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.config import WEIGHT_PATHS, RuntimeConfig
 from diffusion_runtime.description import PipelineDescription, planned_attention
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline, load_passthrough
 from diffusion_runtime.diffusers_bridge.passthrough_folder import PassthroughPlan, plan_passthrough
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import resolve_device, resolve_dtype
+from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
+from diffusion_runtime.loading.compilation import check_compilation, keep_artefacts
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.model_sources import fetch_weights
+from diffusion_runtime.models.part_files import with_parts
 from diffusion_runtime.models.weight_files import check_components
 from diffusion_runtime.request import GenerationRequest
 
@@ -64,7 +67,12 @@ class PreparedPassthrough:
         say("loading diffusers' pipeline")
         recipe = _describe_passthrough(config, self.description.model_folder, plan, self.device, self.dtype).to_dict()
         fetch_weights(config.model_path, self.description.model_folder)
-        return load_passthrough(self.description.model_folder, plan, self.device, self.dtype, recipe)
+        compiled = None
+        if config.compile == "regional":
+            keep_artefacts(self.device, self.description.model_folder.digest)
+            compiled = CompiledBlocks(copies_views=True)
+        folder = with_parts(self.description.model_folder, (), config.variant, ())
+        return load_passthrough(folder, plan, self.device, self.dtype, recipe, compiled)
 
 
 def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedPassthrough:
@@ -74,20 +82,21 @@ def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedP
             "vae_decode, vae_decoder, vae_tiling: diffusers' own pipeline decodes with its own module; leave out "
             "--vae-decode, --vae-decoder and --vae-tiling"
         )
-    if config.transformer_path is not None or config.transformer_2_path is not None:
+    for key in WEIGHT_PATHS:
+        if getattr(config, key) is not None:
+            raise ConfigError(
+                f"{key}: diffusers' own pipeline reads the weights of its folder; leave out "
+                f"--{key.replace('_', '-')}, or --backend diffusers"
+            )
+    if config.upsampler_path is not None:
         raise ConfigError(
-            "transformer_path: diffusers' own pipeline reads the weights of its folder; leave out --transformer-path, "
-            "or --backend diffusers"
+            "upsampler_path: diffusers' own pipelines have no second stage in one call; leave out --upsampler-path, or "
+            "--backend diffusers"
         )
     if config.quantization != "none":
         raise ConfigError(
             f"quantization: {config.quantization}: diffusers' own pipeline has its own way to quantise, a "
             "quantization_config in the folder; leave out --quantization"
-        )
-    if config.compile != "off":
-        raise ConfigError(
-            f"compile: {config.compile}: diffusers' own pipeline compiles its model itself, by "
-            "pipeline.pipeline.transformer.compile_repeated_blocks() in Python; leave out --compile"
         )
     if config.cuda_graphs == "on":
         raise ConfigError(
@@ -100,8 +109,11 @@ def prepare_passthrough(config: RuntimeConfig, folder: ModelFolder) -> PreparedP
             "pipeline.pipeline.enable_model_cpu_offload() in Python; leave out --offload and --memory-limit"
         )
     check_components(folder)
+    if folder.download_gb is None:
+        with_parts(folder, (), config.variant, ())
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    check_compilation(config, device)
     plan = _plan_passthrough(config, folder, device, dtype)
     return PreparedPassthrough(_describe_passthrough(config, folder, plan, device, dtype), plan, device, dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from diffusion_runtime.generation_pipeline import GenerationPipeline
 from diffusion_runtime.loading.interface import OnStage, Prepared
 from diffusion_runtime.loading.native_preparation import prepare_native
 from diffusion_runtime.model_folder import ModelFolder, read_index
-from diffusion_runtime.models.model_sources import resolve_model_folder
+from diffusion_runtime.models.model_sources import ConfigFolder, find_configs, resolve_model_folder
 from diffusion_runtime.models.registry import is_supported
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.request_rules import RequestRules
@@ -33,6 +34,11 @@ def load_pipeline(
     backend: str = "auto",
     transformer_path: str | None = None,
     transformer_2_path: str | None = None,
+    vae_path: str | None = None,
+    text_encoder_path: str | None = None,
+    text_encoder_2_path: str | None = None,
+    variant: str | None = None,
+    upsampler_path: str | None = None,
     lora: Sequence[Any] = (),
     self_check: bool = True,
     vae_decode: str = "exact",
@@ -56,9 +62,9 @@ def load_pipeline(
     as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. self_check:
     whether third-party attention kernels are compared with the definition on this machine's accelerator before the
     weights are read, once per version. vae_decode, vae_tiling, vae_decoder, quantization, quantization_ignored_layers,
-    compile, cuda_graphs, offload, memory_limit, transformer_path, transformer_2_path: see RuntimeConfig. on_stage:
-    called with a phrase before each part is loaded. world: the processes that run the model together, each of which
-    must load it alike.
+    compile, cuda_graphs, offload, memory_limit, transformer_path, transformer_2_path, vae_path, text_encoder_path,
+    text_encoder_2_path, variant, upsampler_path: see RuntimeConfig. on_stage: called with a phrase before each part is
+    loaded. world: the processes that run the model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers, which this
@@ -73,6 +79,11 @@ def load_pipeline(
         "backend": backend,
         "transformer_path": transformer_path,
         "transformer_2_path": transformer_2_path,
+        "vae_path": vae_path,
+        "text_encoder_path": text_encoder_path,
+        "text_encoder_2_path": text_encoder_2_path,
+        "variant": variant,
+        "upsampler_path": upsampler_path,
         "lora": lora,
         "self_check": self_check,
         "vae_decode": vae_decode,
@@ -85,33 +96,47 @@ def load_pipeline(
         "offload": offload,
         "memory_limit": memory_limit,
     }
-    return prepare(_runtime_config(model, keywords), world).load(on_stage)
+    prepared, started = prepare(_runtime_config(model, keywords), world), time.perf_counter()
+    pipeline = prepared.load(on_stage)
+    pipeline.note_load({"read": time.perf_counter() - started})
+    return pipeline
 
 
 def inspect_pipeline(config: RuntimeConfig) -> PipelineDescription:
-    """Dry run of `load_pipeline`, from the folder's json alone: no weight is read or downloaded, and no self-check is
-    run.
+    """Dry run of `load_pipeline`, from json alone: no weight is read or downloaded, and no self-check is run. A
+    published model needs no network: what the hub's cache lacks of its json, the package knows.
 
     Raises what `load_pipeline` raises before it reads weights.
     """
-    return prepare(config).description
+    return prepare(config, is_dry_run=True).description
 
 
 def prepare(
-    config: RuntimeConfig, world: World | None = None, *, is_guided: Callable[[RequestRules], bool] | None = None
+    config: RuntimeConfig,
+    world: World | None = None,
+    *,
+    is_guided: Callable[[RequestRules], bool] | None = None,
+    is_dry_run: bool = False,
 ) -> Prepared:
     """Open a model and decide its attention, from the folder's json alone: no weight is read or downloaded, and no
     self-check is made. `load` of the result reads the weights.
 
     world: the processes that run the model together, each of which must prepare and load it alike. is_guided: whether
     every request that will come runs two branches of guidance, asked where processes could share them; None: the
-    model's own defaults decide.
+    model's own defaults decide. is_dry_run: nothing will be loaded, so of a published model the json in this package
+    will do (`find_configs`).
 
     Raises what `load_pipeline` raises before it reads weights, self-checks aside.
     """
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
-    folder = ModelFolder(resolve_model_folder(config.model_path, weights=False))
+    found = (
+        find_configs(config.model_path)
+        if is_dry_run
+        # Which variants there are is only seen once they are here.
+        else ConfigFolder(resolve_model_folder(config.model_path, weights=config.variant is not None))
+    )
+    folder = ModelFolder(found.path, found.download_gb)
     if _is_passthrough(config.backend, folder):
         # Imported here: its graph breaks import torch's compiler, 1.5 s that a native model does not wait for.
         check_diffusers_import()

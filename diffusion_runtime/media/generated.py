@@ -39,8 +39,10 @@ class GeneratedMedia:
     frames: uint8 RGB [num_frames, height, width, 3]; fps: frames per second of the written video.
     recipe: plain values that repeat the generation: `request` (every GenerationRequest field, filled), `runtime`
         (RuntimeConfig fields) and further values; `schema` is added when it is missing.
-    attention_report: which attention ran. timings: seconds by stage. peak_memory: the most bytes that the process had
-        so far, by place (`device`, `machine`). audio: the sound, of models that generate it.
+    attention_report: which attention ran. timings: seconds by stage: text, denoise, decode; import and read before the
+        first generation after a load; compile (a part of the others) where something was compiled for it; move (a part
+        of text and denoise) where parts are offloaded; `save` adds write. peak_memory: the most bytes that the process
+        had so far, by place (`device`, `machine`). audio: the sound, of models that generate it.
 
     Raises OutputError when the frames have another shape or type.
     """

@@ -1,4 +1,4 @@
-"""Reads the input images of image-to-video generation; files may be untrusted."""
+"""Reads the input images of a generation; files may be untrusted."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ MAX_IMAGE_BYTES = 512 * 1024 * 1024
 # Pillow refuses twice its own limit of 89 megapixels by itself; phones take up to 200.
 MAX_PIXELS = 170_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# By how many of 256 levels colours of sRGB may differ after a conversion to sRGB.
+_ROUNDING = 2
+# Greys of a mask from this on are white.
+_WHITE = 128
 # How far the ratio of the sides may be from the clip's: a smaller difference is not visible as stretching.
 MAX_STRETCH = 0.1
 
@@ -37,30 +41,45 @@ def picture_remarks(path: str, field: str) -> tuple[str, ...]:
 
 def _read(path: str, field: str) -> tuple[Any, tuple[str, ...]]:
     """The image, and remarks on it."""
-    from PIL import Image, ImageOps
+    from PIL import Image, UnidentifiedImageError
 
     source = check_file(path, field, max_bytes=MAX_IMAGE_BYTES, error=RequestError)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as caught:
             # Its limit of 89 megapixels is below what phones take; ours follows, before a pixel is decoded.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)
             with Image.open(source, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
                 is_animated = bool(getattr(image, "is_animated", False))
                 image.seek(0)
-                upright = ImageOps.exif_transpose(image)
-                is_transparent = _is_transparent(upright)
-                converted, remarks = _in_srgb(_eight_bits(upright), image.info.get("icc_profile"))
+                converted, remarks = frame_in_srgb(image)
+    except UnfitPicture as error:
+        raise RequestError(f"{field}: {source} {error}") from error
     except Exception as error:  # any exception: a decoder may raise anything on untrusted bytes
+        advice = "; save it as PNG" if isinstance(error, UnidentifiedImageError) else ""
         raise RequestError(
-            f"{field}: {source} is not a readable {', '.join(FORMATS)} image: {first_line(error)}"
+            f"{field}: {source} is not a readable {', '.join(FORMATS)} image: {first_line(error)}{advice}"
         ) from error
-    if is_transparent:
-        raise RequestError(
-            f"{field}: {source} has transparent parts; put it on a background, and save it without transparency"
-        )
-    return converted, (*remarks, *(("it is animated: its first frame is used",) if is_animated else ()))
+    # Such as damaged EXIF data, whose orientation is then not known.
+    warned = dict.fromkeys(f"Pillow warns: {first_line(UserWarning(str(each.message)))}" for each in caught)
+    return converted, (*remarks, *warned, *(("it is animated: its first frame is used",) if is_animated else ()))
+
+
+class UnfitPicture(ValueError):
+    """What of a readable picture cannot be used, to stand behind the name of its file."""
+
+
+def frame_in_srgb(frame: Any) -> tuple[Any, tuple[str, ...]]:
+    """The frame that a Pillow image is at, upright and as 8 bits of sRGB, and remarks. Raises UnfitPicture for
+    transparent parts."""
+    from PIL import ImageOps
+
+    upright = ImageOps.exif_transpose(frame)
+    if _is_transparent(upright):
+        raise UnfitPicture("has transparent parts; put it on a background, and save it without transparency")
+    return _in_srgb(_eight_bits(upright), frame.info.get("icc_profile"))
 
 
 def _in_srgb(image: Any, profile: bytes | None) -> tuple[Any, tuple[str, ...]]:
@@ -72,14 +91,26 @@ def _in_srgb(image: Any, profile: bytes | None) -> tuple[Any, tuple[str, ...]]:
 
         # Its palette has the colours.
         image = image.convert("RGB") if image.mode in ("P", "RGBA", "LA") else image
-        own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        if "srgb" in ImageCms.getProfileDescription(own).lower():
-            return image.convert("RGB"), ()
-        made = ImageCms.profileToProfile(image, own, ImageCms.createProfile("sRGB"), outputMode="RGB")
+        own, srgb = ImageCms.ImageCmsProfile(io.BytesIO(profile)), ImageCms.createProfile("sRGB")
+        if image.mode == "RGB" and _is_srgb(own, srgb):
+            return image, ()
+        made = ImageCms.profileToProfile(image, own, srgb, outputMode="RGB")
     # Any exception: a profile is a program of tables, and Pillow may be built without what reads it.
     except Exception as error:
         return image.convert("RGB"), (f"its colour profile is not used: {first_line(error)}",)
     return made, ("its colours were converted from their own profile to sRGB",)
+
+
+def _is_srgb(profile: Any, srgb: Any) -> bool:
+    """Whether a profile of RGB leaves colours as they are but for rounding, whatever it is called: some that have sRGB
+    in their description are linear, or of other primaries."""
+    from PIL import Image, ImageCms
+
+    levels = numpy.arange(0, 256, 15, dtype=numpy.uint8)
+    sample = Image.fromarray(numpy.stack(numpy.meshgrid(levels, levels, levels), axis=-1).reshape(1, -1, 3))
+    made = ImageCms.profileToProfile(sample, profile, srgb, outputMode="RGB")
+    difference = numpy.asarray(made).astype(int) - numpy.asarray(sample).astype(int)
+    return bool(numpy.abs(difference).max() <= _ROUNDING)
 
 
 def check_image(path: str, height: int, width: int, field: str = "image_path") -> None:
@@ -103,6 +134,28 @@ def read_image(path: str, height: int, width: int) -> numpy.typing.NDArray[numpy
 
     scaled = open_picture(path).resize((width, height), Image.Resampling.LANCZOS)
     return numpy.array(scaled, dtype=numpy.uint8)
+
+
+def check_mask(path: str, image_path: str, field: str = "mask_path") -> None:
+    """Whether a file is a mask of an image: of its size, with something to repaint. Raises RequestError where it is
+    not, and for what `open_picture` refuses."""
+    mask, image = open_picture(path, field), open_picture(image_path)
+    if mask.size != image.size:
+        raise RequestError(
+            f"{field}: {path} is {mask.width} x {mask.height} (width x height), and its image {image_path} "
+            f"{image.width} x {image.height}; expected a mask of the image's size"
+        )
+    if mask.convert("L").getextrema()[1] < _WHITE:
+        raise RequestError(f"{field}: {path} is black, so that nothing would be repainted; white is what is repainted")
+
+
+def read_mask(path: str, height: int, width: int, field: str = "mask_path") -> numpy.typing.NDArray[numpy.bool_]:
+    """The mask that `check_mask` passed, [height, width]: whether a pixel is repainted; scaled by Lanczos' filter, and
+    white from the middle grey on."""
+    from PIL import Image
+
+    scaled = open_picture(path, field).resize((width, height), Image.Resampling.LANCZOS).convert("L")
+    return numpy.asarray(scaled) >= _WHITE
 
 
 def _is_transparent(image: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from diffusion_runtime.layers.held_weights import set_hold
 from diffusion_runtime.memory.transfers import Transfers
-from diffusion_runtime.memory.weight_unit import WeightUnit
+from diffusion_runtime.memory.weight_unit import Unit
 
 
 @dataclass
@@ -39,16 +39,20 @@ class BlockStream:
     their beginning.
     """
 
-    def __init__(self, blocks: Sequence[tuple[nn.Module, WeightUnit]], transfers: Transfers, num_slots: int) -> None:
+    def __init__(self, blocks: Sequence[tuple[nn.Module, Unit]], transfers: Transfers, num_slots: int) -> None:
         self._units = [unit for _, unit in blocks]
         self._transfers = transfers
         self._num_slots = min(num_slots, len(blocks))
         self._slot_bytes = max(unit.num_bytes for unit in self._units)
         self._slots: list[_Slot] = []
         self.num_copies = self.num_late_copies = 0
-        for index, (block, _) in enumerate(blocks):
-            block.register_forward_pre_hook(functools.partial(self._before, index))
-            block.register_forward_hook(functools.partial(self._behind, index), always_call=False)
+        self._blocks = [block for block, _ in blocks]
+        self._hooks = []
+        for index, block in enumerate(self._blocks):
+            self._hooks += [
+                block.register_forward_pre_hook(functools.partial(self._before, index)),
+                block.register_forward_hook(functools.partial(self._behind, index), always_call=False),
+            ]
             set_hold(block, functools.partial(self._held, index))
 
     @property
@@ -77,6 +81,14 @@ class BlockStream:
             self._transfers.wait(slot.copied)
             self._empty(slot)
         self._slots = []
+
+    def release(self) -> None:
+        """`stop`, and let go of the blocks, for another arrangement of them."""
+        self.stop()
+        for hook in self._hooks:
+            hook.remove()
+        for block in self._blocks:
+            set_hold(block, None)
 
     def _before(self, index: int, *_: object) -> None:
         if not self.is_running:
@@ -114,9 +126,10 @@ class BlockStream:
     def _fill(self, slot: _Slot, index: int) -> None:
         self._empty(slot)
         # Behind all that computes so far, which may read what is in the slot.
-        slot.copied = self._transfers.copy(self._units[index].copies_to(slot.buffer), self._transfers.mark())
+        slot.copied = self._units[index].copy_to(slot.buffer, self._transfers)
         slot.unit = index
         self.num_copies += 1
+        self._units[(index + 1) % len(self._units)].expect()
 
     def _empty(self, slot: _Slot) -> None:
         if slot.unit is not None:

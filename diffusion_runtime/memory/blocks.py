@@ -15,15 +15,16 @@ def num_bytes_of(module: nn.Module) -> int:
 
 
 def blocks_of(root: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules of its outermost ModuleLists whose elements are of one class each, in the order of declaration, which
-    is the order they run in."""
+    """The modules of its outermost ModuleLists of one class each, or of subclasses of one of them, in the order of
+    declaration, which is the order they run in."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in root.modules():
         if not isinstance(module, nn.ModuleList) or module in inside:
             continue
         elements = list(module)
-        is_stack = len(elements) >= MIN_BLOCKS and len({type(each) for each in elements}) == 1
+        kinds = {type(each) for each in elements}
+        is_stack = len(elements) >= MIN_BLOCKS and any(all(issubclass(each, kind) for each in kinds) for kind in kinds)
         if is_stack and any(True for _ in module.parameters()):
             found += elements
             inside.update(each for element in elements for each in element.modules())

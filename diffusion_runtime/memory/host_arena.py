@@ -6,24 +6,18 @@ import logging
 import math
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from diffusion_runtime.memory.machine_memory import free_in_machine
+from diffusion_runtime.memory.weight_unit import WeightUnit, aligned
 from diffusion_runtime.memory_size import size_text
 
-# Of a tensor within the arena and within a buffer of the device: what matrix products and bulk copies want, and more.
-ALIGNMENT = 256
 # Pinned pages cannot be swapped: what the machine keeps besides.
 _LEFT_FREE = 2 * 10**9
 
 _logger = logging.getLogger("diffusion_runtime")
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class HostArena:
@@ -60,6 +54,10 @@ class HostArena:
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Where a tensor made by `empty` begins."""
         return tensor.data_ptr() - self.bytes.data_ptr()
+
+    def unit(self, tensors: Sequence[torch.Tensor]) -> WeightUnit:
+        """Tensors made by `empty` that come to the device together."""
+        return WeightUnit(self, tensors)
 
     def pin(self, register: Callable[[int, int], str | None], unregister: Callable[[int], object]) -> None:
         """Lock its pages, once they are written. register: of (address, bytes), why the system refused, None where it

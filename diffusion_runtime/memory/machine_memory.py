@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 _MEMINFO = Path("/proc/meminfo")
+_STATUS = Path("/proc/self/status")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def free_on_device(device: torch.device) -> int | None:
@@ -22,19 +24,20 @@ def free_on_device(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def total_on_device(device: torch.device) -> int | None:
-    """Bytes of a device, whoever has them; None for one that does not say, and for the machine's own memory."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+def share_of_device(device: torch.device) -> int | None:
+    """Bytes of a device that are this process's or free: what it could have if it gave back all of its own; None for
+    one that does not say, and for the machine's own memory."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
 
 
 def free_in_machine() -> int | None:
-    """Bytes that programs can take without swapping, as the kernel counts them; None where it does not."""
-    if not _MEMINFO.is_file():
-        return None
-    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    """Bytes that programs can take without swapping, as the kernel counts them, within the limit of this process's
+    container; None where it does not."""
+    found = [each for each in (_kibibytes(_MEMINFO, "MemAvailable:"), _free_in_container()) if each is not None]
+    return min(found, default=None)
 
 
 def peaks(device: torch.device) -> dict[str, int]:
@@ -45,8 +48,48 @@ def peaks(device: torch.device) -> dict[str, int]:
     return found
 
 
+def forget_device_peak(device: torch.device) -> None:
+    """`peaks` counts tensors on a CUDA device from here on. The machine's part stays that of the whole process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_in_machine() -> int:
     """The most bytes of this process that were in memory at once so far, pages of mapped files included."""
+    # getrusage's begins with that of the program that started this one, where exec kept the process.
+    own = _kibibytes(_STATUS, "VmHWM:")
+    if own is not None:
+        return own
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # macOS counts bytes, Linux kibibytes.
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _free_in_container() -> int | None:
+    """What the limit of a container (control group, version 2 or 1) leaves; None without one. Past it the kernel ends
+    the process, and /proc/meminfo is the whole machine's."""
+    for limit, used, of_files in (
+        ("memory.max", "memory.current", ("inactive_file", "active_file")),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    ):
+        most, taken = (_text(_CONTROL_GROUP / name).strip() for name in (limit, used))
+        if not (most.isdecimal() and taken.isdecimal()):
+            continue
+        rows = [line.split() for line in _text((_CONTROL_GROUP / limit).with_name("memory.stat")).splitlines()]
+        # Pages of files count as taken, and are given up when they are needed.
+        files = sum(int(row[1]) for row in rows if len(row) == 2 and row[0] in of_files)
+        return max(0, int(most) - int(taken) + files)
+    return None
+
+
+def _text(path: Path) -> str:
+    """A file of the kernel's, empty where there is none."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _kibibytes(path: Path, key: str) -> int | None:
+    """Bytes of a line such as `VmHWM: 1024 kB` of a file of the kernel's; None where it has none."""
+    return next((int(line.split()[1]) * 1024 for line in _text(path).splitlines() if line.startswith(key)), None)

@@ -1,4 +1,5 @@
-"""Offloaded part: a module whose weights wait in the machine's memory, and are on the device while it is used."""
+"""Offloaded part: a module whose weights wait in the machine's memory or in their files, and are on the device while it
+is used."""
 
 from __future__ import annotations
 
@@ -12,32 +13,49 @@ from torch import nn
 from diffusion_runtime.layers.held_weights import set_hold
 from diffusion_runtime.memory.block_stream import BlockStream
 from diffusion_runtime.memory.blocks import blocks_of, read_once
-from diffusion_runtime.memory.host_arena import HostArena, aligned
+from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.plan import NUM_SLOTS, spread
 from diffusion_runtime.memory.transfers import Transfers
-from diffusion_runtime.memory.weight_unit import WeightUnit, tensors_of
+from diffusion_runtime.memory.weight_unit import Unit, WeightHome, aligned, tensors_of
 
 
 class OffloadedPart:
-    """A loaded module whose tensors are in an arena (`into_arena`, or filled there), where they wait.
+    """A loaded module whose tensors wait in `home`: an arena (`into_arena`, or filled there), or their files.
 
-    num_resident: how many of its blocks stay on the device between `enter` and `leave`, evenly spread; None for all,
-    which are then copied whole. The others are streamed (`BlockStream`), and what is read once a request alone is there
-    while somebody holds it (`held_weights`).
+    num_slots: buffers that its streamed blocks take turns in. num_resident: how many of its blocks stay on the device
+    between `enter` and `leave`, evenly spread; None for all, which are then copied whole. The others are streamed
+    (`BlockStream`), and what is read once a request alone is there while somebody holds it (`held_weights`).
     """
 
     def __init__(
-        self, name: str, root: nn.Module, arena: HostArena, transfers: Transfers, num_resident: int | None = None
+        self,
+        name: str,
+        root: nn.Module,
+        home: WeightHome,
+        transfers: Transfers,
+        num_resident: int | None = None,
+        num_slots: int = NUM_SLOTS,
     ) -> None:
         self.name = name
-        self.arena = arena
+        self.home = home
+        self._root = root
         self._transfers = transfers
+        self._num_slots = num_slots
         self._buffers: list[torch.Tensor] = []
+        self.stream: BlockStream | None = None
+        self.arrange(num_resident)
+
+    def arrange(self, num_resident: int | None) -> None:
+        """`leave`, and keep so many blocks on the device from now on."""
+        self.leave()
+        if self.stream is not None:
+            self.stream.release()
+        home, root = self.home, self._root
         blocks = () if num_resident is None else blocks_of(root)
         if num_resident is not None and num_resident >= len(blocks):
             blocks = ()
         resident = spread(num_resident or 0, len(blocks))
-        seldom = [(module, WeightUnit(arena, tensors)) for block in blocks for module, tensors in read_once(block)]
+        seldom = [(module, home.unit(tensors)) for block in blocks for module, tensors in read_once(block)]
         self._apart = {id(tensor) for block in blocks for _, tensors in read_once(block) for tensor in tensors}
         for module, unit in seldom:
             set_hold(module, functools.partial(self._held, unit))
@@ -48,12 +66,18 @@ class OffloadedPart:
             for tensor in self._own_tensors(block):
                 owners[id(tensor)] = owners.get(id(tensor), 0) + 1
         units = [
-            (block, WeightUnit(arena, [each for each in self._own_tensors(block) if owners[id(each)] == 1]))
+            (block, home.unit([each for each in self._own_tensors(block) if owners[id(each)] == 1]))
             for block in streamed
         ]
         moved = {key for key, count in owners.items() if count == 1} | self._apart
-        self._whole = WeightUnit(arena, [tensor for tensor in tensors_of(root) if id(tensor) not in moved])
-        self.stream = BlockStream(units, transfers, NUM_SLOTS) if units else None
+        self._whole = home.unit([tensor for tensor in tensors_of(root) if id(tensor) not in moved])
+        self.stream = BlockStream(units, self._transfers, self._num_slots) if units else None
+
+    @property
+    def arena(self) -> HostArena:
+        """The home of a part that waits in the machine's memory."""
+        assert isinstance(self.home, HostArena)
+        return self.home
 
     @property
     def is_on_device(self) -> bool:
@@ -70,7 +94,7 @@ class OffloadedPart:
             return
         buffer = self._transfers.empty(self._whole.num_bytes)
         self._buffers.append(buffer)
-        self._transfers.wait(self._transfers.copy(self._whole.copies_to(buffer), self._transfers.mark()))
+        self._transfers.wait(self._whole.copy_to(buffer, self._transfers))
         self._whole.use_buffer(buffer)
         if self.stream is not None:
             self.stream.start()
@@ -79,24 +103,25 @@ class OffloadedPart:
         """Give the memory on the device back. The module's tensors are those of the machine again."""
         if self.stream is not None:
             self.stream.stop()
-        self._whole.use_host()
+        if self.is_on_device:
+            self._whole.use_host()
         self._buffers.clear()
 
     def close(self) -> None:
-        """`leave`, and unlock the arena's pages."""
+        """`leave`, and close the home: unlock the arena's pages."""
         self.leave()
-        self.arena.close()
+        self.home.close()
 
     def _own_tensors(self, block: nn.Module) -> list[torch.Tensor]:
         return [tensor for tensor in tensors_of(block) if id(tensor) not in self._apart]
 
     @contextlib.contextmanager
-    def _held(self, unit: WeightUnit) -> Iterator[None]:
+    def _held(self, unit: Unit) -> Iterator[None]:
         if not self.is_on_device:
             yield
             return
         buffer = self._transfers.empty(unit.num_bytes)
-        self._transfers.wait(self._transfers.copy(unit.copies_to(buffer), self._transfers.mark()))
+        self._transfers.wait(unit.copy_to(buffer, self._transfers))
         unit.use_buffer(buffer)
         try:
             yield

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from diffusion_runtime.memory.host_arena import HostArena
 from diffusion_runtime.memory.offloaded_part import OffloadedPart, into_arena
-from diffusion_runtime.memory.plan import MemoryPlan
+from diffusion_runtime.memory.plan import MACHINE, NUM_SLOTS, MemoryPlan
 from diffusion_runtime.memory.transfers import Transfers
+from diffusion_runtime.memory.weight_unit import WeightHome
+
+
+class Reloaded(Protocol):
+    """A part that is loaded again when it is needed, such as a text encoder that waits in its files."""
+
+    @property
+    def is_on_device(self) -> bool: ...
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
 
 
 class Offloading:
@@ -24,6 +36,7 @@ class Offloading:
         self._seconds = 0.0
         self._text: list[OffloadedPart] = []
         self._transformers: list[OffloadedPart] = []
+        self._reloaded: list[Reloaded] = []
 
     @property
     def parts(self) -> tuple[OffloadedPart, ...]:
@@ -31,35 +44,52 @@ class Offloading:
 
     def add_text_encoders(self, modules: Sequence[nn.Module]) -> None:
         """Loaded on the CPU. Whoever calls them calls `use_text_encoders` first."""
-        resident = self.plan.resident.get(self.plan.demand.text.name)
         for module in modules:
-            arena = into_arena(module)
-            # Planned for the largest encoder; the others are small beside it.
-            self._text.append(self._part("text_encoder", module, arena, resident))
+            self.add_text_encoder(module, into_arena(module))
 
-    def add_transformer(self, component: str, module: nn.Module, arena: HostArena) -> None:
-        """With its tensors in `arena`. It comes to the device when it is called."""
-        part = self._part(component, module, arena, self.plan.resident.get(component))
+    def add_text_encoder(self, module: nn.Module, home: WeightHome) -> None:
+        """One whose tensors wait in `home`."""
+        # Planned for the largest encoder; the others are small beside it.
+        resident = self.plan.resident.get(self.plan.demand.text.name)
+        self._text.append(self._part("text_encoder", module, home, resident))
+
+    def add_reloaded_text_encoder(self, part: Reloaded) -> None:
+        """One that waits in its files. Whoever calls it calls `use_text_encoders` first."""
+        self._reloaded.append(part)
+
+    def add_transformer(self, component: str, module: nn.Module, home: WeightHome) -> None:
+        """With its tensors in `home`. It comes to the device when it is called."""
+        part = self._part(component, module, home, self.plan.resident.get(component))
         self._transformers.append(part)
         module.register_forward_pre_hook(lambda *_: self._use([part]))
 
     def use_text_encoders(self) -> None:
-        self._use(self._text)
+        self._use([*self._text, *self._reloaded])
+
+    def adopt(self, plan: MemoryPlan) -> None:
+        """Another plan of the same kind, such as for a larger request: other numbers of blocks stay on the device."""
+        assert (plan.offload, plan.waits_in_files) == (self.plan.offload, self.plan.waits_in_files)
+        self.leave()
+        for part in self.parts:
+            part.arrange(plan.resident.get(part.name))
+        self.plan = plan
 
     def leave(self) -> None:
         """Take every part from the device: the weights may be changed where they are then."""
-        for part in self.parts:
+        for part in (*self.parts, *self._reloaded):
             part.leave()
 
     def close(self) -> None:
         """Give all memory back. What was offloaded must not be called any more."""
+        self.leave()
         for part in self.parts:
             part.close()
 
     def report(self, note: Callable[[str], object]) -> dict[str, float]:
         """Say what was offloaded and how, once a generation has its latents, and make room for the decoder. Returns the
         seconds in which whole parts were brought to the device, a part of the text's and of the denoising's."""
-        note(f"offload: {self.plan.offload} ({self.plan.reason})")
+        where = ", what waits is read from its files" if self.plan.waits_in_files else ""
+        note(f"offload: {self.plan.offload} ({self.plan.reason}){where}")
         for part in self.parts:
             if part.stream is not None:
                 note(
@@ -71,14 +101,15 @@ class Offloading:
         seconds, self._seconds = self._seconds, 0.0
         return {"move": seconds}
 
-    def _part(self, name: str, module: nn.Module, arena: HostArena, num_resident: int | None) -> OffloadedPart:
-        arena.pin(self._transfers.register, self._transfers.unregister)
-        return OffloadedPart(name, module, arena, self._transfers, num_resident)
+    def _part(self, name: str, module: nn.Module, home: WeightHome, num_resident: int | None) -> OffloadedPart:
+        home.pin(self._transfers.register, self._transfers.unregister)
+        num_slots = MACHINE.num_slots if self.plan.waits_in_files else NUM_SLOTS
+        return OffloadedPart(name, module, home, self._transfers, num_resident, num_slots)
 
-    def _use(self, parts: Sequence[OffloadedPart]) -> None:
+    def _use(self, parts: Sequence[OffloadedPart | Reloaded]) -> None:
         if all(part.is_on_device for part in parts):
             return
-        for part in self.parts:
+        for part in (*self.parts, *self._reloaded):
             if part not in parts:
                 part.leave()
         started = time.perf_counter()

@@ -7,6 +7,8 @@ offloading is the cheapest that fits.
 
 Each phase has beside it what stays on the device in its time: everything with `none`, the decoder alone with `model`
 and `layers`. With `layers` a transformer is its blocks that fit, two slots for the others, and what is no block.
+
+On a CPU the device's memory is the machine's, and what is offloaded waits in the files it is read from (MACHINE).
 """
 
 from __future__ import annotations
@@ -27,6 +29,22 @@ NUM_SLOTS = 2
 # tensors of 1 MiB and more to multiples of 2 MiB, in segments that cannot all be reused.
 WORKSPACE_BYTES = 192 * 2**20
 ROUNDING = 0.02
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What plans for a kind of device differ in. workspace: bytes beside the tensors of a phase. num_slots: buffers of
+    the blocks that are streamed. waits_in_files: whether what is offloaded is read from its files when it is needed,
+    because no other memory is there to hold it; text encoders are whole while they are used then."""
+
+    workspace: int = WORKSPACE_BYTES
+    num_slots: int = NUM_SLOTS
+    waits_in_files: bool = False
+
+
+ACCELERATOR = DeviceKind()
+# One slot: a block is read when the one before it is done. No library has a workspace of a fixed size here.
+MACHINE = DeviceKind(workspace=0, num_slots=1, waits_in_files=True)
 
 
 @dataclass(frozen=True)
@@ -60,19 +78,25 @@ class MemoryDemand:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What is on the device when. limit: bytes it may take, None where nobody knows. phases: bytes by phase; resident:
-    by part, how many blocks stay on the device, of parts that are streamed. keeps_transformer: whether it may stay
-    while frames are decoded. host: bytes of weights in the machine's memory, pinned where possible. reason: why this
-    offloading."""
+    """What is on the device when. limit: bytes it may take, None where nobody knows. parts: by phase, what takes how
+    many bytes; resident: by part, how many blocks stay on the device, of parts that are streamed. keeps_transformer:
+    whether it may stay while frames are decoded. host: bytes of weights in the machine's memory, pinned where possible;
+    waits_in_files: what is offloaded is read from its files instead. reason: why this offloading."""
 
     demand: MemoryDemand
     offload: Offload
     limit: int | None
-    phases: Mapping[str, int]
+    parts: Mapping[str, Mapping[str, int]]
     resident: Mapping[str, int]
     keeps_transformer: bool
     host: int
     reason: str
+    waits_in_files: bool = False
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Bytes by phase."""
+        return {phase: sum(parts.values()) for phase, parts in self.parts.items()}
 
     @property
     def peak(self) -> int:
@@ -80,7 +104,8 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> str:
-        return max(self.phases, key=lambda phase: self.phases[phase])
+        phases = self.phases
+        return max(phases, key=lambda phase: phases[phase])
 
     def rows(self) -> list[tuple[str, str]]:
         """What to show of it."""
@@ -99,7 +124,8 @@ class MemoryPlan:
                 rows.append((f"{part.name.replace('_', ' ')}, streamed", count))
         rows += [(f"device, {phase}", size_text(num_bytes)) for phase, num_bytes in self.phases.items()]
         known = "unknown" if self.limit is None else size_text(self.limit)
-        rows += [("device, at most", f"{size_text(self.peak)} of {known}"), ("machine, weights", size_text(self.host))]
+        waiting = "read from their files" if self.waits_in_files and self.offload != "none" else size_text(self.host)
+        rows += [("device, at most", f"{size_text(self.peak)} of {known}"), ("machine, weights", waiting)]
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +142,8 @@ class MemoryPlan:
                 "denoise": demand.step_activations,
                 "decode": demand.decode_activations,
             },
-            "phases": dict(self.phases),
+            "phases": self.phases,
+            "parts": {phase: dict(parts) for phase, parts in self.parts.items()},
             "peak": self.peak,
             "resident_blocks": dict(self.resident),
             "host": self.host,
@@ -129,9 +156,14 @@ def as_offload(text: str) -> Offload:
     return next(each for each in OFFLOADS if each == text)
 
 
-def plans_of(demand: MemoryDemand, limit: int | None, choices: Sequence[Offload] = OFFLOADS) -> list[MemoryPlan]:
+def plans_of(
+    demand: MemoryDemand,
+    limit: int | None,
+    choices: Sequence[Offload] = OFFLOADS,
+    kind: DeviceKind = ACCELERATOR,
+) -> list[MemoryPlan]:
     """A plan for each choice, whether it fits or not."""
-    return [_plan_of(demand, each, limit) for each in choices]
+    return [_plan_of(demand, each, limit, kind) for each in choices]
 
 
 def make_plan(
@@ -140,17 +172,22 @@ def make_plan(
     limit: int | None,
     host_limit: int | None = None,
     advice: Sequence[str] = (),
+    *,
+    possible: Sequence[Offload] = OFFLOADS,
+    kind: DeviceKind = ACCELERATOR,
 ) -> MemoryPlan:
     """The plan for the first of `choices` that fits. limit: bytes of the device, None where nobody knows; host_limit:
-    of the machine. advice: what else would need less, for the message.
+    of the machine. advice: what else would need less, for the message; possible: what could be chosen instead.
 
-    Raises DeviceMemoryError where nothing fits, with the part that is too large, by how much, and what would fit.
+    Raises DeviceMemoryError where nothing fits, with all that is there at once, by how much it is too large, and what
+    would fit.
     """
-    plans = plans_of(demand, limit, choices)
+    plans = plans_of(demand, limit, choices, kind)
     plan = next((plan for plan in plans if limit is None or plan.peak <= limit), None)
     if plan is None:
         assert limit is not None
-        raise _shortage(plans[-1], demand, limit, advice)
+        others = [each.offload for each in plans_of(demand, limit, possible, kind) if each.peak <= limit]
+        raise _shortage(plans[-1], limit, others, advice)
     if len(choices) == 1 and choices[0] != "none":
         plan = dataclasses.replace(plan, reason="as asked")
     elif plan is not plans[0]:
@@ -166,41 +203,51 @@ def make_plan(
     return plan
 
 
-def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None) -> MemoryPlan:
-    whole = {part.name: part.total for part in (demand.text, *demand.transformers, demand.decoder)}
-    activations = (demand.text_activations, demand.step_activations, demand.decode_activations)
-    text, step, decode = (_with_rounding(each) for each in activations)
+def _plan_of(demand: MemoryDemand, offload: Offload, limit: int | None, kind: DeviceKind) -> MemoryPlan:
+    beside = {
+        phase: {f"activations of {phase}": activations, "libraries and rounding": _rounding(activations, kind)}
+        for phase, activations in (
+            ("text", demand.text_activations),
+            ("denoise", demand.step_activations),
+            ("decode", demand.decode_activations),
+        )
+    }
     if offload == "none":
-        base = sum(whole.values())
-        phases = {"text": base + text, "denoise": base + step, "decode": base + decode}
-        return MemoryPlan(demand, offload, limit, phases, {}, True, 0, "everything fits" if limit else "no limit known")
+        whole = {part.name: part.total for part in (demand.text, *demand.transformers, demand.decoder)}
+        parts = {phase: {**whole, **own} for phase, own in beside.items()}
+        reason = "everything fits" if limit else "no limit known"
+        return MemoryPlan(demand, offload, limit, parts, {}, True, 0, reason, kind.waits_in_files)
     stays = demand.decoder.total
-    host = demand.text.total + sum(part.total for part in demand.transformers)
+    text, step, decode = (stays + sum(own.values()) for own in beside.values())
     resident: dict[str, int] = {}
     text_weights = demand.text.total
-    largest = max(part.total for part in demand.transformers)
+    predicts = max(demand.transformers, key=lambda part: part.total)
+    named, largest = predicts.name, predicts.total
     if offload == "layers":
-        streamed = [_streamed(part, limit, stays + step) for part in demand.transformers]
+        streamed = [_streamed(part, limit, step, kind) for part in demand.transformers]
         resident = {part.name: count for part, (count, _) in zip(demand.transformers, streamed, strict=True)}
         largest = max(num_bytes for _, num_bytes in streamed)
-        if limit is not None and stays + text + text_weights > limit and demand.text.blocks:
-            resident[demand.text.name], text_weights = _streamed(demand.text, limit, stays + text)
-    keeps = limit is None or stays + decode + largest <= limit
-    phases = {
-        "text": stays + text + text_weights,
-        "denoise": stays + step + largest,
-        "decode": stays + decode + (largest if keeps else 0),
+        named += ", streamed" if largest < predicts.total else ""
+        if limit is not None and text + text_weights > limit and demand.text.blocks and not kind.waits_in_files:
+            resident[demand.text.name], text_weights = _streamed(demand.text, limit, text, kind)
+    keeps = limit is None or decode + largest <= limit
+    weights = {
+        "text": {demand.text.name: text_weights},
+        "denoise": {named: largest},
+        "decode": {named: largest} if keeps else {},
     }
-    return MemoryPlan(demand, offload, limit, phases, resident, keeps, host, "as asked")
+    parts = {phase: {**weights[phase], demand.decoder.name: stays, **own} for phase, own in beside.items()}
+    host = 0 if kind.waits_in_files else demand.text.total + sum(part.total for part in demand.transformers)
+    return MemoryPlan(demand, offload, limit, parts, resident, keeps, host, "as asked", kind.waits_in_files)
 
 
-def _streamed(part: PartSize, limit: int | None, beside: int) -> tuple[int, int]:
+def _streamed(part: PartSize, limit: int | None, beside: int, kind: DeviceKind) -> tuple[int, int]:
     """How many blocks of a part stay beside `beside` bytes, and what the part takes then."""
     blocks = part.blocks
     if not blocks or (limit is not None and part.total + beside <= limit):
         # Nothing is streamed.
         return len(blocks), part.total
-    fixed = part.rest + NUM_SLOTS * max(blocks)
+    fixed = part.rest + kind.num_slots * max(blocks)
     count = 0
     if limit is not None:
         room = limit - beside - fixed
@@ -221,24 +268,22 @@ def spread(num_resident: int, num_blocks: int) -> frozenset[int]:
     return frozenset((2 * index + 1) * num_blocks // (2 * num_resident) for index in range(num_resident))
 
 
-def _with_rounding(activations: int) -> int:
-    return WORKSPACE_BYTES + int(activations * (1 + ROUNDING))
+def _rounding(activations: int, kind: DeviceKind) -> int:
+    return kind.workspace + int(activations * ROUNDING)
 
 
-def _shortage(plan: MemoryPlan, demand: MemoryDemand, limit: int, advice: Sequence[str]) -> DeviceMemoryError:
+def _shortage(plan: MemoryPlan, limit: int, others: Sequence[Offload], advice: Sequence[str]) -> DeviceMemoryError:
+    """others: what would fit instead."""
     phase, missing = plan.peak_phase, plan.peak - limit
-    others = [other.offload for other in plans_of(demand, limit) if other.peak <= limit]
-    ways = [f"--offload {others[0]}, which fits"] if others else [f"{size_text(plan.peak)} of memory"]
-    part = {
-        "text": f"the text encoders take {size_text(demand.text.total)}",
-        "denoise": f"the activations of a step take {size_text(demand.step_activations)} and the transformer "
-        f"{size_text(max(part.total for part in demand.transformers))}",
-        "decode": f"decoding takes {size_text(demand.decode_activations)}",
-    }[phase]
+    ways = [f"{size_text(plan.peak)} of memory", *advice]
+    if others:
+        # On a CPU it is the limit that reads blocks from their files, unless --offload forbids it.
+        ways = [f"--offload {'auto' if plan.waits_in_files else others[0]}, which fits"]
+    parts = sorted(plan.parts[phase].items(), key=lambda each: -each[1])
+    held = " + ".join(f"{name.replace('_', ' ')} {size_text(num_bytes)}" for name, num_bytes in parts if num_bytes)
     return DeviceMemoryError(
         f"offload: {plan.offload}: the plan takes {size_text(plan.peak)} on the device in {phase}, "
-        f"{size_text(missing)} more than the {size_text(limit)} there are: {part}. "
-        f"{_listed([*ways, *(advice if not others else ())])}"
+        f"{size_text(missing)} more than the {size_text(limit)} there are: {held}. {_listed(ways)}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-# (target on the device, source in the machine's memory), both bytes.
+# (target on the device, source in the machine's memory), bytes or numbers.
 Copies: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 # Its functions have no annotations.
@@ -42,6 +42,13 @@ class Transfers:
     def wait(self, copied: Any) -> None:
         """What computes from now on runs behind the event."""
 
+    def finish(self, copied: Any) -> None:
+        """Return when the copies before the event are done, and their sources may be written again."""
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """Bytes in the machine's memory to copy from, pinned where the system allows it."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def synchronize(self) -> None:
         """Return when everything so far is done."""
 
@@ -71,13 +78,25 @@ class CudaTransfers(Transfers):
         with _cuda.stream(self._stream):
             self._stream.wait_event(after)
             for target, source in copies:
-                target.copy_(source, non_blocking=True)
+                # Converted on the device: in one step torch would convert on the CPU, and copy from unpinned memory.
+                there = source if source.dtype == target.dtype else source.to(self.device, non_blocking=True)
+                target.copy_(there, non_blocking=True)
             copied = _cuda.Event()
             copied.record(self._stream)
         return copied
 
     def wait(self, copied: Any) -> None:
         _cuda.current_stream(self.device).wait_event(copied)
+
+    def finish(self, copied: Any) -> None:
+        copied.synchronize()
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            # Copies are slower then, and the same.
+            return torch.empty(num_bytes, dtype=torch.uint8)
 
     def synchronize(self) -> None:
         _cuda.current_stream(self.device).synchronize()
@@ -93,6 +112,9 @@ class CudaTransfers(Transfers):
         return f"cudaHostRegister of {num_bytes} bytes failed with error {status}"
 
     def unregister(self, address: int) -> None:
+        # No copy may still read it; a device that failed has no copies any more.
+        with contextlib.suppress(RuntimeError):
+            _cuda.synchronize(self.device)
         _cuda.cudart().cudaHostUnregister(address)
 
 

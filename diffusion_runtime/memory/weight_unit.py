@@ -1,14 +1,62 @@
-"""Weight unit: tensors of a module that are copied to the device together, such as those of a block."""
+"""Weight unit: tensors of a module that come to the device together, such as those of a block."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from diffusion_runtime.memory.host_arena import HostArena, aligned
+from diffusion_runtime.memory.transfers import Transfers
+
+# Of a tensor within an arena and within a buffer of the device: what matrix products and bulk copies want, and more.
+ALIGNMENT = 256
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Unit(Protocol):
+    """Tensors of a module that come to the device together. num_bytes: of a buffer that takes all of them."""
+
+    num_bytes: int
+
+    def copy_to(self, buffer: torch.Tensor, transfers: Transfers) -> Any:
+        """Begin to bring the values into a buffer, behind all that computes so far; the event behind that."""
+
+    def expect(self) -> None:
+        """It comes to the device next: whatever can be begun for that without memory."""
+
+    def use_buffer(self, buffer: torch.Tensor) -> None:
+        """Let the module's tensors be those in a buffer on the device, which holds their values."""
+
+    def use_host(self) -> None:
+        """Let the module's tensors be what they are while nobody computes with them."""
+
+
+class WeightHome(Protocol):
+    """Where the weights of a part wait: an arena in the machine's memory, or their files."""
+
+    def unit(self, tensors: Sequence[torch.Tensor]) -> Unit:
+        """Parameters and buffers whose values wait here."""
+
+    def pin(self, register: Callable[[int, int], str | None], unregister: Callable[[int], object]) -> None:
+        """See HostArena.pin; nothing where there is no memory to pin."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+class Arena(Protocol):
+    """What a WeightUnit needs to know of its arena."""
+
+    bytes: torch.Tensor
+
+    def offset_of(self, tensor: torch.Tensor) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -21,12 +69,12 @@ class _Held:
 
 
 class WeightUnit:
-    """tensors: parameters and buffers whose values are in the arena. num_bytes: of a buffer that takes all of them.
+    """A Unit. tensors: parameters and buffers whose values are in the arena.
 
     Tensors that lie side by side in the arena are one copy.
     """
 
-    def __init__(self, arena: HostArena, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, arena: Arena, tensors: Sequence[torch.Tensor]) -> None:
         self._held: list[_Held] = []
         self._runs: list[tuple[int, int, int]] = []
         self.num_bytes = 0
@@ -47,6 +95,13 @@ class WeightUnit:
             (buffer[place : place + length], self._arena.bytes[begin : begin + length])
             for begin, place, length in self._runs
         ]
+
+    def copy_to(self, buffer: torch.Tensor, transfers: Transfers) -> Any:
+        """See Unit.copy_to."""
+        return transfers.copy(self.copies_to(buffer), transfers.mark())
+
+    def expect(self) -> None:
+        """See Unit.expect: the arena is in memory."""
 
     def use_buffer(self, buffer: torch.Tensor) -> None:
         """Let the module's tensors be those in a buffer on the device."""

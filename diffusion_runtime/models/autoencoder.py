@@ -15,9 +15,13 @@ from torch import nn
 from diffusion_runtime.denoising.diffusers_import import check_diffusers_import
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, component_class, read_config
-from diffusion_runtime.models.checkpoint import Checkpoint, load_weights, own_pieces
+from diffusion_runtime.models.autoencoder_names import by_diffusers_names
+from diffusion_runtime.models.checkpoint import Checkpoint
+from diffusion_runtime.models.weight_loading import check_names, load_weights, own_pieces
 
 COMPONENT = "vae"
+# What decoding does not need, where a component says nothing else.
+_ENCODER = ("encoder", "quant_conv")
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,12 @@ class DiffusersComponent:
                 f"{folder / INDEX_FILE}: key {self.name!r}: expected {self.class_name}, got {found}; no native model "
                 "has that; `--backend diffusers` runs it"
             )
-        if self._build_decoding_half(folder) is None:
+        if self.build_decoding_half(folder) is None:
             self.build(folder)
 
     def decoding_library(self, folder: AnyFolder) -> str:
         """Whose attention `load_decoder` loads: "torch" for a module of ours, else "diffusers"."""
-        return "diffusers" if self._build_decoding_half(folder) is None else "torch"
+        return "diffusers" if self.build_decoding_half(folder) is None else "torch"
 
     def build(self, folder: AnyFolder, *, left_out: tuple[str, ...] = ()) -> Any:
         """The component without weights, on the meta device, from its config.json. left_out: as in `load`.
@@ -110,13 +114,25 @@ class DiffusersComponent:
 
         Raises what `load` raises.
         """
-        module = self._build_decoding_half(folder)
+        module = self.build_decoding_half(folder)
         if module is None:
             return self.load(folder, device, dtype, left_out=self.encoder_parts)
         self._fill(module, folder, device, dtype, self.encoder_parts)
         return module
 
-    def _build_decoding_half(self, folder: AnyFolder) -> nn.Module | None:
+    def check_weights(self, folder: AnyFolder) -> None:
+        """Whether the folder's files hold the component, from their heads alone. Raises ModelLoadError."""
+        module, encoder = self.build_decoding_half(folder), self.encoder_parts or _ENCODER
+        module = self.build(folder, left_out=encoder) if module is None else module
+        with self._checkpoint(module, folder) as checkpoint:
+            check_names(module, checkpoint, own_pieces(module), _starts_with(encoder))
+
+    def _checkpoint(self, module: nn.Module, folder: AnyFolder) -> Checkpoint:
+        expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        return Checkpoint(folder / self.name, renamed=lambda path, rows: by_diffusers_names(path, rows, expected))
+
+    def build_decoding_half(self, folder: AnyFolder) -> nn.Module | None:
+        """What `load_decoder` fills, on the meta device; None where that is diffusers' module. Imports nothing."""
         return self.decoding_half(self._settings(folder))
 
     def _settings(self, folder: AnyFolder) -> dict[str, Any]:
@@ -133,8 +149,7 @@ class DiffusersComponent:
         left_out: tuple[str, ...],
         stays_float32: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        prefixes = tuple(f"{part}." for part in left_out)
-        with Checkpoint(folder / self.name) as checkpoint:
+        with self._checkpoint(module, folder) as checkpoint:
             load_weights(
                 module,
                 checkpoint,
@@ -142,5 +157,10 @@ class DiffusersComponent:
                 device,
                 dtype,
                 stays_float32=stays_float32,
-                ignored=lambda tensor: tensor.startswith(prefixes),
+                ignored=_starts_with(left_out),
             )
+
+
+def _starts_with(parts: tuple[str, ...]) -> Callable[[str], bool]:
+    prefixes = tuple(f"{part}." for part in parts)
+    return lambda tensor: tensor.startswith(prefixes)

@@ -6,8 +6,7 @@ A pickle (.bin, .pt, .ckpt) can run code when it is opened, so none is ever read
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,40 +15,41 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 import torch
-from torch import nn
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.kernels.fp8_rows.api import QuantizedRows, quantize_rows
-from diffusion_runtime.layers.fp8_linear import WEIGHT_DTYPE, quantized_weights
-from diffusion_runtime.layers.gguf_linear import GgufLinear, GgufRows
 from diffusion_runtime.layers.weight_range import unusable_numbers
-from diffusion_runtime.models.stored_tensors import Rows, StoredRows, plain_rows, stored_rows
+from diffusion_runtime.models.parallel_reads import Finish, ParallelReads
+from diffusion_runtime.models.stored_tensors import Rows, StoredRows, plain_rows, some_rows, stored_rows
 from diffusion_runtime.models.tensor_files import SafetensorsFile, TensorFile
-from diffusion_runtime.models.weight_files import find_weight_files, listed, refuse_other_than_fp8, refuse_quantised
+from diffusion_runtime.models.tensor_part import WHOLE, TensorPart
+from diffusion_runtime.models.weight_files import (
+    DAMAGED,
+    find_weight_files,
+    refuse_other_than_fp8,
+    refuse_quantised,
+)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a checkpoint: its name and the shape it must have."""
+    """A tensor of a checkpoint: its name and the shape it must have. part: what of it is read."""
 
     name: str
     shape: tuple[int, ...]
+    part: TensorPart = WHOLE
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """The shape of what is read."""
+        return self.part.shape_of(self.shape)
+
+    def some(self, part: TensorPart) -> Piece:
+        """The same, of which a part is read."""
+        return dataclasses.replace(self, part=part)
 
 
-# What a GGUF file calls the numbers of a model's dtype.
-_GGUF_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Opens files, which are closed with the stack, and gives their tensors by name.
 Source: TypeAlias = Callable[[contextlib.ExitStack], Rows]
-
-
-class MakeEmpty(Protocol):
-    """A tensor to be filled, where weights shall lie."""
-
-    def __call__(self, shape: torch.Size, *, dtype: torch.dtype) -> torch.Tensor: ...
-
-
-# (module, name of a parameter, its values): changes the values in place.
-Arrange: TypeAlias = Callable[[nn.Module, str, torch.Tensor], None]
 
 
 class TensorSource(Protocol):
@@ -66,8 +66,11 @@ class TensorSource(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Write tensor `name` into `target`, of the same shape."""
+    def copy_into(self, name: str, target: torch.Tensor, part: TensorPart = WHOLE) -> None:
+        """Write a part of tensor `name` into `target`, of the part's shape."""
+
+    def begin_copy(self, name: str, target: torch.Tensor, part: TensorPart = WHOLE) -> Finish:
+        """`copy_into` that goes on beside others until the result is called, which raises what it raises."""
 
     def is_changed(self, name: str) -> bool:
         """Whether a change adds to tensor `name`."""
@@ -101,7 +104,8 @@ class Checkpoint:
     of either such as `{stem}.fp16.safetensors`. shapes: of every tensor, by name. changes: made to the tensors as they
     are read: each adds to the tensor as it is in the file, and the sum is rounded once. kept: tensors as they are in
     the file, which is not read for them again; those that are read, and are not quantised, are added. reads_fp8:
-    whether weights may be stored in 8 bits. source: opens the tensors where they are in other files, at `place`.
+    whether weights may be stored in 8 bits with scales. source: opens the tensors where they are in other files, at
+    `place`. renamed: gives the tensors of a file other names.
 
     Raises ModelLoadError for files that are missing, truncated, damaged, pickled, quantised otherwise, or Git-LFS
     pointers.
@@ -117,6 +121,7 @@ class Checkpoint:
         reads_fp8: bool = False,
         source: Source | None = None,
         place: Path | None = None,
+        renamed: Callable[[Path, Rows], Rows] | None = None,
     ) -> None:
         self.folder = folder
         self.elsewhere = place
@@ -124,12 +129,22 @@ class Checkpoint:
         self._changed = frozenset().union(*(change.changed(folder.name) for change in changes))
         self._kept = kept
         self._stack = contextlib.ExitStack()
+        # Closed before the files.
+        self._reads = ParallelReads()
         try:
             if source is None:
-                files = [self._open(path, reads_fp8) for path in find_weight_files(folder, stem)]
+                paths = find_weight_files(folder, stem)
+                if paths[0].parent != folder:
+                    self.elsewhere = paths[0] if len(paths) == 1 else paths[0].parent
+                files = [self._open(path, reads_fp8) for path in paths]
                 self._rows = stored_rows(files) if reads_fp8 else plain_rows(files)
+                if renamed is not None:
+                    self._rows = renamed(paths[0], self._rows)
             else:
                 self._rows = source(self._stack)
+            for file in {id(row.file): row.file for rows in self._rows.values() for row in rows}.values():
+                if isinstance(file, SafetensorsFile):
+                    file.reads = self._reads
             self.shapes = {name: _shape(rows) for name, rows in self._rows.items()}
             for change in changes:
                 change.check(folder.name, self.shapes)
@@ -137,16 +152,21 @@ class Checkpoint:
             self.close()
             raise
 
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Write tensor `name` into `target`, of the same shape, converting its dtype and device.
+    def copy_into(self, name: str, target: torch.Tensor, part: TensorPart = WHOLE) -> None:
+        """Write a part of tensor `name` into `target`, of the part's shape, converting its dtype and device. Of a
+        tensor that is neither changed nor kept, the part alone is read from the file.
 
         Raises ModelLoadError for numbers that nothing can be computed with (layers/weight_range.py).
         """
+        if part.is_zero:
+            target.zero_()
+            return
+        if name not in self._changed:
+            self.begin_copy(name, target, part)()
+            return
+        # A change may depend on all of a tensor, such as the lengths of its rows (DoRA).
         source = self._source(name, target.dtype)
         component = self.folder.name
-        if name not in self._changed:
-            target.copy_(source)
-            return
         base = source.float()
         total = base.clone()
         for change in self._changes:
@@ -158,7 +178,44 @@ class Checkpoint:
             raise ModelLoadError(
                 f"{self.folder}: tensor {name} with its LoRA {wrong}: use a smaller scale, or dtype bfloat16 or float32"
             )
-        target.copy_(total)
+        target.copy_(part.of(total))
+
+    def begin_copy(self, name: str, target: torch.Tensor, part: TensorPart = WHOLE) -> Finish:
+        """`copy_into`, in the background where the file's bytes are the numbers; nobody may touch `target` before the
+        result is called, which raises what copy_into raises."""
+        if part.is_zero:
+            target.zero_()
+            return lambda: None
+        rows = some_rows(self._rows[name], part)
+        stored = [each.stored_bytes() for each in rows]
+        places = [each for each in stored if each is not None]
+        if (
+            self.is_changed(name)
+            or self._kept is not None
+            or len(places) < len(stored)
+            or not self._reads.can_fill(target)
+        ):
+            if self.is_changed(name):
+                self.copy_into(name, target, part)
+            else:
+                target.copy_(self._source(name, target.dtype, part))
+            return lambda: None
+        flat, start, reads = target.view(-1), 0, []
+        for place in places:
+            stop = start + place.num_bytes // place.dtype.itemsize
+            reads.append(self._reads.into(place, flat[start:stop]))
+            start = stop
+
+        def finish() -> None:
+            for read in reads:
+                read()
+            wrong = unusable_numbers(target)
+            if wrong is not None:
+                # As they are stored they may be another thing: numbers that the target's dtype cannot hold.
+                self._source(name, target.dtype, part)
+                raise ModelLoadError(f"{self.folder}: tensor {name} {wrong} on {target.device}. {DAMAGED}")
+
+        return finish
 
     def quantized(self, name: str) -> tuple[StoredRows, ...]:
         """The rows of tensor `name` as they are stored, one after the other, where all of it is quantised in the file;
@@ -170,18 +227,32 @@ class Checkpoint:
         """Whether a change adds to tensor `name`."""
         return name in self._changed
 
-    def _source(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Tensor `name` as it is in its file."""
+    def expect(self, names: Collection[str]) -> None:
+        """Tell the system that these tensors are read next, so that it fetches them while others compute."""
+        for name in names:
+            for rows in self._rows[name]:
+                stored = rows.file.stored_bytes(rows.name, rows.rows)
+                if stored is not None:
+                    # What cannot be read is said when it is read.
+                    with contextlib.suppress(OSError):
+                        stored.expect()
+
+    def _source(self, name: str, dtype: torch.dtype, part: TensorPart = WHOLE) -> torch.Tensor:
+        """A part of tensor `name` as it is in its file."""
         if self._kept is not None and name in self._kept:
-            return self._kept[name]
+            return part.of(self._kept[name])
         rows = self._rows[name]
-        parts = [each.numbers(dtype) for each in rows]
+        if self._kept is None:
+            rows, part = some_rows(rows, part), WHOLE
+        # What is kept for later is for the system to take back.
+        parts = [each.numbers(dtype, mapped=self._kept is not None) for each in rows]
         source = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._kept is not None and not any(each.is_quantized for each in rows):
             self._kept[name] = source
-        return source
+        return part.of(source)
 
     def close(self) -> None:
+        self._reads.close()
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -203,220 +274,3 @@ class Checkpoint:
 def _shape(rows: Sequence[StoredRows]) -> tuple[int, ...]:
     first = rows[0].shape
     return first if len(rows) == 1 else (sum(each.shape[0] for each in rows), *first[1:])
-
-
-def stored_weight(
-    checkpoint: TensorSource, pieces: Mapping[str, tuple[Piece, ...]], name: str
-) -> tuple[StoredRows, ...]:
-    """The rows of our parameter `name` as they are stored, where all are quantised; empty otherwise."""
-    several = [checkpoint.quantized(piece.name) for piece in pieces[name] if piece.name in checkpoint.shapes]
-    whole = len(several) == len(pieces[name]) and all(several)
-    return tuple(row for rows in several for row in rows) if whole else ()
-
-
-def load_weights(
-    module: nn.Module,
-    checkpoint: TensorSource,
-    pieces: Mapping[str, tuple[Piece, ...]],
-    device: torch.device,
-    dtype: torch.dtype,
-    stays_float32: Callable[[str], bool] = lambda _: False,
-    ignored: Callable[[str], bool] = lambda _: False,
-    arrange: Arrange | None = None,
-    make_empty: MakeEmpty | None = None,
-) -> None:
-    """Fill `module` in place, each parameter once, on its device and in its dtype, without gradients.
-
-    pieces: at least every parameter and buffer of the state dict -> the checkpoint's tensors that fill it, in order.
-    Weights of 8-bit layers are quantised one after the other, on the device.
-    stays_float32: parameters that are not converted to `dtype`; integers never are. ignored: checkpoint tensors that
-        nothing reads. arrange: puts the rows of a parameter in the order that our layers have. make_empty: makes the
-        parameters, where they shall lie; None for `device`. 8-bit weights are quantised on `device` in any case.
-
-    Raises ModelLoadError that lists what is missing, unexpected or of another shape.
-    """
-    check_names(module, checkpoint, pieces, ignored)
-    scale_of = quantized_weights(module)
-    parameters = {name: value for name, value in module.state_dict().items() if name not in scale_of.values()}
-    of_gguf = _gguf_layers(module)
-    state = {}
-    on_device: MakeEmpty = functools.partial(torch.empty, device=device)
-    for name, parameter in parameters.items():
-        if name in scale_of:
-            rows = _float8_rows(checkpoint, pieces[name], device, _row_order(module, name, parameter.shape[0], arrange))
-            for own, values in zip((name, scale_of[name]), rows, strict=True):
-                state[own] = (
-                    values if make_empty is None else make_empty(values.shape, dtype=values.dtype).copy_(values)
-                )
-            continue
-        if name in of_gguf:
-            assert make_empty is None, "GGUF blocks are not offloaded (loading/native_model.py)"
-            state[name] = _hold_blocks(of_gguf[name], module, name, checkpoint, pieces[name], device, dtype, arrange)
-            continue
-        floating = torch.float32 if stays_float32(name) else dtype
-        stored_dtype = floating if parameter.is_floating_point() else parameter.dtype
-        target = (make_empty or on_device)(parameter.shape, dtype=stored_dtype)
-        _fill(target, name, checkpoint, pieces[name])
-        if arrange is not None:
-            arrange(module, name, target)
-        state[name] = target
-    module.load_state_dict(state, assign=True)
-    module.requires_grad_(False).eval()
-
-
-@torch.no_grad()
-def rewrite_weights(
-    module: nn.Module,
-    checkpoint: Checkpoint,
-    pieces: Mapping[str, tuple[Piece, ...]],
-    changed: Collection[str],
-    dtype: torch.dtype,
-    arrange: Arrange | None = None,
-) -> None:
-    """Fill the parameters of a loaded module that hold any of the checkpoint's tensors `changed`, one after the other
-    and in place, with what `load_weights` would put there. dtype: of the model."""
-    scale_of, of_gguf = quantized_weights(module), _gguf_layers(module)
-    parameters = module.state_dict(keep_vars=True)
-    for name, parameter in parameters.items():
-        if name in scale_of.values() or not any(piece.name in changed for piece in pieces[name]):
-            continue
-        if name in scale_of:
-            order = _row_order(module, name, parameter.shape[0], arrange)
-            rows = _float8_rows(checkpoint, pieces[name], parameter.device, order)
-            # In its place, which may be that of an offloaded weight; a change may give it another 8-bit dtype.
-            place = parameter.data.view(torch.uint8).copy_(rows.values.view(torch.uint8))
-            parameter.data = place.view(rows.values.dtype)
-            parameters[scale_of[name]].copy_(rows.scales)
-            continue
-        if name in of_gguf:
-            _hold_blocks(of_gguf[name], module, name, checkpoint, pieces[name], parameter.device, dtype, arrange)
-            continue
-        target = torch.empty_like(parameter)
-        _fill(target, name, checkpoint, pieces[name])
-        if arrange is not None:
-            arrange(module, name, target)
-        parameter.copy_(target)
-
-
-def _float8_rows(
-    checkpoint: TensorSource, pieces: Sequence[Piece], device: torch.device, order: torch.Tensor | None
-) -> QuantizedRows:
-    """The weight of an 8-bit layer: rows that are stored in 8 bits as they are, the others quantised. order: of the
-    rows, None as they come."""
-    stored = [() if checkpoint.is_changed(piece.name) else checkpoint.quantized(piece.name) for piece in pieces]
-    # One dtype for a whole layer: the file's where all rows have it, else the one that rows are quantised to.
-    kinds = {row.dtype_of_float8 for rows in stored for row in rows} if all(stored) else {None}
-    wanted = next(iter(kinds)) if len(kinds) == 1 else None
-    parts = []
-    for piece, rows in zip(pieces, stored, strict=True):
-        if rows and all(row.dtype_of_float8 in (wanted or WEIGHT_DTYPE,) for row in rows):
-            parts += [QuantizedRows(*(each.to(device) for each in row.float8_rows())) for row in rows]
-            continue
-        # From float32, so that a checkpoint with a LoRA is rounded once.
-        target = torch.empty(piece.shape, dtype=torch.float32, device=device)
-        checkpoint.copy_into(piece.name, target)
-        parts.append(quantize_rows(target))
-    values = torch.cat([part.values.view(torch.uint8) for part in parts]) if len(parts) > 1 else parts[0].values
-    scales = torch.cat([part.scales for part in parts])
-    if order is not None:
-        values, scales = values.view(torch.uint8)[order.to(device)], scales[order.to(device)]
-    return QuantizedRows(values.view(parts[0].values.dtype), scales)
-
-
-def _gguf_layers(module: nn.Module) -> dict[str, GgufLinear]:
-    """The layers with blocks of a GGUF file, by the name of their weight."""
-    return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, GgufLinear)}
-
-
-def _hold_blocks(
-    layer: GgufLinear,
-    module: nn.Module,
-    name: str,
-    checkpoint: TensorSource,
-    pieces: Sequence[Piece],
-    device: torch.device,
-    dtype: torch.dtype,
-    arrange: Arrange | None,
-) -> torch.Tensor:
-    """Fill a layer with its rows as they are stored; those that a change adds to in the model's dtype, as there is no
-    way back to blocks."""
-    parts: list[GgufRows] = []
-    for piece in pieces:
-        if checkpoint.is_changed(piece.name):
-            target = torch.empty(piece.shape, dtype=dtype)
-            checkpoint.copy_into(piece.name, target)
-            parts.append(GgufRows(_GGUF_NAMES[dtype], target.view(torch.uint8)))
-        else:
-            parts += [row.blocks() for row in checkpoint.quantized(piece.name)]
-    order = _row_order(module, name, layer.out_features, arrange)
-    return layer.hold(parts if order is None else _in_order(parts, order), device)
-
-
-def _in_order(parts: Sequence[GgufRows], order: torch.Tensor) -> list[GgufRows]:
-    """order: of all rows; one that takes no row from one part to another, as parts are whole projections."""
-    moved, start = [], 0
-    for part in parts:
-        stop = start + part.data.shape[0]
-        own = order[start:stop] - start
-        assert int(own.min()) >= 0
-        assert int(own.max()) < stop - start
-        moved.append(GgufRows(part.kind, part.data[own]))
-        start = stop
-    return moved
-
-
-def _row_order(module: nn.Module, name: str, num_rows: int, arrange: Arrange | None) -> torch.Tensor | None:
-    """What `arrange` makes of the numbers of the rows; None where they stay."""
-    if arrange is None:
-        return None
-    order = torch.arange(num_rows)
-    arrange(module, name, order)
-    return order
-
-
-def _fill(target: torch.Tensor, name: str, checkpoint: TensorSource, pieces: Sequence[Piece]) -> None:
-    flat, start = target.view(-1), 0
-    for piece in pieces:
-        stop = start + math.prod(piece.shape)
-        checkpoint.copy_into(piece.name, flat[start:stop].view(piece.shape))
-        start = stop
-    assert start == target.numel(), f"{name}: its pieces hold {start} numbers, it has {target.numel()}"
-
-
-def own_pieces(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
-    """Pieces for a module whose names are the checkpoint's."""
-    return {name: (Piece(name, tuple(tensor.shape)),) for name, tensor in module.state_dict().items()}
-
-
-def check_names(
-    module: nn.Module,
-    checkpoint: TensorSource,
-    pieces: Mapping[str, tuple[Piece, ...]],
-    ignored: Callable[[str], bool] = lambda _: False,
-) -> None:
-    """Raises what load_weights raises for tensors that are missing, unexpected or of another shape."""
-    scales = quantized_weights(module).values()
-    expected = [piece for name in module.state_dict() if name not in scales for piece in pieces[name]]
-    shapes = checkpoint.shapes
-    wanted = {piece.name for piece in expected}
-    problems = []
-    missing = [piece.name for piece in expected if piece.name not in shapes]
-    if missing:
-        problems.append(f"{len(missing)} of {len(expected)} tensors are missing: {listed(missing)}")
-    unexpected = [name for name in shapes if name not in wanted and not ignored(name)]
-    if unexpected:
-        problems.append(f"{len(unexpected)} tensors are unexpected: {listed(unexpected)}")
-    reshaped = [
-        f"{piece.name} is {list(shapes[piece.name])}, expected {list(piece.shape)}"
-        for piece in expected
-        if piece.name in shapes and shapes[piece.name] != piece.shape
-    ]
-    if reshaped:
-        problems.append(f"{len(reshaped)} tensors have another shape than config.json says: {listed(reshaped)}")
-    if problems:
-        place, whose = (
-            (checkpoint.folder, "beside them")
-            if checkpoint.elsewhere is None
-            else (checkpoint.elsewhere, "of the model's folder")
-        )
-        raise ModelLoadError(f"{place}: the weights do not fit config.json {whose}. " + ". ".join(problems))

@@ -45,7 +45,7 @@ def widest_activation(autoencoder: Any) -> float:
         convolution.register_forward_hook(look)
     latents = torch.empty(1, first.in_channels, *_PROBE, dtype=first.weight.dtype, device="meta")
     with torch.inference_mode():
-        module.decode(latents, return_dict=False)
+        decode_latents(module, latents)
     frames, height, width = _PROBE
     goes_by_frame = "feat_cache" in inspect.signature(module.decoder.forward).parameters
     return largest / ((1 if goes_by_frame else frames) * height * width)
@@ -106,9 +106,11 @@ _FRAMES_IN_TURN = 3
 def decoding_bytes(autoencoder: Any, height: int, width: int, latent_frames: int, *, in_tiles: bool) -> int:
     """What decoding a clip has alive at once beside the weights, counted on the meta device.
 
-    autoencoder: diffusers' module on the meta device, in the dtype it computes in. height, width: in pixels. in_tiles:
-    tiles of diffusers' size.
+    autoencoder: a module on the meta device, in the dtype it computes in. height, width: in pixels. in_tiles: tiles of
+    diffusers' size, of a module of diffusers'.
     """
+    if isinstance(autoencoder, CausalVideoAutoencoder):
+        return _streaming_bytes(autoencoder, height, width, latent_frames)
     convolutions = [each for each in autoencoder.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
     is_video = any(isinstance(each, nn.Conv3d) for each in convolutions)
     factor = getattr(autoencoder, "spatial_compression_ratio", None)
@@ -126,4 +128,26 @@ def decoding_bytes(autoencoder: Any, height: int, width: int, latent_frames: int
         frames = min(frames, _FRAMES_IN_TURN)
     shape = [1, convolutions[0].in_channels, *([frames] if is_video else []), *sizes]
     latents = torch.empty(shape, dtype=convolutions[0].weight.dtype, device="meta")
-    return peak_bytes(lambda: autoencoder.decode(latents, return_dict=False), latents.device)
+    return peak_bytes(lambda: decode_latents(autoencoder, latents), latents.device)
+
+
+def decode_latents(autoencoder: Any, latents: torch.Tensor) -> object:
+    """One call of diffusers' decoder; some are told of the noise of their latents."""
+    takes_timestep = getattr(getattr(autoencoder, "config", None), "timestep_conditioning", False)
+    times = (latents.new_zeros(latents.shape[0]),) if takes_timestep else ()
+    return autoencoder.decode(latents, *times, return_dict=False)
+
+
+def _streaming_bytes(autoencoder: CausalVideoAutoencoder, height: int, width: int, latent_frames: int) -> int:
+    """`decoding_bytes` of a module that goes from latent frame to latent frame."""
+    weight, factor = autoencoder.post_quant_conv.weight, autoencoder.spatial_compression_ratio
+    frames = min(latent_frames, _FRAMES_IN_TURN)
+    latents = torch.empty(
+        1, weight.shape[1], frames, height // factor, width // factor, dtype=weight.dtype, device="meta"
+    )
+
+    def decode() -> None:
+        for _ in ChannelsFirstDecoder(autoencoder, is_eager=True).decode(latents):
+            pass
+
+    return peak_bytes(decode, latents.device)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -23,32 +23,43 @@ from diffusion_runtime.model_folder import (
     refuse_unknown_index_keys,
 )
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.models.checkpoint import (
+from diffusion_runtime.models.checkpoint import Checkpoint, Piece, TensorSource, WeightChange
+from diffusion_runtime.models.generation import GenerationSettings, generation_settings
+from diffusion_runtime.models.geometry import LatentGeometry
+from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
+from diffusion_runtime.models.latent_upsampler import SecondStage
+from diffusion_runtime.models.lora.binding import LoraTarget
+from diffusion_runtime.models.lora.names import LoraNames
+from diffusion_runtime.models.quantization import Quantization
+from diffusion_runtime.models.reference_images import ReferenceImages, Size
+from diffusion_runtime.models.stored_weights import Conversions, StoredWeights
+from diffusion_runtime.models.tensor_names import Expected
+from diffusion_runtime.models.tensor_parallel import TensorParallel, shared_pieces
+from diffusion_runtime.models.transformer_files import TransformerFile
+from diffusion_runtime.models.video_control import VideoControl
+from diffusion_runtime.models.weight_files import GGUF
+from diffusion_runtime.models.weight_loading import (
     Arrange,
-    Checkpoint,
     MakeEmpty,
-    Piece,
-    TensorSource,
-    WeightChange,
     check_names,
     load_weights,
     rewrite_weights,
     stored_weight,
 )
-from diffusion_runtime.models.generation import GenerationSettings, generation_settings
-from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner, LatentDecoder
-from diffusion_runtime.models.lora.binding import LoraTarget
-from diffusion_runtime.models.lora.names import LoraNames
-from diffusion_runtime.models.quantization import Quantization
-from diffusion_runtime.models.reference_images import ReferenceImages
-from diffusion_runtime.models.tensor_names import Expected
-from diffusion_runtime.models.transformer_files import TransformerFile
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 # The transformer's config and the latents' geometry of a family.
 C = TypeVar("C")
 G = TypeVar("G", bound=LatentGeometry)
+
+
+# (component, its module): makes the tensors that its weights lie in; None for the model's device.
+RoomFor: TypeAlias = Callable[[str, nn.Module], MakeEmpty | None]
+
+
+def no_room(_: str, __: nn.Module) -> None:
+    """Of a model whose weights lie on its device."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +90,16 @@ class Model(Generic[C, G]):
 
     embeds_guidance: the transformer takes the guidance scale as an input; `guidance_scale` is then that, and
     `true_cfg_scale` is the scale of classifier-free guidance. takes_guidance: False for a model that was distilled to
-    run without, and whose authors' pipeline leaves the scale unread. images: the fields of images that requests may
-    set, image_path and last_image_path -> whether they must. references: how a model for editing takes its images.
+    run without, and whose authors' pipeline leaves the scale unread. decodes_with_noise: the decoder takes noise and
+    its level (decode_noise_scale, decode_timestep). images: the fields of images that requests may set, image_path,
+    last_image_path and mask_path -> whether they must; in models with control blocks, those of the control video too.
+    references: how a model for editing takes its images; control: what one with control blocks takes.
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
     make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
     checkpoint's tensors say; is_ignored: tensors of a checkpoint that nothing reads; arrange: see load_weights.
     transformer_files: weights that are read from elsewhere than the folder; known_names: the modules of all families.
+    tensor: the processes that share the weights, None for one alone.
     """
 
     family: ModelFamily[C, G]
@@ -109,18 +123,48 @@ class Model(Generic[C, G]):
     arrange: Arrange | None = None
     embeds_guidance: bool = False
     takes_guidance: bool = True
+    decodes_with_noise: bool = False
     images: Mapping[str, bool] = field(default_factory=dict)
     references: ReferenceImages | None = None
+    control: VideoControl | None = None
     transformer_files: tuple[TransformerFile, ...] = ()
     known_names: Callable[[], Sequence[LoraNames]] = lambda: ()
+    tensor: TensorParallel | None = None
+    # Of the height and width of an image: those of what is made of it where a request says none.
+    size_of_image: Callable[[Size], Size] | None = None
 
     def build_transformer(self, policy: AttentionPolicy) -> DiffusionTransformer:
-        """The transformer without weights, on the meta device.
+        """The transformer without weights, on the meta device; this process's part of it where several share it.
 
         Raises BackendUnavailableError and ConfigError for an attention choice that cannot run.
         """
         with torch.device("meta"):
-            return self.make_transformer(policy)
+            transformer = self.make_transformer(policy)
+        for module in self.modules(transformer).values():
+            self._share_layers(module)
+        return transformer
+
+    def shared_by(self, group: RankGroup) -> Model[C, G]:
+        """The same where processes share the weights; policies that transformers are built with have a mesh with this
+        group. Raises ConfigError for what they cannot share."""
+        if group.size == 1:
+            return self
+        blocks = [file.path for file in self.transformer_files if file.place.suffix.lower() == GGUF]
+        if blocks:
+            raise ConfigError(
+                f"parallel.tensor_parallel_size: {blocks[0]}: the blocks of a GGUF file are not shared by processes in "
+                "this version; leave out --tensor-parallel-size, or use a safetensors file"
+            )
+        return dataclasses.replace(self, tensor=TensorParallel.of(self.family.name, group))
+
+    def _share_layers(self, module: nn.Module) -> None:
+        if self.tensor is not None:
+            self.tensor.apply(module)
+
+    def _make_room(self, module: nn.Module, names: Collection[str]) -> None:
+        """`prepare`; what it adds is shared as the rest is."""
+        self.prepare(module, names)
+        self._share_layers(module)
 
     def with_transformer_files(
         self, files: Sequence[TransformerFile], known: Callable[[], Sequence[LoraNames]]
@@ -145,7 +189,7 @@ class Model(Generic[C, G]):
         where there are no files yet, or none that can be read."""
         for component, module in self.modules(transformer).items():
             with contextlib.suppress(ModelLoadError), self._checkpoint(component) as checkpoint:
-                self.prepare(module, checkpoint.shapes)
+                self._make_room(module, checkpoint.shapes)
 
     def check_weights(self, transformer: DiffusionTransformer, components: Collection[str] | None = None) -> bool:
         """Whether weights of what `build_transformer` returned are quantised in their files. components: whose weights
@@ -156,7 +200,7 @@ class Model(Generic[C, G]):
             if components is not None and component not in components:
                 continue
             with self._checkpoint(component) as checkpoint:
-                self.prepare(module, checkpoint.shapes)
+                self._make_room(module, checkpoint.shapes)
                 check_names(module, checkpoint, self.pieces(component), self.is_ignored)
                 found |= any(checkpoint.quantized(name) for name in checkpoint.shapes)
         return found
@@ -189,7 +233,7 @@ class Model(Generic[C, G]):
         dtype: torch.dtype,
         changes: Sequence[WeightChange] = (),
         quantization: Quantization | None = None,
-        room_for: Callable[[str, nn.Module], MakeEmpty | None] = lambda *_: None,
+        room_for: RoomFor = no_room,
     ) -> DiffusionTransformer:
         """Read the weights into what `build_transformer` returned: in eval mode, without gradients.
 
@@ -213,15 +257,10 @@ class Model(Generic[C, G]):
         device: torch.device,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
-        room_for: Callable[[str, nn.Module], MakeEmpty | None] = lambda *_: None,
+        room_for: RoomFor = no_room,
     ) -> None:
         """Fill the part of an empty transformer that one component's tensors are for. Raises as load_transformer."""
-        module = self.modules(transformer)[component]
-        self.prepare(module, source.shapes)
-        pieces = self.pieces(component)
-        if quantization is not None:
-            quantization.keep_stored(module, functools.partial(stored_weight, source, pieces))
-        self.set_loaded_dtypes(module, dtype)
+        module, pieces = self._ready_module(transformer, component, source, dtype, quantization)
         load_weights(
             module,
             source,
@@ -233,6 +272,49 @@ class Model(Generic[C, G]):
             self.arrange,
             room_for(component, module),
         )
+
+    def keep_in_files(
+        self,
+        transformer: DiffusionTransformer,
+        device: torch.device,
+        dtype: torch.dtype,
+        changes: Sequence[WeightChange] = (),
+        quantization: Quantization | None = None,
+    ) -> dict[str, StoredWeights]:
+        """As load_transformer, but the weights stay in their files; where each component's wait, by its name."""
+        kept = {}
+        for component in self.modules(transformer):
+            with self._checkpoint(component) as checkpoint:
+                module, pieces = self._ready_module(transformer, component, checkpoint, dtype, quantization)
+                check_names(module, checkpoint, self.pieces(component), self.is_ignored)
+            conversions = Conversions(
+                functools.partial(self._checkpoint, component),
+                pieces,
+                device,
+                dtype,
+                self.family.stays_float32,
+                self.arrange,
+            )
+            kept[component] = StoredWeights(module, conversions, changes)
+        return kept
+
+    def _ready_module(
+        self,
+        transformer: DiffusionTransformer,
+        component: str,
+        source: TensorSource,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+    ) -> tuple[nn.Module, Mapping[str, tuple[Piece, ...]]]:
+        """The empty module that a component's tensors are for, as its files and quantisation make it, and what of them
+        fills its parameters here."""
+        module = self.modules(transformer)[component]
+        self._make_room(module, source.shapes)
+        pieces = shared_pieces(module, self.pieces(component))
+        if quantization is not None:
+            quantization.keep_stored(module, functools.partial(stored_weight, source, pieces))
+        self.set_loaded_dtypes(module, dtype)
+        return module, pieces
 
     def set_loaded_dtypes(self, module: nn.Module, dtype: torch.dtype) -> None:
         """Give the parameters of an empty transformer the dtypes that loading gives them, so that their bytes count."""
@@ -269,7 +351,8 @@ class Model(Generic[C, G]):
             if not changed[component]:
                 continue
             with self._checkpoint(component, changes, kept[component]) as checkpoint:
-                rewrite_weights(module, checkpoint, self.pieces(component), changed[component], dtype, self.arrange)
+                pieces = shared_pieces(module, self.pieces(component))
+                rewrite_weights(module, checkpoint, pieces, changed[component], dtype, self.arrange)
 
 
 def _unchanged(model: Model[C, G]) -> Model[C, G]:
@@ -300,6 +383,8 @@ class ModelFamily(Generic[C, G]):
     request_fields: those that not every model uses (RequestField.refusal) and this family does, beside the ones that
     loading reads off the folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: what is added to
     guidance_scale to make it the factor of uncond + factor * (cond - uncond).
+
+    second_stage: what refines upsampled latents, in families with an upsampler.
 
     schedule: where the flow shift is a number; read_schedule: for models whose shift may follow the size, which are
     refused without it. adapt: what depends on the folder, put into the model that follows from the declaration.
@@ -333,6 +418,7 @@ class ModelFamily(Generic[C, G]):
     request_fields: tuple[str, ...] = ()
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     read_schedule: Callable[[SchedulerConfig], FlowSchedule] | None = None
+    second_stage: SecondStage | None = None
     check_parts: Callable[[AnyFolder], object] = _nothing
     adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
 

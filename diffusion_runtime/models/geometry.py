@@ -57,6 +57,11 @@ class LatentGeometry:
         """Samples [batch, *sample_shape] taken apart, as decoders take them."""
         return LatentParts(latents)
 
+    def join(self, video: torch.Tensor, audio: torch.Tensor | None = None) -> torch.Tensor:
+        """Samples [batch, *sample_shape] of their parts: what `parts` takes apart."""
+        assert audio is None
+        return video
+
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         """(channels, frames, height, width) of the latents of a clip of height x width pixels.
 
@@ -82,14 +87,14 @@ class LatentGeometry:
         if wrong:
             raise RequestError("; ".join(wrong))
 
-    def check_halving(self, height: int, width: int, levels: int) -> None:
+    def check_halving(self, height: int, width: int, levels: int, field: str = "progressive_resolution") -> None:
         """Raises RequestError for a height and a width that are no whole tokens once halved `levels` times; it names
-        the nearest ones that are."""
+        the nearest ones that are, and the field that halves them."""
         sizes = (("height", height, self.patch[1]), ("width", width, self.patch[2]))
         rules = [(name, size, self.spatial_factor * patch << levels, 0) for name, size, patch in sizes]
         wrong = [_misfit(*rule) for rule in rules if rule[1] % rule[2]]
         if wrong:
-            raise RequestError(f"{'; '.join(wrong)}, or leave out progressive_resolution, which halves them")
+            raise RequestError(f"{'; '.join(wrong)}, or leave out {field}, which halves them")
 
     def grid(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:
         """(frames, height, width) in tokens of latents whose shape ends in frames, height, width.

@@ -12,6 +12,7 @@ import torch
 
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.tensor_files import TensorFile, TensorHead
+from diffusion_runtime.models.tensor_part import Ranges
 from diffusion_runtime.untrusted.files import open_file
 from diffusion_runtime.untrusted.gguf_header import TYPES, GgufTensor, read_gguf_header
 
@@ -41,8 +42,9 @@ class GgufFile(TensorFile):
             # Private pages: torch has no read-only tensors.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if header.tensors else None
 
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+    def read(self, name: str, rows: slice | None = None, columns: Ranges | None = None) -> torch.Tensor:
         """uint8 [rows, bytes] of any tensor, a copy."""
+        assert columns is None, "a row is read whole: its blocks hold many columns each"
         tensor = self._tensors[name]
         assert self._map is not None
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)

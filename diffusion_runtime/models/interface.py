@@ -22,7 +22,7 @@ from diffusion_runtime.media.images import read_image
 from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.request import IMAGE_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
+from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.interface import Conditions
 from diffusion_runtime.token_layout import Extent
 
@@ -35,8 +35,8 @@ class ImageCondition:
     """The images that a video starts from, and may end with, as a transformer takes them.
 
     latents: the first latent frame, [batch, channels, 1, height, width], normalised; of models that take a condition of
-    every frame beside the latents, [batch, condition channels, frames, height, width]. embeddings: [batch, tokens, dim]
-    of an image encoder, None for models without one.
+    every frame beside the latents or in control blocks, [batch, condition channels, frames, height, width].
+    embeddings: [batch, tokens, dim] of an image encoder, None for models without one.
 
     Of models for editing, latents are those of the first reference image, [batch, channels, 1, height, width] of its
     own size, and further those of the others.
@@ -117,7 +117,7 @@ class DiffusionTransformer(nn.Module, ABC):
         tensors, can be replayed from one CUDA graph."""
         text = dataclasses.replace(inputs.text, unknown_words=(), num_cut_tokens=(), encoder=None, further_cuts=())
         # Of a request, transformers read what not every model uses; of an image, its latents.
-        own = {name for name, declared in REQUEST_FIELDS.items() if declared.refusal is not None} - set(IMAGE_FIELDS)
+        own = {name for name, declared in REQUEST_FIELDS.items() if declared.refusal is not None} - set(INPUT_FIELDS)
         values = {name: getattr(inputs.request, name) for name in own}
         request = dataclasses.replace(_PLAIN_REQUEST, **values)
         return dataclasses.replace(inputs, text=text, request=request)
@@ -179,6 +179,11 @@ class LatentDecoder(ABC):
         """`decode` of one band of rows in a decoder that `splits_rows`. bands: the processes, by band, from the top."""
         with SpatialParallel(bands):
             return self.decode(latents)
+
+    def for_request(self, request: GenerationRequest) -> LatentDecoder:
+        """The same decoder for the clip of one resolved request, in models whose decoding reads values of it; itself in
+        others."""
+        return self
 
     def fast(self) -> LatentDecoder:
         """The same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""

@@ -6,8 +6,9 @@ Nothing is read but json and the heads of weight files: a folder whose weights a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,7 @@ def step_bytes(
     ones keep for later steps, and the sampler's latents."""
     num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
     branches = ["cond"] if not planned.is_guided else ["both"] if planned.is_batched else ["cond", "uncond"]
-    sample: tuple[int, ...] = model.geometry.sample_shape(planned.size)
+    sample: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
     latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
     inputs = {branch: _inputs(model, shapes, dtype, planned, num_samples) for branch in branches}
     timestep = torch.empty(num_samples, device=_META)
@@ -125,19 +126,40 @@ def step_bytes(
     return counted // num_sharers + SAMPLER_COPIES * planned.num_samples * math.prod(sample) * 4
 
 
+def forward_on_meta(
+    model: Model[Any, Any], transformer: DiffusionTransformer, dtype: torch.dtype, planned: PlannedRequest
+) -> Callable[[], None]:
+    """One forward pass of one guidance branch, or of both where they are batched, on the meta device; attention layers
+    make outputs and compute nothing. The first call computes what depends on the text alone, too."""
+    shapes, state = model.family.text_shapes(model.folder, model.config), RequestCache()
+    num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
+    sample: tuple[int, ...] = model.geometry.sample_shape(planned.size)
+    latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
+    timestep = torch.empty(num_samples, device=_META)
+    inputs = _inputs(model, shapes, dtype, planned, num_samples)
+
+    def run() -> None:
+        with torch.no_grad(), _planned_attention(transformer):
+            transformer(latents, timestep, inputs, AttentionContext(state=state))
+
+    return run
+
+
 @contextlib.contextmanager
 def _planned_attention(transformer: nn.Module) -> Iterator[None]:
     """Within the block, attention layers make an output and take what their backend needs, and compute nothing."""
     layers = [layer for layer in transformer.modules() if isinstance(layer, AttentionLayer)]
     for layer in layers:
         layer.forward = _AttendedShape(layer)  # type: ignore[method-assign]
-        # Which backend serves a call is not asked on the meta device; a gate that is computed takes more.
+        # Which backend serves a call is not asked on the meta device; a gate that is computed takes more, and rows of
+        # blocks are among the copies that are counted.
         layer.takes_gate = lambda *_: True  # type: ignore[method-assign]
+        layer.token_blocks = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         for layer in layers:
-            del layer.forward, layer.takes_gate
+            del layer.forward, layer.takes_gate, layer.token_blocks
 
 
 class _AttendedShape:
@@ -146,7 +168,7 @@ class _AttendedShape:
 
     def __init__(self, layer: AttentionLayer) -> None:
         packs = any(decision.dense is not None for _, decision in layer.decisions)
-        self._num_copies = 4 if packs or layer.policy.mesh.size > 1 else 0
+        self._num_copies = 4 if packs or layer.policy.mesh.sequence.size > 1 else 0
 
     def __call__(self, q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -172,15 +194,21 @@ def _inputs(
     )
     image = None
     if _takes_image(model, planned):
-        channels, frames, height, width = model.geometry.latent_shape(
-            planned.size.height, planned.size.width, planned.size.num_frames
-        )
+        size = _denoised_size(model, planned)
+        channels, frames, height, width = model.geometry.latent_shape(size.height, size.width, size.num_frames)
         embeddings = None if shapes.image is None else empty(*shapes.image)
         of_frames = (shapes.condition_channels, frames) if shapes.condition_channels else (channels, 1)
         # Further reference images, as large as what is made of them.
         further = [empty(channels, 1, height, width)] * (_num_references(model, planned) - 1)
         image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further))
     return DenoiserInputs(text, planned.size, planned.guidance, image, planned.request)
+
+
+def _denoised_size(model: Model[Any, Any], planned: PlannedRequest) -> ClipSize:
+    """The clip's, with the reference images of a model with control blocks before it."""
+    num_before = 0 if model.control is None else model.control.num_references(planned.request)
+    num_frames = planned.size.num_frames + num_before * model.geometry.temporal_factor
+    return dataclasses.replace(planned.size, num_frames=num_frames)
 
 
 def _num_references(model: Model[Any, Any], planned: PlannedRequest) -> int:
@@ -191,8 +219,9 @@ def _num_references(model: Model[Any, Any], planned: PlannedRequest) -> int:
 
 
 def _takes_image(model: Model[Any, Any], planned: PlannedRequest) -> bool:
-    """Whether the request starts from an image, given or needed."""
-    return planned.request.image_path is not None or model.images.get("image_path", False)
+    """Whether the request starts from an image, given or needed, or the model has control blocks."""
+    is_needed = model.control is not None or model.images.get("image_path", False)
+    return is_needed or planned.request.image_path is not None
 
 
 def _text_size(model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, notes: list[str]) -> PartSize:
@@ -242,7 +271,9 @@ def _decoder_size(
     for component in model.family.diffusers_components:
         if component.name == "connectors":
             continue
-        module = nn.Module.to(component.build(model.folder), dtype)
+        # A module of ours decodes without tiles; to tell what it takes needs no import of diffusers.
+        own = None if takes_image or in_tiles else component.build_decoding_half(model.folder)
+        module = nn.Module.to(component.build(model.folder) if own is None else own, dtype)
         for name, tensor in module.state_dict().items():
             total += 0 if name.startswith(_ENCODER_PARTS) and not takes_image else tensor.nbytes
         if component.name == AUTOENCODER:

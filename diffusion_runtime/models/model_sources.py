@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, first_line, nearest
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, check_model_files
-from diffusion_runtime.models.published import model_of_name
+from diffusion_runtime.models.published import model_of_name, published_model_of
+from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.models.registry import single_file_pipelines
 from diffusion_runtime.models.weight_files import GGUF, listed
 from diffusion_runtime.untrusted.files import check_path, check_place, expand_home
@@ -26,12 +29,13 @@ _HUB_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model",
 _HUB_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
 
 
-def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
+def resolve_model_folder(model_path: str, *, weights: bool = True, elsewhere: Sequence[str] = ()) -> Path:
     """The folder behind `shapes`, the path of a folder, the name of a published model such as `wan2.1-1.3b`, or a hub
     id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
 
     What is on the hub is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors
-    files, never a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone.
+    files, never a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone. elsewhere:
+    components whose safetensors files are left out.
 
     Raises ModelLoadError that says what to type instead.
     """
@@ -52,21 +56,59 @@ def resolve_model_folder(model_path: str, *, weights: bool = True) -> Path:
     check_place(path, "model_path")
     named = model_of_name(model_path)
     if named is not None:
-        return _download(named.model_path, weights)
+        return _download(named.model_path, weights, elsewhere)
     if not _HUB_ID.fullmatch(model_path):
         raise ModelLoadError(
             f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` (the embedded model), a "
             "diffusers folder, a name that `diffusion-runtime models` lists, or a hub id such as "
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
-    return _download(model_path, weights)
+    return _download(model_path, weights, elsewhere)
 
 
-def fetch_weights(model_path: str, folder: AnyFolder) -> None:
+@dataclass(frozen=True)
+class ConfigFolder:
+    """A folder with the json of a model. download_gb: of the published model whose json is the package's own, in
+    10 ** 9 bytes; None for the model's own folder."""
+
+    path: Path
+    download_gb: float | None = None
+
+
+def find_configs(model_path: str) -> ConfigFolder:
+    """The json of a model for whoever reads nothing else: of a published model what the hub's cache has of it, else
+    what the package knows, so that neither the network nor a download is needed. Any other as resolve_model_folder,
+    whose errors it raises."""
+    published = published_model_of(model_path)
+    if published is None or (packaged := packaged_folder(published.model_path)) is None:
+        return ConfigFolder(resolve_model_folder(model_path, weights=False))
+    cached = _cached(published.model_path)
+    return ConfigFolder(packaged, published.download_gb) if cached is None else ConfigFolder(cached)
+
+
+def _cached(hub_id: str) -> Path | None:
+    """The folder in the hub's cache that has every json file of a published model, None without one; asks no
+    network."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(hub_id, local_files_only=True))
+    except (OSError, ValueError):
+        # A cache that is not there, is not whole or cannot be read; a name that the hub's library refuses.
+        return None
+    wanted = published_folders()[hub_id.rpartition("/")[2]]
+    if not all((folder / name).is_file() for name in wanted):
+        return None
+    check_model_files(folder)
+    return folder
+
+
+def fetch_weights(model_path: str, folder: AnyFolder, elsewhere: Sequence[str] = ()) -> None:
     """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
-    folder has them. Raises what resolve_model_folder raises."""
+    folder has them. elsewhere: components whose weights are read from other files, and not downloaded. Raises what
+    resolve_model_folder raises."""
     is_local = model_path == EMBEDDED or check_path(expand_home(model_path), "model_path").is_dir()
-    found = folder if is_local else resolve_model_folder(model_path)
+    found = folder if is_local else resolve_model_folder(model_path, elsewhere=elsewhere)
     if str(found) != str(folder):
         raise ModelLoadError(f"{model_path} has changed on the hub since it was opened ({folder}, {found}): try again")
 
@@ -81,7 +123,7 @@ def _siblings(path: Path) -> str:
     return close if "Did you mean" in close else f" In {parent} there is: {listed(names) or 'no folder'}."
 
 
-def _download(hub_id: str, weights: bool) -> Path:
+def _download(hub_id: str, weights: bool, elsewhere: Sequence[str] = ()) -> Path:
     """The folder in the hub's cache that holds `hub_id`, brought up to date when there is a network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -89,7 +131,8 @@ def _download(hub_id: str, weights: bool) -> Path:
     patterns = [pattern for pattern in _HUB_FILES if weights or "safetensors" not in pattern]
     instead = f"or give the path of a copy, or {EMBEDDED!r} for the embedded model, which needs no network"
     try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=list(_HUB_COPIES)))
+        left_out = [*_HUB_COPIES, *(f"{component}/*.safetensors" for component in elsewhere)]
+        folder = Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=left_out))
     except GatedRepoError as error:
         raise ModelLoadError(
             f"{hub_id}: its terms must be accepted first, at https://huggingface.co/{hub_id}; then `hf auth login`"

@@ -11,6 +11,8 @@ from typing import Any
 from diffusion_runtime.untrusted.yaml_text import read_yaml_file
 
 PUBLISHED_FILE = Path(__file__).with_name("published.yaml")
+# Components that prompts go through.
+_TEXT_PARTS = ("text_encoder", "connectors")
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -18,9 +20,9 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 class PublishedModel:
     """A model folder that others publish.
 
-    name: short, that of its file in configs/. model_path: a hub id, or `shapes`. makes: `video`, `image`,
-    `video from image`, `video from text or image`, `video from two images`, `image from image` or `image from text or
-    image`. parameters: of each component, in billions. stored_bytes: of one stored number, for the size of the
+    name: short, that of its file in configs/. model_path: a hub id, or `shapes`. makes: in words, such as `video`,
+    `video from two images` or `image from text or images`. images: the request fields of files that it takes -> whether
+    it needs one. parameters: of each component, in billions. stored_bytes: of one stored number, for the size of the
     download. request, presets: the values it was made for, as its authors document them.
     """
 
@@ -30,6 +32,7 @@ class PublishedModel:
     makes: str
     parameters: tuple[tuple[str, float], ...]
     stored_bytes: int = 2
+    images: Mapping[str, bool] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -51,6 +54,13 @@ class PublishedModel:
         """10 ** 9 bytes that the weights of all components take; what a generation adds depends on its size."""
         return self.total_billions * BYTES_OF[dtype]
 
+    def offloaded_gb(self, dtype: str) -> float:
+        """The same with `--offload model`: the text encoders, or one transformer, beside all that stays. With `layers`
+        it is less."""
+        text = sum(billions for name, billions in self.parameters if name.startswith(_TEXT_PARTS))
+        transformers = [billions for name, billions in self.parameters if name.startswith("transformer")]
+        return (self.total_billions - text - sum(transformers) + max(text, *transformers)) * BYTES_OF[dtype]
+
 
 @functools.cache
 def published_models() -> tuple[PublishedModel, ...]:
@@ -67,6 +77,7 @@ def _model(name: str, entry: Mapping[str, Any]) -> PublishedModel:
         makes=published["makes"],
         parameters=tuple(published["parameters"].items()),
         stored_bytes=published.get("stored_bytes", 2),
+        images={name: kind == "needed" for name, kind in published.get("images", {}).items()},
         request={key: value for key, value in entry["request"].items() if value is not None},
         presets=entry.get("presets", {}),
     )
@@ -76,6 +87,13 @@ def model_of_name(model_path: str) -> PublishedModel | None:
     """The published model on the hub that `model_path` names; None for a folder of that name, and for anything else."""
     named = next((model for model in published_models() if model.is_download and model.name == model_path), None)
     return None if named is None or Path(model_path).exists() else named
+
+
+def published_model_of(model_path: str) -> PublishedModel | None:
+    """The published model that a name or a hub id stands for; None for a folder of that name, and for anything else."""
+    known = (each for each in published_models() if each.is_download and model_path in (each.name, each.model_path))
+    found = next(known, None)
+    return None if found is None or Path(model_path).exists() else found
 
 
 def published_defaults(name: str, *keys: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 from diffusion_runtime.untrusted.yaml_text import read_yaml_file
 
 FOLDERS_FILE = Path(__file__).with_name("published_folders.yaml")
+ENCODERS_FILE = Path(__file__).with_name("published_encoders.yaml")
 
 # File of a model folder, such as transformer/config.json -> what it holds.
 FolderFiles: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -19,8 +21,12 @@ FolderFiles: TypeAlias = Mapping[str, Mapping[str, Any]]
 @functools.cache
 def published_folders() -> Mapping[str, FolderFiles]:
     """By the last part of a hub id, such as `FLUX.1-dev`: every json file of its folder."""
+    encoders: Mapping[str, Mapping[str, Any]] = read_yaml_file(ENCODERS_FILE)
     folders: Mapping[str, FolderFiles] = read_yaml_file(FOLDERS_FILE)
-    return folders
+    return {
+        name: {file: {**encoders.get(str(values.get("model_type")), {}), **values} for file, values in files.items()}
+        for name, files in folders.items()
+    }
 
 
 def write_folder(folder: Path, files: FolderFiles) -> Path:
@@ -30,3 +36,18 @@ def write_folder(folder: Path, files: FolderFiles) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dict(values)))
     return folder
+
+
+@functools.cache
+def _temporary_folder(name: str) -> tempfile.TemporaryDirectory[str]:
+    """Deleted when the process ends."""
+    place = tempfile.TemporaryDirectory(prefix="diffusion_runtime_configs_")
+    write_folder(Path(place.name) / name, published_folders()[name])
+    return place
+
+
+def packaged_folder(hub_id: str) -> Path | None:
+    """A folder of the json that the package knows of a published model, without weights and tokenizers; it is deleted
+    when the process ends. None for a model that it does not know. Raises OSError."""
+    name = hub_id.rpartition("/")[2]
+    return Path(_temporary_folder(name).name) / name if name in published_folders() else None

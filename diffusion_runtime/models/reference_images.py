@@ -22,33 +22,66 @@ Size: TypeAlias = tuple[int, int]
 Encode: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
+def _whole(size: Size) -> Size:
+    return size
+
+
+def _any_size(_: Size) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class ReferenceImages:
     """How a model for editing takes its images.
 
-    most: how many. scaled: of an image's size, the size of the picture that the autoencoder encodes. sets_size: whether
-    what is made has the size of an encoded picture where a request says none; the last one's, as in diffusers.
+    most: how many. scaled: of an image's size, that of the picture made of it; cropped: of the picture's size, that of
+    its middle, which the autoencoder encodes. refusal: why an image of some size cannot be used, None where it can.
+    sized_by: which encoded picture's size is that of what is made where a request says none, 0 for the first one and -1
+    for the last, as in diffusers; None where it has a size of its own. usual: how many images a benchmark has.
     """
 
     most: int
     scaled: Callable[[Size], Size]
-    sets_size: bool = False
+    cropped: Callable[[Size], Size] = _whole
+    refusal: Callable[[Size], str | None] = _any_size
+    sized_by: int | None = None
+    usual: int = 1
 
-    def scaled_sizes(self, paths: Sequence[str]) -> list[Size]:
-        """Of the encoded pictures. Raises RequestError for a file that is no image, and for sides so unequal that
-        nothing of the image would be left."""
-        sizes = []
-        for path in paths:
-            width, height = open_picture(path, _FIELD).size
-            sizes.append(self.scaled((height, width)))
-            if min(sizes[-1]) < 1:
-                raise RequestError(f"{_FIELD}: {path} is {width} x {height} (width x height): too narrow; crop it")
-        return sizes
+    def encoded_size(self, size: Size) -> Size:
+        """Of what is encoded of an image of this size."""
+        return self.cropped(self.scaled(size))
+
+    def check(self, path: str) -> Size:
+        """The size of an image. Raises RequestError for a file that is no image, for a size that the model does not
+        take, and for sides so unequal that nothing of the image would be left."""
+        width, height = open_picture(path, _FIELD).size
+        refusal = self.refusal((height, width))
+        if refusal is None and min(self.encoded_size((height, width))) < 1:
+            refusal = "too narrow; crop it"
+        if refusal is not None:
+            raise RequestError(f"{_FIELD}: {path} is {width} x {height} (width x height): {refusal}")
+        return height, width
 
     def default_size(self, paths: Sequence[str]) -> dict[str, int]:
-        """Request values that follow from the images. Raises what scaled_sizes raises."""
-        sizes = self.scaled_sizes(paths)
-        return dict(zip(("height", "width"), sizes[-1], strict=True)) if sizes and self.sets_size else {}
+        """Request values that follow from the images. Raises what `check` raises."""
+        sizes = [self.encoded_size(self.check(path)) for path in paths]
+        if not sizes or self.sized_by is None:
+            return {}
+        return dict(zip(("height", "width"), sizes[self.sized_by], strict=True))
+
+    def pixels(self, path: str) -> torch.Tensor:
+        """What is encoded of an image, [1, 3, height, width] in [-1, 1]. Raises what `check` raises."""
+        scaled = self.scaled(self.check(path))
+        rows, columns = self.cropped(scaled)
+        top, left = (scaled[0] - rows) // 2, (scaled[1] - columns) // 2
+        whole = torch.from_numpy(read_image(path, *scaled))
+        middle = whole[top : top + rows, left : left + columns]
+        return as_pixels(middle)
+
+
+def as_pixels(image: torch.Tensor) -> torch.Tensor:
+    """What an autoencoder takes, [1, 3, height, width] in [-1, 1], of an image [height, width, 3], uint8."""
+    return image.float().div(127.5).sub(1.0).permute(2, 0, 1)[None]
 
 
 class ReferenceConditioner(ImageConditioner):
@@ -68,16 +101,8 @@ class ReferenceConditioner(ImageConditioner):
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:  # noqa: ARG002
         """See ImageConditioner.condition."""
         paths = image_paths(request, _FIELD)
-        latents = [
-            self._encode(_pixels(path, scaled))
-            for path, scaled in zip(paths, self._images.scaled_sizes(paths), strict=True)
-        ]
+        latents = [self._encode(self._images.pixels(path)) for path in paths]
         return ImageCondition(latents[0], further=tuple(latents[1:]))
-
-
-def _pixels(path: str, size: Size) -> torch.Tensor:
-    """[1, 3, height, width] in [-1, 1]."""
-    return torch.from_numpy(read_image(path, *size)).float().div(127.5).sub(1.0).permute(2, 0, 1)[None]
 
 
 def encode_with(autoencoder: Any, normalised: Callable[[torch.Tensor], torch.Tensor], *, is_video: bool) -> Encode:

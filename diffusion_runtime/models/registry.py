@@ -44,6 +44,7 @@ def _in_folder(folder: str, *, lora_names_in: str | None = None) -> _Registered:
 
 _families: dict[str, _Registered] = {
     "WanTransformer3DModel": _in_folder("wan"),
+    "WanVACETransformer3DModel": _in_folder("wan"),
     "FluxTransformer2DModel": _in_folder("flux1"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
     "QwenImageTransformer2DModel": _in_folder("qwen_image"),
@@ -51,6 +52,7 @@ _families: dict[str, _Registered] = {
     "HunyuanVideo15Transformer3DModel": _in_folder("hunyuan_video_15"),
     "ZImageTransformer2DModel": _in_folder("z_image"),
     "LTX2VideoTransformer3DModel": _in_folder("ltx2"),
+    "LTXVideoTransformer3DModel": _in_folder("ltx_video"),
 }
 
 

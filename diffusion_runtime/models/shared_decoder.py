@@ -3,6 +3,7 @@ everything."""
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy
@@ -13,6 +14,7 @@ from diffusion_runtime.models.interface import FrameStream, LatentDecoder
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import band_of, gather_bands
 from diffusion_runtime.parallel.world import World
+from diffusion_runtime.request import GenerationRequest
 
 
 class SharedDecoder(LatentDecoder):
@@ -26,6 +28,12 @@ class SharedDecoder(LatentDecoder):
         self._in_tiles = decoder is not None and decoder.splits_tiles
         description = json.loads(world.from_first(lambda: json.dumps(self._describe_decoder())))
         self.library, self.implementation = description
+
+    def for_request(self, request: GenerationRequest) -> LatentDecoder:
+        """See LatentDecoder.for_request."""
+        other = copy.copy(self)
+        other._decoder = None if self._decoder is None else self._decoder.for_request(request)
+        return other
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode; the same frames on every process."""

@@ -15,7 +15,9 @@ from diffusion_runtime.kernels.gguf_blocks import PLAIN_KINDS, block_scales, deq
 from diffusion_runtime.layers.gguf_linear import GgufRows
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.models.fp8_scales import Scale, find_scales
+from diffusion_runtime.models.parallel_reads import StoredBytes
 from diffusion_runtime.models.tensor_files import TensorFile
+from diffusion_runtime.models.tensor_part import Ranges, TensorPart
 from diffusion_runtime.models.weight_files import DAMAGED
 
 _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -23,8 +25,9 @@ _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of a tensor. name: in its file; shape: of these rows; rows: which, None for all. scale: of 8-bit floats,
-    None for a plain cast. full_precision: the file wants products in the model's dtype."""
+    """Rows of a tensor. name: in its file; shape: of these rows; rows: which, None for all; columns: which of their
+    numbers, None for all. scale: of 8-bit floats, None for a plain cast. full_precision: the file wants products in the
+    model's dtype."""
 
     file: TensorFile
     name: str
@@ -32,6 +35,7 @@ class StoredRows:
     rows: slice | None = None
     scale: Scale | None = None
     full_precision: bool = False
+    columns: Ranges | None = None
 
     @property
     def kind(self) -> str:
@@ -55,22 +59,40 @@ class StoredRows:
         """Rows `start` to `stop` of these, which are all of the tensor."""
         return dataclasses.replace(self, shape=(stop - start, *self.shape[1:]), rows=slice(start, stop))
 
+    def part(self, rows: slice, columns: Ranges | None) -> StoredRows:
+        """Some of these rows, counted from the first of them, and of their columns."""
+        first = 0 if self.rows is None else self.rows.start
+        shape = TensorPart((rows,), columns).shape_of(self.shape)
+        chosen = slice(first + rows.start, first + rows.stop)
+        return dataclasses.replace(self, shape=shape, rows=chosen, columns=columns)
+
     def as_shape(self, shape: tuple[int, ...]) -> StoredRows:
         """These in another shape where the two differ by dimensions of one number alone, as they are otherwise."""
         same = [size for size in self.shape if size != 1] == [size for size in shape if size != 1]
         return dataclasses.replace(self, shape=shape) if same else self
 
-    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+    def stored_bytes(self) -> StoredBytes | None:
+        """Where they are in the file, of numbers that are read as they are; None for others."""
+        in_one_run = not self.is_quantized and self.columns is None
+        return self.file.stored_bytes(self.name, self.rows) if in_one_run else None
+
+    def numbers(self, dtype: torch.dtype, *, mapped: bool = False) -> torch.Tensor:
         """[*shape] on the CPU: as they are stored, quantised ones in float32. dtype: what they will be converted to.
+        mapped: in pages of the file, of which the system may take back what is not in use, where that is possible.
 
         Raises ModelLoadError for numbers that nothing can be computed with.
         """
         if self.dtype_of_float8 is not None:
             return dequantize(self.float8_rows(), torch.float32).view(self.shape)
-        stored = self.file.read(self.name, self.rows)
+        is_whole = self.rows is None and self.columns is None
+        stored = (
+            self.file.mapped(self.name) if mapped and is_whole else self.file.read(self.name, self.rows, self.columns)
+        )
         if self.file.is_gguf:
             plain = PLAIN_KINDS.get(self.kind)
             stored = dequantize_blocks(stored, self.kind) if plain is None else stored.view(plain)
+        if dtype.is_floating_point and not stored.is_floating_point():
+            raise self.error(f"tensor {shown_name(self.name)} is stored as {self.kind}, expected BF16, F16 or F32")
         wrong = unusable_numbers(stored, dtype)
         if wrong is not None:
             raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
@@ -79,7 +101,7 @@ class StoredRows:
     def float8_rows(self) -> QuantizedRows:
         """8-bit floats as they are stored, [rows, numbers per row], and a scale per row. Raises ModelLoadError for NaN
         and infinity, and for a scale that is not positive."""
-        stored = self.file.read(self.name, self.rows)
+        stored = self.file.read(self.name, self.rows, self.columns)
         values = stored.reshape(stored.shape[0] if stored.dim() else 1, -1)
         wrong = unusable_numbers(values)
         if wrong is not None:
@@ -88,7 +110,7 @@ class StoredRows:
 
     def blocks(self) -> GgufRows:
         """Blocks of a GGUF file as they are stored. Raises ModelLoadError for scales that make no numbers."""
-        data = self.file.read(self.name, self.rows)
+        data = self.file.read(self.name, self.rows, self.columns)
         wrong = unusable_numbers(block_scales(data, self.kind))
         if wrong is not None:
             raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
@@ -117,6 +139,22 @@ class StoredRows:
 
 # By tensor name: its rows, one after the other.
 Rows: TypeAlias = dict[str, tuple[StoredRows, ...]]
+
+
+def some_rows(rows: Sequence[StoredRows], part: TensorPart) -> tuple[StoredRows, ...]:
+    """A part of a tensor, of which these are all rows, one after the other."""
+    if part.rows is None and part.columns is None:
+        return tuple(rows)
+    found, first = [], 0
+    ranges = part.rows if part.rows is not None else (slice(0, sum(each.shape[0] for each in rows)),)
+    for each in rows:
+        stop = first + each.shape[0]
+        for wanted in ranges:
+            start, end = max(wanted.start, first), min(wanted.stop, stop)
+            if start < end:
+                found.append(each.part(slice(start - first, end - first), part.columns))
+        first = stop
+    return tuple(found)
 
 
 def plain_rows(files: Sequence[TensorFile]) -> Rows:

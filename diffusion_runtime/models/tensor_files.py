@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +13,24 @@ from pathlib import Path
 import torch
 
 from diffusion_runtime.errors import ModelLoadError, first_line
-from diffusion_runtime.models.weight_files import check_whole
-from diffusion_runtime.untrusted.files import check_file
+from diffusion_runtime.models.parallel_reads import ParallelReads, StoredBytes
+from diffusion_runtime.models.tensor_part import Ranges
+from diffusion_runtime.models.weight_files import check_whole, stored_offsets
+from diffusion_runtime.untrusted.files import check_file, open_file
+
+# safetensors' names of what is read without it: bytes as they are.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True)
@@ -34,8 +52,18 @@ class TensorFile(ABC):
     metadata: Mapping[str, str]
 
     @abstractmethod
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """A tensor on the CPU, or some of its rows, as it is stored; of a GGUF file uint8 [rows, bytes]."""
+    def read(self, name: str, rows: slice | None = None, columns: Ranges | None = None) -> torch.Tensor:
+        """A tensor on the CPU, or some of its rows or of its columns, as it is stored; of a GGUF file uint8 [rows,
+        bytes], with all columns."""
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """As `read`, in pages that the system may take back and read again, where that is possible."""
+        return self.read(name)
+
+    def stored_bytes(self, name: str, rows: slice | None = None) -> StoredBytes | None:
+        """Where a tensor, or some of its rows, are in the file; None where that are not its numbers alone."""
+        del name, rows
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -44,6 +72,9 @@ class TensorFile(ABC):
 
 class SafetensorsFile(TensorFile):
     """Raises ModelLoadError for a file that is missing, cut off, damaged, or a Git-LFS pointer."""
+
+    # Whoever opened several files has one for all of them.
+    reads: ParallelReads | None = None
 
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
@@ -59,14 +90,47 @@ class SafetensorsFile(TensorFile):
                 heads[name] = TensorHead(tuple(tensor.get_shape()), tensor.get_dtype())
             self.heads = heads
             self.metadata = dict(self._file.metadata() or {})
+            self._offsets = stored_offsets(path)
+            self._descriptor = self._stack.enter_context(open_file(path, error=ModelLoadError)).fileno()
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
                 f"{path} is damaged or not a whole safetensors file ({first_line(error)}); copy or download it again"
             ) from error
 
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name) if rows is None else self._file.get_slice(name)[rows]
+    def read(self, name: str, rows: slice | None = None, columns: Ranges | None = None) -> torch.Tensor:
+        if columns is not None:
+            of_rows = self._file.get_slice(name)
+            parts = [of_rows[slice(None) if rows is None else rows, each] for each in columns]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        stored = self.stored_bytes(name, rows)
+        if stored is None:
+            tensor: torch.Tensor = self._file.get_tensor(name) if rows is None else self._file.get_slice(name)[rows]
+            return tensor
+        shape = self.heads[name].shape
+        shape = shape if rows is None else (len(range(*rows.indices(shape[0]))), *shape[1:])
+        target = torch.empty(shape, dtype=stored.dtype)
+        if self.reads is not None:
+            self.reads.into(stored, target)()
+        elif stored.num_bytes:
+            stored.read(0, target.view(-1).view(torch.uint8))
+        return target
+
+    def mapped(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
         return tensor
+
+    def stored_bytes(self, name: str, rows: slice | None = None) -> StoredBytes | None:
+        head = self.heads[name]
+        dtype, (begin, end) = _DTYPES.get(head.kind), self._offsets[name]
+        if dtype is None or not hasattr(os, "preadv") or end - begin != math.prod(head.shape) * dtype.itemsize:
+            return None
+        if rows is not None:
+            start, stop, step = rows.indices(head.shape[0])
+            row = (end - begin) // max(1, head.shape[0])
+            if step != 1:
+                return None
+            begin, end = begin + start * row, begin + max(start, stop) * row
+        return StoredBytes(self.path, self._descriptor, begin, end - begin, dtype)
 
     def close(self) -> None:
         self._stack.close()

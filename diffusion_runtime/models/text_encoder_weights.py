@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from diffusion_runtime.models.checkpoint import Checkpoint, Piece, load_weights, own_pieces
+from diffusion_runtime.models.checkpoint import Checkpoint, Piece
+from diffusion_runtime.models.weight_loading import load_weights, own_pieces
 
 # What transformers calls a file of weights.
 _STEM = "model"

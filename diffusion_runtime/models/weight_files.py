@@ -30,6 +30,13 @@ GGUF = ".gguf"
 # without the scales that belong to it.
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
 FLOAT8_KINDS = ("F8_E4M3", "F8_E5M2")
+# As these no weight of a layer is stored; counters and positions are.
+_WHOLE_NUMBERS = ("I64", "I32", "BOOL")
+_WEIGHT_LEAVES = ("weight", "bias")
+# Tokenizers that ComfyUI puts into the files of text encoders, as bytes; the model folder's own is read.
+_TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
+# A folder of links to the weights of a component (models/part_files.py) is inside one whose name ends so.
+LINKS = ".links"
 # Texts and marks beside 8-bit floats.
 _MARK_DTYPES = ("U8",)
 # What ComfyUI and the authors of models put in front of the names of a transformer's tensors.
@@ -45,6 +52,18 @@ UNQUANTISED = f"{UNQUANTISED_FOLDER}; `--backend diffusers` runs what diffusers 
 
 def find_weight_files(folder: Path, stem: str) -> list[Path]:
     """The safetensors files that hold a component, all of them present. Raises ModelLoadError."""
+    found = _find_weight_files(folder, stem)
+    if folder.parent.name.endswith(LINKS):
+        return [path.readlink() if path.is_symlink() else path for path in found]
+    return found
+
+
+def has_variant(folder: Path, stem: str, variant: str) -> bool:
+    """Whether a component has weights of a variant, such as `fp16`."""
+    return f".{variant}" in _variants(folder, stem)
+
+
+def _find_weight_files(folder: Path, stem: str) -> list[Path]:
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is missing; copy or download the whole model folder")
     for variant in ("", *_variants(folder, stem)):
@@ -104,6 +123,15 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(size for size in entry["shape"] if isinstance(size, int)) for name, entry in head.items()}
 
 
+def stored_offsets(path: Path) -> dict[str, tuple[int, int]]:
+    """Where every tensor of a safetensors file begins and ends in it, in bytes; from the head of the file alone. Raises
+    as stored_dtypes."""
+    head = _head(path, "data_offsets")
+    with open_file(path, error=ModelLoadError) as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    return {name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1]) for name, entry in head.items()}
+
+
 def _head(path: Path, key: str) -> dict[str, Any]:
     """What the head of a safetensors file says of every tensor, `key` among it."""
     check_whole(path)
@@ -127,16 +155,39 @@ def without_prefix(name: str) -> str:
 
 
 def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raises ModelLoadError for a file with tensors stored as 8-bit numbers or fewer. dtypes: by tensor name."""
-    strange = {name: dtype for name, dtype in dtypes.items() if dtype not in _PLAIN_DTYPES}
+    """Raises ModelLoadError for a file with tensors stored as 8-bit integers or fewer, or as 8-bit floats with scales,
+    and for weights that are whole numbers. Plain casts to 8-bit floats are numbers as others. dtypes: by tensor name.
+    """
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
+    refuse_whole_numbers(path, dtypes)
+    strange = _need_scales(dtypes)
     if strange:
-        advice = UNQUANTISED_FOLDER if _need_scales(dtypes) else UNQUANTISED
-        raise ModelLoadError(f"{_stored_as(path, dtypes, strange)} This runtime does not read them here; {advice}")
+        raise ModelLoadError(
+            f"{_stored_as(path, dtypes, strange)} Of text encoders and decoders this runtime reads plain casts to "
+            f"8-bit floats, without scales; {UNQUANTISED_FOLDER}"
+        )
+
+
+def refuse_whole_numbers(path: Path, dtypes: Mapping[str, str]) -> None:
+    """Raises ModelLoadError for weights that are stored as whole numbers or booleans. dtypes: by tensor name."""
+    strange = {
+        name: dtype
+        for name, dtype in dtypes.items()
+        if dtype in _WHOLE_NUMBERS and name.rpartition(".")[2] in _WEIGHT_LEAVES
+    }
+    if strange:
+        kinds = ", ".join(sorted(set(strange.values())))
+        raise ModelLoadError(
+            f"{path}: {len(strange)} of {len(dtypes)} tensors are stored as {kinds}, expected BF16, F16 or F32: "
+            f"{listed(strange)}. Weights of a layer are no whole numbers: the file was quantised without its scales, "
+            f"or is of something else; {UNQUANTISED_FOLDER}"
+        )
 
 
 def refuse_other_than_fp8(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for a transformer's file with tensors stored otherwise than as plain numbers, 8-bit floats
     and the marks beside these. dtypes: by tensor name."""
+    refuse_whole_numbers(path, dtypes)
     known = (*_PLAIN_DTYPES, *FLOAT8_KINDS)
     strange = {
         name: dtype
@@ -230,7 +281,7 @@ TRANSFORMERS = ("transformer", "transformer_2")
 
 # How the files of a component's weights are called, by the library that its class is of.
 COMPONENT_STEM = "diffusion_pytorch_model"
-_STEMS = {"diffusers": COMPONENT_STEM, "transformers": "model"}
+STEMS = {"diffusers": COMPONENT_STEM, "transformers": "model"}
 
 
 def check_components(folder: AnyFolder) -> None:
@@ -268,9 +319,14 @@ def _check_quantization_config(path: Path, values: Mapping[str, Any], component:
     settings = values.get("quantization_config")
     if settings is not None and not (component in TRANSFORMERS and _is_modelopt_fp8(settings)):
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        own = (
+            f"add --{component.replace('_', '-')}-path with a safetensors file in 8-bit floats or a GGUF file, "
+            if component in TRANSFORMERS
+            else ""
+        )
         raise ModelLoadError(
             f"{path}: key 'quantization_config': the weights are quantised ({method}), and this runtime does not "
-            f"read them; {UNQUANTISED}"
+            f"read them; {own}{UNQUANTISED}"
         )
 
 
@@ -303,8 +359,8 @@ def _with_weights(folder: AnyFolder) -> Iterator[tuple[str, str]]:
     """(name, stem of its weight files) of every component that has weights: schedulers and tokenizers have no
     config.json."""
     for component, library in _components(folder):
-        if library in _STEMS and (folder / component / "config.json").is_file():
-            yield component, _STEMS[library]
+        if library in STEMS and (folder / component / "config.json").is_file():
+            yield component, STEMS[library]
 
 
 def _components(folder: AnyFolder) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a file of weights holds, from its head alone: family, format, how tensors are stored."""
+"""What a file or a component's folder of weights holds, from heads alone: kind, family, format, stored dtypes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion_runtime.models.file_kinds import kind_of
 from diffusion_runtime.models.fp8_scales import find_scales
 from diffusion_runtime.models.lora.keys import parse_key
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.tensor_files import SafetensorsFile
 from diffusion_runtime.models.tensor_names import families_of_tensors, transformer_tensors
 from diffusion_runtime.models.transformer_files import open_tensor_file
-from diffusion_runtime.models.weight_files import FLOAT8_KINDS, GGUF, PREFIXES
+from diffusion_runtime.models.weight_files import (
+    COMPONENT_STEM,
+    FLOAT8_KINDS,
+    GGUF,
+    PREFIXES,
+    STEMS,
+    find_weight_files,
+)
 
 
 @dataclass(frozen=True)
 class WeightSummary:
-    """prefix: in front of the transformer's tensors, empty for none. families: that it may be for, empty for none that
-    is known. kinds: how many tensors are stored as what. scales: of 8-bit weights, None where there are none.
-    num_others: tensors of other components."""
+    """holds: a text encoder or an autoencoder in words, None for a transformer's weights; component: which of a
+    model's, empty for a transformer's. prefix: in front of the transformer's tensors, empty for none. families: that it
+    may be for, empty for none that is known. kinds: how many tensors are stored as what. scales: of 8-bit weights, None
+    for none. num_others: tensors of other components."""
 
     path: Path
     format: str
+    holds: str | None
+    component: str
     families: tuple[str, ...]
     prefix: str
     num_tensors: int
@@ -38,31 +49,48 @@ def holds_weights(path: str) -> bool:
     read."""
     if path.endswith(GGUF):
         return True
-    if not path.endswith(".safetensors") or not Path(path).is_file():
+    place = Path(path)
+    if place.is_dir():
+        return (place / "config.json").is_file() and not (place / "adapter_config.json").exists()
+    if not path.endswith(".safetensors") or not place.is_file():
         return False
-    with contextlib.closing(SafetensorsFile(Path(path))) as file:
+    with contextlib.closing(SafetensorsFile(place)) as file:
         return bool(file.heads) and not any(parse_key(name) for name in file.heads)
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files of a component's folder, or the one file. Raises ModelLoadError."""
+    if not path.is_dir():
+        return [path]
+    stems = [stem for stem in STEMS.values() if any(each.name.startswith(stem) for each in path.glob("*.safetensors"))]
+    return find_weight_files(path, stems[0] if stems else COMPONENT_STEM)
 
 
 def summarise_weights(path: Path) -> WeightSummary:
     """Raises ModelLoadError for a file that cannot be read, or whose tensors are stored in a way that is not."""
     with contextlib.ExitStack() as stack:
-        file = open_tensor_file(path, "FILE", stack)
-        scales = find_scales([file])
-        names = transformer_tensors(tuple(file.heads))
+        files = [open_tensor_file(each, "FILE", stack) for each in _files_of(path)]
+        scales = find_scales(files)
+        heads = {name: head for file in files for name, head in file.heads.items()}
+        kind = kind_of(tuple(heads))
+        names = transformer_tensors(tuple(heads)) if kind is None else tuple(heads)
         weights = [name for name in names if name not in scales.unread]
         prefix = next((prefix for prefix in PREFIXES if names and names[0].startswith(prefix)), "")
         return WeightSummary(
             path=path,
-            format="GGUF" if file.is_gguf else "safetensors",
-            families=families_of_tensors({name: file.heads[name].shape for name in weights}, lora_names_of_families()),
+            format="GGUF" if files[0].is_gguf else "safetensors",
+            holds=None if kind is None else kind.title,
+            component="" if kind is None else kind.component,
+            families=()
+            if kind is not None
+            else families_of_tensors({name: heads[name].shape for name in weights}, lora_names_of_families()),
             prefix=prefix,
             num_tensors=len(weights),
-            num_others=len(file.heads) - len(names),
-            kinds=dict(Counter(file.heads[name].kind for name in weights).most_common()),
+            num_others=len(heads) - len(names),
+            kinds=dict(Counter(heads[name].kind for name in weights).most_common()),
             scales=_scales_text(
                 [scale.num_numbers for scale in scales.of.values()],
-                has_float8=any(file.heads[name].kind in FLOAT8_KINDS for name in weights),
+                has_float8=any(heads[name].kind in FLOAT8_KINDS for name in weights),
             ),
         )
 

@@ -1,5 +1,5 @@
 """Process groups with an order of their own, and asynchronous collectives between their processes: all-to-all,
-all-gather, send/receive, with their buffers.
+all-gather, all-reduce, send/receive, with their buffers.
 
 A transfer overlaps with computation. With NCCL it runs on a stream of its own, which starts after what was queued on
 the current stream; `wait` makes the current stream wait for it, and no host thread waits. Buffers are allocated on the
@@ -47,6 +47,11 @@ class RankGroup:
     def is_sorted(self) -> bool:
         """Whether torch's order of the members is this group's."""
         return self.places == tuple(range(self.size))
+
+    @property
+    def backend(self) -> str:
+        """torch's name of what the processes exchange by: `nccl`, `gloo`; empty for one process."""
+        return "" if self.process_group is None else str(dist.get_backend(self.process_group))
 
     @classmethod
     def of(cls, process_group: ProcessGroup, members: Sequence[int] | None = None) -> Self:
@@ -177,3 +182,22 @@ def all_gather(group: RankGroup, x: torch.Tensor) -> list[torch.Tensor]:
     by_place = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
     dist.all_gather(by_place, x.contiguous(), group=group.process_group)
     return [by_place[place] for place in group.places]
+
+
+def sum_in_place(group: RankGroup, x: torch.Tensor) -> torch.Tensor:
+    """The sum of all members' tensors of one shape (all-reduce), the same bits on each of them. x: overwritten and
+    returned where it is contiguous, else a new tensor."""
+    if group.size == 1 or x.is_meta:
+        return x
+    x = x.contiguous()
+    dist.all_reduce(x, group=group.process_group)
+    return x
+
+
+def gather_features(group: RankGroup, x: torch.Tensor) -> torch.Tensor:
+    """The last dimensions of all members' tensors side by side, by member: [..., n] to [..., members * n]."""
+    if group.size == 1:
+        return x
+    if x.is_meta:
+        return x.new_empty(*x.shape[:-1], group.size * x.shape[-1])
+    return torch.cat(all_gather(group, x), dim=-1)

@@ -11,6 +11,8 @@ from diffusion_runtime.token_layout import TokenLayout
 if TYPE_CHECKING:
     import torch
 
+    from diffusion_runtime.kernels.block_packing.reference import PackedTokens
+
 
 class AttentionInputs(NamedTuple):
     """One attention call, whole or a part of it.
@@ -18,7 +20,8 @@ class AttentionInputs(NamedTuple):
     q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]. layout: where the keys of the whole
     sequence sit; None for a grid alone, without padding. gate: as q, or None. mask: [batch or 1, heads or 1, seq_q
     or 1, seq_k] over the whole sequence, or None. first_head: the index of q's first head among all num_heads_total of
-    the layer, some of which other processes may hold; None for q's own number.
+    the layer, some of which other processes may hold; None for q's own number. packed: the same q, k and v as rows of
+    the blocks that the layer's `token_blocks` named, which no exchange sees.
 
     On the way into an exchange q, k, v and gate hold this process's tokens: the text before the grid, its slice of the
     grid with the padding of SequenceSharding, the text after the grid.
@@ -32,6 +35,7 @@ class AttentionInputs(NamedTuple):
     mask: torch.Tensor | None = None
     first_head: int = 0
     num_heads_total: int | None = None
+    packed: PackedTokens | None = None
 
 
 # Attention on the given inputs: (out like q, log-sum-exp or None).

@@ -68,8 +68,10 @@ class SequenceSharding:
         if missing:
             shape = list(x.shape)
             shape[dim] = missing
-            mine = torch.cat([mine, x.new_zeros(shape)], dim=dim)
-        return mine.contiguous()
+            return torch.cat([mine, x.new_zeros(shape)], dim=dim).contiguous()
+        # Of its own: a view would keep the other slices in memory, and compiled blocks know where a tensor begins in
+        # its memory, so that the last slice, padded or not, would have two graphs.
+        return mine.clone(memory_format=torch.contiguous_format)
 
     def local(self, tokens: slice, num_tokens: int) -> slice:
         """Where a range of the grid's tokens in raster order, which they must be in, lies in this process's slice.

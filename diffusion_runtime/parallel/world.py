@@ -144,6 +144,10 @@ class World:
         """A block in which this process waits for work, however long; it is not a hang."""
         return self._watchdog.idle()
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """A block in which this process compiles; it is not a hang, while others wait for it."""
+        return self._watchdog.compiling()
+
     def from_first(self, make: Callable[[], str]) -> str:
         """What `make` returns on rank 0, on all ranks; it is called on rank 0 alone.
 

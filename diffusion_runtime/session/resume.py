@@ -1,7 +1,7 @@
 """Resume: which results of an interrupted run exist already (`--resume`).
 
-A result is done when its file and its sidecar are both there and were made by the same request and images, model, LoRA
-files, quantization, decoder and attention.
+A result is done when its file and its sidecar are both there and were made by the same request and images, model,
+weight files beside it, LoRA files, quantization, decoder and attention.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ _ATTENTION_KEYS = ("role", "when", "layers", "backend", "options")
 _RUNTIME_KEYS = (
     "transformer_path",
     "transformer_2_path",
+    "vae_path",
+    "text_encoder_path",
+    "text_encoder_2_path",
+    "variant",
+    "upsampler_path",
     "lora",
     "vae_decode",
     "vae_tiling",
@@ -54,7 +59,8 @@ def find_finished(
     ]
     for request, wanted in zip(requests, all_wanted, strict=True):
         target = outputs.target(request)
-        found, unrelated, is_free = None, [], False
+        found, is_free = None, False
+        unrelated: list[tuple[Path, Mapping[str, Any] | None]] = []
         for path in [numbered(target, number) for number in sorted({1} | numbers.get(target.stem, set()))]:
             if path in taken:
                 continue
@@ -67,11 +73,12 @@ def find_finished(
                 found = path
                 break
             if identity not in all_wanted and not is_free:
-                unrelated.append(path)
+                unrelated.append((path, identity))
         if found is None and unrelated:
+            path, other = unrelated[0]
             raise UsageError(
-                f"--resume: {unrelated[0]} was not made by this command: its recipe is another one, or missing. Move "
-                "it, or choose another --output-path"
+                f"--resume: {path} was not made by this command: {_difference(other, wanted)}. Move it, or choose "
+                "another --output-path"
             )
         if found is not None:
             taken.add(found)
@@ -92,12 +99,23 @@ def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
     kept = {
         "request": recipe.get("request"),
         "inputs": recipe.get("inputs", {}),
+        "weights": recipe.get("weights", {}),
         "runtime": {key: chosen[key] for key in _RUNTIME_KEYS},
         "model": {key: model.get(key) for key in _MODEL_KEYS} if isinstance(model, Mapping) else None,
         "attention": [{key: row.get(key) for key in _ATTENTION_KEYS} for row in rows if isinstance(row, Mapping)],
     }
     plain: dict[str, Any] = json.loads(json.dumps(kept, sort_keys=True))
     return plain
+
+
+def _difference(identity: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> str:
+    """Why a file's recipe is not the wanted one."""
+    differing = {key for key in wanted if identity is None or identity.get(key) != wanted[key]}
+    if differing == {"inputs"}:
+        return "an image has changed since"
+    if differing == {"weights"}:
+        return "a file of weights has changed since"
+    return "its recipe is another one, or missing"
 
 
 def _numbers_in(folder: Path) -> dict[str, set[int]]:

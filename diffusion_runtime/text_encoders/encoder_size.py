@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.text_encoders import umt5_model
 from diffusion_runtime.text_encoders.loading import quiet_transformers
 from diffusion_runtime.untrusted.component_sizes import check_sizes
 from diffusion_runtime.untrusted.json_text import read_json_file
@@ -38,13 +39,17 @@ def tensor_sizes_of(shapes: Mapping[str, int], num_layers: int | None = None) ->
 
 def shapes_by_config(folder: Path, class_name: str) -> dict[str, int]:
     """Numbers of each tensor of an encoder whose weights are not here, by name; from config.json. class_name: of
-    transformers, as model_index.json says. Imports transformers, which takes seconds.
+    transformers, as model_index.json says. Imports transformers, which takes seconds, but for a UMT5 of known settings.
 
     Raises ModelLoadError for a class or settings that transformers does not know.
     """
     config_file = folder / "config.json"
     values = read_json_file(config_file, error=ModelLoadError, allow_constants=True)
     check_sizes(values, config_file)
+    known = umt5_model.sizes_of(values) if class_name == "UMT5EncoderModel" else None
+    if known is not None:
+        with torch.device("meta"):
+            return sizes_of(umt5_model.UMT5Encoder(known).named_parameters())
     import transformers
 
     model_class: Any = getattr(transformers, class_name, None)

@@ -1,4 +1,4 @@
-"""A text encoder whose weights come to the device when a prompt is encoded."""
+"""Text encoders whose weights come to the device when a prompt is encoded."""
 
 from __future__ import annotations
 
@@ -22,6 +22,39 @@ class OffloadedTextEncoder(TextEncoder):
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """See TextEncoder.encode."""
         self._bring()
+        return self._encoder.encode(prompts)
+
+
+class ReloadedTextEncoder(TextEncoder):
+    """load: loads the encoder, now and whenever a prompt is encoded after `leave`. bring: called before each use, makes
+    room for it and calls `enter`."""
+
+    def __init__(self, load: Callable[[], TextEncoder], bring: Callable[[], object]) -> None:
+        self._load = load
+        self._bring = bring
+        encoder = load()
+        self._encoder: TextEncoder | None = encoder
+        self.max_tokens = encoder.max_tokens
+        self.library = encoder.library
+        self.implementation = encoder.implementation
+
+    @property
+    def is_on_device(self) -> bool:
+        return self._encoder is not None
+
+    def enter(self) -> None:
+        """Load it where it is not there."""
+        if self._encoder is None:
+            self._encoder = self._load()
+
+    def leave(self) -> None:
+        """Give its memory back."""
+        self._encoder = None
+
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        """See TextEncoder.encode."""
+        self._bring()
+        assert self._encoder is not None
         return self._encoder.encode(prompts)
 
 

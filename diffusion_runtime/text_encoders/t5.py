@@ -8,7 +8,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from diffusion_runtime.text_encoders.loading import (
     load_tokenizer,
     quiet_transformers,
 )
+from diffusion_runtime.text_encoders.sentencepiece_tokenizer import FILE as SENTENCEPIECE
+from diffusion_runtime.text_encoders.sentencepiece_tokenizer import load_t5_sentencepiece
 from diffusion_runtime.text_encoders.tokenized import tokenize
 from diffusion_runtime.text_encoders.umt5_model import UMT5Encoder, UMT5Sizes, sizes_of
 
@@ -37,35 +39,58 @@ _REMEDY = (
 )
 
 
+# Who sees the padding of a prompt to max_tokens: T5 and the transformer, T5 alone, or nobody.
+Padding: TypeAlias = Literal["seen", "seen_by_t5", "hidden"]
+
+
 class T5TextEncoder(TextEncoder):
-    """Prompts are padded to max_tokens without a mask, for T5 and for the transformer: some transformers were trained
-    so."""
+    """Prompts are padded to max_tokens. padding: who sees that, as the transformer was trained. Where it is hidden from
+    the transformer, max_tokens holds whatever the tokenizer's own config says of their number."""
 
     library = "transformers"
 
-    def __init__(self, model: T5EncoderModel, tokenizer: PreTrainedTokenizerFast, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: T5EncoderModel,
+        tokenizer: PreTrainedTokenizerFast,
+        max_tokens: int,
+        *,
+        padding: Padding = "seen",
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.max_tokens = min(max_tokens, tokenizer.model_max_length)
+        self.padding = padding
+        self.max_tokens = min(max_tokens, tokenizer.model_max_length) if padding == "seen" else max_tokens
         self.implementation = str(model.config._attn_implementation)
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode. Every prompt is max_tokens long."""
+        """See TextEncoder.encode. Every prompt is max_tokens long where the transformer sees its padding."""
         rows = [tokenize(self.tokenizer, prompt, self.max_tokens) for prompt in prompts]
         ids = torch.full((len(rows), self.max_tokens), self.tokenizer.pad_token_id or 0)
         for row, tokens in zip(ids, rows, strict=True):
             row[: len(tokens.ids)] = torch.tensor(tokens.ids, dtype=torch.long)
+        lengths = (self.max_tokens,) * len(rows) if self.padding == "seen" else tuple(len(row.ids) for row in rows)
+        is_real = (torch.arange(self.max_tokens)[None] < torch.tensor(lengths)[:, None]).to(self.model.device)
+        mask = is_real if self.padding == "hidden" else None
+        hidden = self.model(ids.to(self.model.device), attention_mask=mask).last_hidden_state
         return Conditions(
-            embeddings=self.model(ids.to(self.model.device)).last_hidden_state,
-            lengths=(self.max_tokens,) * len(rows),
+            embeddings=hidden if self.padding == "seen" else hidden * is_real[..., None],
+            lengths=lengths,
             unknown_words=tuple(row.unknown_words for row in rows),
             num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
         )
 
 
 def load_t5(
-    folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, max_tokens: int, encoder: str, tokenizer: str
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    encoder: str,
+    tokenizer: str,
+    padding: Padding = "seen",
 ) -> T5TextEncoder:
     """T5 from two components of a model folder, from safetensors and without a network.
 
@@ -75,10 +100,12 @@ def load_t5(
     # Imported late: transformers takes seconds.
     from transformers.models.t5.modeling_t5 import T5EncoderModel
 
-    words = load_tokenizer(folder / tokenizer, remedy=_REMEDY)
+    place = folder / tokenizer
+    has_json = (place / "tokenizer.json").is_file() or not (place / SENTENCEPIECE).is_file()
+    words = load_tokenizer(place, remedy=_REMEDY) if has_json else load_t5_sentencepiece(place)
     model = load_encoder(folder / encoder, T5EncoderModel, device, dtype)
     check_vocabulary(folder / tokenizer, len(words), model.config.vocab_size)
-    return T5TextEncoder(model, words, max_tokens)
+    return T5TextEncoder(model, words, max_tokens, padding=padding)
 
 
 # The separators U+001C to U+001F are whitespace in Python, but not in Unicode, which diffusers follows here.

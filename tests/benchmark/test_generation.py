@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+from tables import table
+from tiny_flux1 import write_tiny_flux1
 
 from diffusion_runtime.benchmark import generation
 from diffusion_runtime.benchmark.generation import GenerationChoice, benchmark_generation
@@ -12,6 +15,7 @@ from diffusion_runtime.benchmark.generation_result import GenerationBenchmark, G
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.generation_pipeline import GenerationPipeline
+from diffusion_runtime.models.flux1 import editing
 
 # A transformer of two blocks and a decoder of 32 channels.
 NARROW = {
@@ -72,3 +76,57 @@ def test_warm_is_the_median_of_all_but_the_first() -> None:
     row = GenerationRow("ours", "measured", runs=runs)
     assert (row.cold, row.warm) == ({"denoise": 9.0}, {"denoise": 2.0})
     assert GenerationBenchmark("m", "d", {}, "float32", {}, (row,)).to_dict()["rows"][0]["warm_s"] == {"denoise": 2.0}
+
+
+FLUX = {
+    "transformer/config.json": {
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_attention_heads": 1,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 32,
+    },
+    "vae/config.json": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},
+}
+WAN = {
+    "transformer/config.json": {
+        "num_layers": 1,
+        "num_attention_heads": 1,
+        "ffn_dim": 64,
+        "text_dim": 32,
+        "added_kv_proj_dim": 128,
+    },
+    "vae/config.json": {"base_dim": 8, "num_res_blocks": 1},
+}
+
+
+@table(
+    ("model", "changes", "images"),
+    [
+        ("flux.1-kontext-dev", FLUX, "image_path"),
+        ("flux.1-fill-dev", FLUX, "image_path, mask_path"),
+        # Through its image encoder, too.
+        ("wan2.1-flf2v-14b-720p", WAN, "image_path, last_image_path"),
+    ],
+)
+def test_a_model_of_images_gets_generated_ones(
+    model: str, changes: dict[str, dict[str, object]], images: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(editing, "TRAINED_SIZES", ((64, 64),))
+    choice = choice_of(model, changes=changes)
+    if model.startswith("wan"):
+        choice = dataclasses.replace(choice, values={**SMALL, "num_frames": 5})
+    result = benchmark_generation(choice)
+    (row,) = result.rows
+    assert (row.state, row.reason) == ("measured", "")
+    assert f"{images}: generated, of the size of what is made" in result.remarks[1]
+    assert result.request["image_path"] is None
+
+
+def test_images_are_generated_for_both_sides(tmp_path: Path) -> None:
+    folder = write_tiny_flux1(tmp_path / "fill", pipeline_class="FluxFillPipeline", condition_channels=8)
+    result = benchmark_generation(choice_of(str(folder)))
+    assert [(row.name, row.state, row.reason) for row in result.rows] == [
+        ("ours", "measured", ""),
+        ("diffusers", "measured", ""),
+    ]

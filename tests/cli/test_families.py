@@ -14,6 +14,7 @@ from tiny_families import WRITERS
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime.media import read_recipe
+from diffusion_runtime.media.encode import FrameChunks, encode
 
 # What importing diffusers' pipelines says about packages that are not here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -136,7 +137,33 @@ def test_a_changed_image_is_told_and_its_video_is_not_taken_for_this_one(
     assert "has changed" not in other.err
     resumed = command(*given, "-o", "made/", "--resume")
     assert resumed.code == 2
-    assert "was not made by this command" in resumed.said
+    assert "was not made by this command: an image has changed since" in resumed.said
+
+
+def test_a_control_video_is_checked_told_of_and_known_again(tmp_path: Path, command: Command) -> None:
+    folder = write_tiny_wan(tmp_path / "vace", condition="control")
+    sizes = ("--height", "32", "--width", "48", "--num-frames", "5", "--num-inference-steps", "1", "--format", "npy")
+    given = ("generate", "a star", "--model-path", str(folder), *sizes, "--video-path", "v.mp4", "--mask-path", "m.png")
+    frames = numpy.zeros((7, 64, 96, 3), numpy.uint8)
+    encode("mp4", FrameChunks.of(frames), 8, None, Path("v.mp4"))
+    Image.new("L", (96, 64), 255).save("m.png")
+    made = command(*given, "--conditioning-scale", "0.5,1", "-o", "made/")
+    assert made.code == 0, made.err
+    assert "video_path: v.mp4: its first 5 frames are used" in made.said
+    assert "it has 8 frames per second, the clip 16: frame by frame, what takes 1 s there takes 0.5 s" in made.said
+    recipe = read_recipe(made.out.strip())
+    files = {"video_path": Path("v.mp4"), "mask_path": Path("m.png")}
+    assert recipe["inputs"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    assert recipe["request"]["conditioning_scale"] == [0.5, 1.0]
+    assert command(*given, "--conditioning-scale", "0.5,1", "-o", "made/", "--resume").out == ""
+    Image.new("L", (96, 64), 0).save("m.png")
+    again = command("generate", "--from", made.out.strip())
+    assert again.code == 0, again.err
+    assert "m.png has changed since the file of --from was made; the result will differ" in again.said
+    assert "v.mp4 has changed" not in again.said
+    longer = command(*given, "--num-frames", "9")
+    assert longer.code == 2
+    assert "v.mp4 has 7 frames, the clip 9; give a longer one, or --num-frames 5" in longer.said
 
 
 def test_one_image_path_is_one_image(image_to_video: Path, command: Command) -> None:

@@ -70,7 +70,7 @@ def test_json_is_one_object_that_says_everything(command: Command, tiny_flags: F
     assert Path(first["path"]).is_file()
     assert json.loads(Path(first["sidecar"]).read_text())["attention_report"] == first["attention_report"]
     assert first["request"] == read_recipe(first["path"])["request"]
-    assert set(first["timings"]) == {"text", "denoise", "decode", "write"}
+    assert set(first["timings"]) == {"import", "read", "text", "denoise", "decode", "write"}
     assert first["seconds"] >= first["timings"]["denoise"]
 
 

@@ -26,7 +26,9 @@ def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     assert finished.stdout.splitlines()[-1] == "[]"
 
 
-@table("verb", ["", "generate", "backends", "doctor", "models", "info", "calibrate", "bench", "bench attention"])
+@table(
+    "verb", ["", "generate", "backends", "doctor", "models", "info", "calibrate", "compare", "bench", "bench attention"]
+)
 def test_help_fits_80_columns_uncut_and_shows_an_example(
     verb: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,7 +50,15 @@ def test_help_groups_the_flags(command: Command) -> None:
     assert "--dotted-attention" not in shown
 
 
-PANELS = ("What to make", "Size and steps", "Attention", "Where it runs", "8-bit linear layers", "Output")
+PANELS = (
+    "What to make",
+    "Size and steps",
+    "Attention",
+    "Where it runs",
+    "8-bit linear layers",
+    "Tensor parallel",
+    "Output",
+)
 
 
 def test_no_arguments_show_the_help(command: Command) -> None:

@@ -47,6 +47,11 @@ def test_json_says_what_each_needs(command: Command) -> None:
         preset for preset in answer["sampling_presets"] if (preset["family"], preset["name"]) == ("wan", "lightning-4")
     ]
     assert lightning["request"]["sigmas_before_shift"] == [1.0, 0.75, 0.5, 0.25]
+    # One expert and the decoder, where the other and the text encoder wait.
+    assert row["offloaded_gb"]["bfloat16"] == pytest.approx(2 * (14.289 + 0.127))
+    needs = {row["name"]: row["images"] for row in answer["models"]}
+    assert needs["wan2.2-i2v-a14b"] == {"image_path": "needed", "last_image_path": "optional"}
+    assert needs["flux.1-dev"] == {}
     assert row["parameters"]["transformer_2"] == row["parameters"]["transformer"] == 14_289_000_000
 
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from cli_support import Command
+
+
+def notes_of(item: dict[str, Any]) -> list[str]:
+    notes: list[str] = item["attention_report"]["notes"]
+    return notes
 
 
 def test_the_plan_is_shown_and_what_does_not_fit_is_refused(command: Command, tiny_wan_folder: Path) -> None:
@@ -19,6 +25,12 @@ def test_the_plan_is_shown_and_what_does_not_fit_is_refused(command: Command, ti
     # Without a limit nothing is refused; more frames take more.
     larger = command(*generate, "--dry-run", "--num-frames", "161", "--json").json["memory"]
     assert larger["activations"]["denoise"] > 5 * memory["activations"]["denoise"] / 4
+    small = ("--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "1")
+    made = command("generate", "a star", "--device", "cpu", "--memory-limit", "36MB", *small, "--json").json
+    (item,) = made["items"]
+    assert any("layers (none would take" in note and "read from its files" in note for note in notes_of(item))
+    assert {"import", "read", "text", "denoise", "decode", "move", "write"} <= item["timings"].keys()
+    assert item["peak_memory"]["machine"] > 0
     for flags, code, said in (
         (("--memory-limit", "1MB"), 4, "more than the 1 MB there are"),
         (("--memory-limit", "12"), 2, "memory_limit: expected a number with a unit, such as 12GB"),

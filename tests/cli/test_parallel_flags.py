@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from cli_support import Command
 
+from diffusion_runtime.benchmark.step_model import open_step_model
 from diffusion_runtime.cli.launching import CommandLine, piped_prompts
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.wan.family import FAMILY
+from diffusion_runtime.parallel.groups import planned_mesh
 
 
 def test_a_dry_run_says_how_processes_would_share_the_work(command: Command, tiny_flags: tuple[str, ...]) -> None:
@@ -25,6 +28,30 @@ def test_a_dry_run_says_how_processes_would_share_the_work(command: Command, tin
     # Without guidance there is one branch, and the run would find that out as well.
     planned = command(*arguments, "--guidance-scale", "1", "--json").json["parallel"]
     assert (planned["branches"], planned["ulysses"], planned["ring"]) == (1, 4, 1)
+
+
+def test_a_dry_run_counts_a_part_of_weights_that_processes_share(command: Command, tiny_flags: tuple[str, ...]) -> None:
+    """The tiny model has four heads."""
+    arguments = ("generate", "a star", *tiny_flags, "--device", "cpu", "--dry-run")
+    share = ("--tensor-parallel-size", "2")
+    assert "2: guidance branches 1 x ulysses 1 x ring 1 x tensor parallel 2" in command(*arguments, *share).said
+    alone, shared = command(*arguments, "--json").json, command(*arguments, *share, "--json").json
+    assert shared["parallel"]["tensor"] == 2
+    assert shared["runtime"]["parallel"]["tensor_parallel_size"] == 2
+    weights = [each["memory"]["weights"]["transformer"] for each in (alone, shared)]
+    assert weights[1] < 0.75 * weights[0]
+    refused = command(*arguments, "--tensor-parallel-size", "3")
+    assert refused.code == 2
+    assert "3 processes cannot share 4 attention heads evenly; degrees that divide them: 1, 2, 4" in refused.said
+
+
+def test_blocks_of_a_gguf_file_are_not_shared(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    file = mock.Mock(component="transformer", path=str(path), place=path)
+    with pytest.raises(ConfigError, match=r"model\.gguf: the blocks of a GGUF file are not shared by processes"):
+        dataclasses.replace(open_step_model("wan2.1-1.3b", 1).model, transformer_files=(file,)).shared_by(
+            planned_mesh(1, 1, 1, 2).tensor
+        )
 
 
 def test_a_backend_that_a_ring_cannot_serve_fails_before_processes_start(

@@ -91,6 +91,15 @@ def test_a_recipe_alone_is_enough(recorded: str) -> None:
     assert (request.prompt, request.seed, request.height) == ("recorded", 9, 16)
 
 
+def test_a_recipe_is_repeated_without_its_second_stage(tmp_path: Path) -> None:
+    runtime = {**RECIPE["runtime"], "upsampler_path": "upsampler"}
+    recipe = {**RECIPE, "runtime": runtime, "request": {**RECIPE["request"], "second_stage_sigmas": [0.9, 0.5]}}
+    recorded = str(make_media(num_frames=1, recipe=recipe).save(tmp_path / "two.png"))
+    for flags, expected in (({}, (0.9, 0.5)), ({"upsampler_path": "none"}, None)):
+        (request,) = resolve_settings(Flags(repeat=recorded, runtime=flags)).requests
+        assert request.second_stage_sigmas == expected
+
+
 def test_prompts_times_seeds_prompts_outermost() -> None:
     requests = resolve_settings(Flags(prompts=["a", "b"], seeds=["1-2"])).requests
     assert [(request.prompt, request.seed) for request in requests] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
@@ -159,7 +168,13 @@ def test_an_unknown_preset_names_the_nearest(configured: str) -> None:
 
 @pytest.mark.parametrize(
     ("parallel", "num_processes"),
-    [({"num_gpus": 2}, 2), ({"ulysses_degree": 3}, 3), ({"ring_degree": 2, "cfg_parallel": True}, 4), ({}, 1)],
+    [
+        ({}, 1),
+        ({"num_gpus": 2}, 2),
+        ({"ulysses_degree": 3}, 3),
+        ({"ring_degree": 2, "cfg_parallel": True}, 4),
+        ({"tensor_parallel_size": 2, "ring_degree": 2}, 4),
+    ],
 )
 def test_degrees_say_how_many_processes(parallel: dict[str, Any], num_processes: int) -> None:
     assert resolve_settings(Flags(prompts=["a"], parallel=parallel)).runtime.parallel.num_processes == num_processes
@@ -168,6 +183,11 @@ def test_degrees_say_how_many_processes(parallel: dict[str, Any], num_processes:
 OWN_VALUES: dict[str, Any] = {
     "transformer_path": "fp8.safetensors",
     "transformer_2_path": "low_noise.safetensors",
+    "vae_path": "ae.safetensors",
+    "text_encoder_path": "clip_l.safetensors",
+    "text_encoder_2_path": "t5xxl_fp16.safetensors",
+    "variant": "fp16",
+    "upsampler_path": "upsampler",
     "lora": [{"path": "style.safetensors", "scale": 0.5, "component": "both"}],
     "vae_decode": "fast",
     "vae_tiling": "on",

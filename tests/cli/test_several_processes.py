@@ -46,27 +46,30 @@ def recipe_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("flags", "degrees"),
     [
-        (("--ring-degree", 2, "--cfg-parallel"), (2, 1, 2)),
+        (("--ring-degree", 2, "--cfg-parallel"), (2, 1, 2, 1)),
         (
             ("--ulysses-degree", 2, "--ring-degree", 2, "--set", "runtime.parallel.order=ring_inside_ulysses"),
-            (1, 2, 2),
+            (1, 2, 2, 1),
         ),
+        (("--tensor-parallel-size", 2, "--num-gpus", 4), (2, 1, 1, 2)),
     ],
-    ids=["cfg x ring", "ulysses x ring"],
+    ids=["cfg x ring", "ulysses x ring", "cfg x tensor"],
 )
 def test_the_same_video_as_on_one_process(
-    flags: tuple[object, ...], degrees: tuple[int, int, int], alone: Path, tmp_path: Path
+    flags: tuple[object, ...], degrees: tuple[int, int, int, int], alone: Path, tmp_path: Path
 ) -> None:
     plan = {"latents": str(tmp_path / "latents.npy")}
     result = run(tmp_path, *GENERATE, "--seed", 1, *flags, plan=plan)
     assert result.code == 0, result.err
     assert result.out == "outputs/a-red-circle-moving-left-seed1.npy\n"
     assert result.err.count("wrote outputs/") == 1
-    branches, ulysses, ring = degrees
-    num_processes = branches * ulysses * ring
+    branches, ulysses, ring, tensor = degrees
+    num_processes = branches * ulysses * ring * tensor
     assert f"{num_processes} processes: guidance branches {branches} x ulysses {ulysses} x ring {ring}" in result.said
     recorded = recipe_of(tmp_path)["parallel"]
-    assert (recorded["branches"], recorded["ulysses"], recorded["ring"]) == degrees
+    assert (recorded["branches"], recorded["ulysses"], recorded["ring"], recorded["tensor"]) == degrees
+    assert (f"ring {ring} x tensor parallel {tensor} (" in result.said) == (tensor > 1)
+    assert (f"self: {4 // tensor} of 4 heads on each process (tensor parallel {tensor})" in result.said) == (tensor > 1)
     assert recorded["num_processes"] == num_processes
     check_latents(tmp_path, alone)
     check_frames(tmp_path, alone)

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 from tables import table
 
-from diffusion_runtime.attention_report import AttentionReport, StepRow
-from diffusion_runtime.cli.tables import attention_table, facts_table, plain_table, remarks_of
+from diffusion_runtime.attention_report import AttentionReport, GraphReplays, ProductRow, SkipRow, StepRow
+from diffusion_runtime.cli.report_remarks import remarks_of
+from diffusion_runtime.cli.tables import attention_table, facts_table, plain_table
 
 
 def test_the_attention_table_at_80_columns_breaks_no_word() -> None:
@@ -93,3 +94,38 @@ def test_steps_of_a_step_cache_are_remarks(row: Any, expected: str) -> None:
     steps = AttentionReport(steps=(row,)).to_dict()["steps"] if isinstance(row, StepRow) else [row]
     [remark] = remarks_of([{"steps": steps}])
     assert remark.startswith(expected)
+
+
+@table(
+    ("report", "expected"),
+    [
+        (
+            AttentionReport(skipped=(SkipRow("self", 3, 100, 12), SkipRow("self", 7, 100, 62))),
+            [
+                "self: softmax skipped for 37.0% of the pairs of query tiles and key pieces "
+                "(layer 3: 12.0%, layer 7: 62.0%)"
+            ],
+        ),
+        (
+            AttentionReport(graphs=GraphReplays(12, 10, 1, 250_000_000, {"first passes": 2})),
+            [
+                "cuda graphs: 20 of 24 forward passes replayed from a CUDA graph (1 graph held in 0.250 GB); "
+                "run eagerly: 4 first passes"
+            ],
+        ),
+        (AttentionReport(products=(ProductRow("fp8", 7),)), ["quantised linear layers: 14 x fp8"]),
+    ],
+)
+def test_remarks_sum_what_two_generations_counted(report: AttentionReport, expected: list[str]) -> None:
+    assert remarks_of([report.to_dict(), report.to_dict()]) == expected
+
+
+def test_remarks_of_a_report_with_values_of_other_types() -> None:
+    hostile = {
+        "products": [{"implementation": ["x"], "count": "many"}],
+        "graphs": {"num_forwards": "x", "eager": [1]},
+        "decoder_graphs": 7,
+        "skipped": [{"role": 1, "layer": "a", "num_visited": None}],
+        "notes": "x",
+    }
+    assert len(remarks_of([hostile])) == 3

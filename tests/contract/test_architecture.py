@@ -13,8 +13,10 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 # Top row first. A module may import rows below its own and its own folder, nothing else.
 ROWS = [
     {"cli"},
+    {"comparison"},
     {"session"},
     {"benchmark"},
+    {"explanation"},
     {"loading", "diagnosis"},
     {"description"},
     {"diffusers_bridge"},
@@ -82,6 +84,9 @@ HOMES = {
     "typer": ("cli",),
     "yaml": ("untrusted/yaml_text.py",),
     "matplotlib": ("benchmark/plot",),
+    "jinja2": ("explanation", "comparison"),
+    "lpips": ("comparison/frame_metrics.py",),
+    "skimage": ("comparison/frame_metrics.py",),
 }
 # The two files at the package root that only re-export are exempt; folder __init__ files are not.
 EXEMPT = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}

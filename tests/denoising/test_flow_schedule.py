@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from tables import table
 
-from diffusion_runtime.denoising.flow_schedule import FlowSchedule, ShiftByTokens
+from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearQuadraticSigmas, ShiftByTokens
 from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.step_info import StepInfo
@@ -57,3 +57,12 @@ def test_the_line_goes_through_both_points() -> None:
 def test_a_fixed_shift_says_nothing() -> None:
     assert FlowSchedule().flow_shift(4096, 50) is None
     assert FlowSchedule().sigmas(50) is None
+
+
+def test_a_line_and_a_parabola_are_those_of_diffusers() -> None:
+    from diffusers.pipelines.ltx.pipeline_ltx_condition import linear_quadratic_schedule
+
+    for num_steps in (1, 2, 3, 4, 7, 10, 30, 50):
+        found = LinearQuadraticSigmas().sigmas(num_steps)
+        assert found == pytest.approx(linear_quadratic_schedule(num_steps).tolist(), abs=1e-6)
+        assert found[0] == 1.0

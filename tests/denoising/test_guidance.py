@@ -6,7 +6,7 @@ import pytest
 import torch
 from tables import table
 
-from diffusion_runtime.denoising.guidance import with_guidance
+from diffusion_runtime.denoising.guidance import extrapolate, rescaled, with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request import GUIDANCE_MODES
@@ -96,3 +96,16 @@ def test_a_scale_of_each_step_and_a_combination_of_the_models_own(mode: str) -> 
     branches.clear()
     assert guided(latents, StepInfo(1, 2)).item() == 29.0
     assert branches == (["both"] if mode == "batched" else ["cond", "uncond"])
+
+
+def test_a_share_of_the_guided_velocity_gets_the_conditional_ones_deviation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    cond, uncond = (torch.randn(2, 3, 4, generator=generator) for _ in range(2))
+    plain = extrapolate(cond, uncond, 5.0)
+    assert rescaled(extrapolate, 0.0) is extrapolate
+    whole, part = (rescaled(extrapolate, share)(cond, uncond, 5.0) for share in (1.0, 0.25))
+    # Sample by sample, and in the direction of before.
+    for found, before, given in zip(whole, plain, cond, strict=True):
+        assert found.std() == pytest.approx(float(given.std()), rel=1e-5)
+        assert torch.allclose(found / found.std(), before / before.std(), atol=1e-5)
+    assert torch.allclose(part, 0.25 * whole + 0.75 * plain, atol=1e-6)

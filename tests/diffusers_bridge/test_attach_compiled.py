@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_denoisers import forward, video_cross
+from tiny_denoisers import forward, image_joint, video_cross, video_joint
 
 from diffusion_runtime.diffusers_bridge.attach import attach
 from diffusion_runtime.errors import BackendUnavailableError
@@ -56,7 +56,8 @@ def test_a_compiled_model_is_attached_to_like_others(compile_model: Callable[...
         for num_passes in (1, 2):
             assert relative_error(forward(model, arguments), before) < 1e-5
             assert handle.report().num_calls == 4 * num_passes
-        assert bool(handle.remarks) == fullgraph
+        # A whole model has hooks of ours, which break its graph.
+        assert bool(handle.remarks) == (fullgraph and compile_model is wrapped)
         assert handle.modules[0].found.path == "blocks.0.attn1"
     assert torch.equal(forward(model, arguments), before)
     with attach(pipeline, SPARSE) as handle:
@@ -86,3 +87,41 @@ def test_compiled_parts_are_not_compiled_again_for_each_module() -> None:
         for _ in range(3):
             with attach(model, "reference"):
                 forward(model, arguments)
+
+
+def counted(graphs: list[Any]) -> Callable[..., Any]:
+    """A backend of torch.compile that keeps every graph."""
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return keep
+
+
+@pytest.mark.parametrize("build", [video_cross, video_joint, image_joint])
+def test_one_graph_per_kind_of_block_holds_our_attention(build: Callable[[], Any]) -> None:
+    """By diffusers' dispatcher, with a mask, and by torch's function; over layers, steps and another attachment."""
+    torch._dynamo.reset()
+    model, arguments = build()
+    with torch.no_grad(), attach(model, "reference") as handle:
+        handle.set_step(0, 2)
+        expected = forward(model, arguments)
+        rows = handle.report().rows
+    graphs: list[Any] = []
+    by_blocks(model, backend=counted(graphs), fullgraph=True, dynamic=True)
+    kinds = {type(module) for module in model.modules() if type(module).__name__ in model._repeated_blocks}
+    for attachment in range(2):
+        with torch.no_grad(), attach(model, "reference") as handle:
+            assert handle.remarks == ()
+            for step in range(2):
+                handle.set_step(step, 2)
+                assert relative_error(forward(model, arguments), expected) < 1e-5
+            found = handle.report().rows
+        assert sum(row.count for row in found) == 2 * sum(row.count for row in rows)
+        assert [(row.role, row.backend, row.layers) for row in found] == [
+            (row.role, row.backend, row.layers) for row in rows
+        ], attachment
+        assert len(graphs) == len(kinds)
+    operators = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert torch.ops.diffusion_runtime.module_attention.default in operators

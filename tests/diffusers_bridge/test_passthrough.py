@@ -51,7 +51,7 @@ def test_a_video_is_what_diffusers_makes(video_folder: Path, choice: Any) -> Non
     expected = diffusers_frames(video_folder, VIDEO).astype(int)
     assert media.frames.shape == (9, 16, 16, 3)
     assert numpy.abs(media.frames.astype(int) - expected).max() <= 1
-    assert set(media.timings) == {"text", "denoise", "decode"}
+    assert set(media.timings) == {"read", "text", "denoise", "decode"}
     [row] = media.attention_report.rows
     # Two blocks, two steps, guidance in one batch.
     assert (row.role, row.count, row.layers, row.steps) == ("self", 4, "0-1", "0-1")
@@ -91,7 +91,13 @@ def test_an_image_its_recipe_and_its_file(image_folder: Path, tmp_path: Path) ->
 
 def test_what_the_request_leaves_open_is_the_pipelines(image_folder: Path) -> None:
     pipeline = load_pipeline(str(image_folder))
-    assert pipeline.defaults == {"fps": 16, "num_frames": 1, "num_inference_steps": 50, "guidance_scale": 7.5}
+    assert pipeline.defaults == {
+        "fps": 16,
+        "num_frames": 1,
+        "num_inference_steps": 50,
+        "guidance_scale": 7.5,
+        "guidance_rescale": 0.0,
+    }
     assert pipeline.resolve(GenerationRequest(prompt="a")).height is None
     media = pipeline(GenerationRequest(prompt="a", num_inference_steps=1))
     assert media.recipe["request"]["height"] == media.frames.shape[1] == 16

@@ -18,7 +18,7 @@ from diffusion_runtime.diffusers_bridge.pipeline_interface import ALSO_NEEDED, P
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import INPUT_FIELDS, GenerationRequest
 
 # What transformers and diffusers say when everything of theirs is imported.
 pytestmark = [
@@ -84,7 +84,7 @@ def test_every_class_that_can_run_takes_a_plain_request() -> None:
         try:
             resolved = rules.resolve(GenerationRequest(prompt="a"))
         except RequestError as error:
-            if not (interface.needs_image and "image_path" in str(error)):
+            if not any(interface.needs(field) and field in str(error) for field in INPUT_FIELDS):
                 wrong.append(f"{name}: {error}")
             continue
         # Every argument that has no default is given.
@@ -96,12 +96,13 @@ def test_every_class_that_can_run_takes_a_plain_request() -> None:
 @table(
     ("name", "told"),
     [
-        ("WanVideoToVideoPipeline", "it needs video, which no request gives"),
+        ("WanVideoToVideoPipeline", ""),
+        ("WanVACEPipeline", ""),
         ("WanAnimatePipeline", "it needs pose_video and face_video"),
         ("CogVideoXFunControlPipeline", "it needs control_video"),
         ("Cosmos2_5_TransferPipeline", "it needs controls"),
         ("KandinskyV22Pipeline", "it needs image_embeds and negative_image_embeds"),
-        ("StableDiffusionInpaintPipeline", "it needs mask_image"),
+        ("StableDiffusionControlNetInpaintPipeline", "it needs control_image"),
         ("AceStepPipeline", "it returns audios, and only pictures and videos"),
         ("LongCatAudioDiTPipeline", "it returns audios"),
         ("StableCascadePriorPipeline", "it returns image_embeddings"),
@@ -111,6 +112,8 @@ def test_every_class_that_can_run_takes_a_plain_request() -> None:
         ("Kandinsky5I2IPipeline", ""),
         ("TextToVideoZeroPipeline", ""),
         ("KandinskyCombinedPipeline", ""),
+        ("StableDiffusionInpaintPipeline", ""),
+        ("QwenImageControlNetPipeline", ""),
         ("LTXConditionPipeline", ""),
         ("WanPipeline", ""),
     ],
@@ -130,9 +133,14 @@ def test_what_a_pipeline_makes_and_starts_from() -> None:
     assert not of("Kandinsky5T2IPipeline").makes_video
     assert of("SanaVideoPipeline").parameter("num_frames") == "frames"
     starts = ("WanImageToVideoPipeline", "StableDiffusionImg2ImgPipeline", "QwenImageEditPipeline", "FluxFillPipeline")
-    assert [of(name).needs_image for name in starts] == [True] * 4
-    assert not of("FluxKontextPipeline").needs_image
-    assert not of("LTXConditionPipeline").needs_image
+    assert [of(name).needs("image_path") for name in starts] == [True] * 4
+    assert not of("FluxKontextPipeline").needs("image_path")
+    assert not of("LTXConditionPipeline").needs("image_path")
+    assert of("FluxFillPipeline").needs("mask_path")
+    assert (of("FluxControlPipeline").parameter("image_path"), of("FluxControlPipeline").needs("image_path")) == (
+        "control_image",
+        True,
+    )
 
 
 def test_the_table_of_inputs_says_nothing_that_a_class_says_itself() -> None:

@@ -46,6 +46,7 @@ class Files:
         from diffusion_runtime.loading import inspect_pipeline
 
         self._wan = write_tiny_wan(folder / "tiny-wan", boundary_ratio=None, takes_image=True)
+        self._vace = write_tiny_wan(folder / "tiny-vace", condition="control")
         config = RuntimeConfig(model_path=str(self._wan), device="cpu")
         request = GenerationRequest("a ring", height=32, width=32, num_frames=5, num_inference_steps=2)
         recipe = {**inspect_pipeline(config).to_dict(), "request": request.to_dict()}
@@ -82,6 +83,12 @@ class Files:
             path = self._path(random, folder, f"image.{kind}")
             change = self._write(random, path, self._media[f"image.{kind}"])
             return FileCase((*common, "--height", "32", "--width", "32", "--image-path", str(path)), change)
+        if chance < 0.75:
+            name = random.choice(("mp4", "gif", "webp", "npy"))
+            path = self._path(random, folder, f"x.{name}")
+            change = self._write(random, path, self._media[name], 0.4)
+            sizes = ("--height", "32", "--width", "32", "--num-frames", "1")
+            return FileCase((*common[:4], str(self._vace), *sizes, "--video-path", str(path)), change)
         if chance < 0.85:
             path = self._path(random, folder, "lora.safetensors")
             content, change = self._changed_lora(random)

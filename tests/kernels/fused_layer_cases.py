@@ -7,13 +7,19 @@ python tests/kernels/fused_layer_cases.py bfloat16
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
+from diffusion_runtime.kernels.block_packing.reference import TAIL_ROWS, Averaged, TokenBlocks, row_width
+from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
+from diffusion_runtime.kernels.fp8_rows import reference as fp8_reference
+from diffusion_runtime.kernels.fp8_rows import triton as fp8_triton
 from diffusion_runtime.kernels.modulated_norm.api import (
     Branch,
     Norm,
@@ -21,7 +27,9 @@ from diffusion_runtime.kernels.modulated_norm.api import (
     modulated_norm,
     modulated_norm_fp8,
 )
+from diffusion_runtime.kernels.qk_norm_rope import block_order_triton
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
+from diffusion_runtime.kernels.qk_norm_rope.block_order import norm_rope_into_blocks
 
 EPS = 1e-6
 Tensors = dict[str, torch.Tensor]
@@ -142,8 +150,9 @@ def _fp8_case(x: torch.Tensor, norm: Norm, rows: tuple[torch.Tensor, ...], value
                 "scales": out.abs().amax(-1, keepdim=True) / 448,
                 "largest": torch.full((len(out),), 448),
             }
+        sums = [x.clone(), x.clone()]
         found = modulated_norm_fp8(
-            x.clone(),
+            sums[0],
             norm,
             shift=shift,
             scale=scale,
@@ -151,8 +160,21 @@ def _fp8_case(x: torch.Tensor, norm: Norm, rows: tuple[torch.Tensor, ...], value
             implementation=implementation,
         )
         assert found.values.dtype == torch.float8_e4m3fn
+        # To the bit what two passes give, of either implementation.
+        passed = modulated_norm(
+            sums[1],
+            norm,
+            shift=shift,
+            scale=scale,
+            branch=Branch(values.clone(), gate),
+            implementation=implementation,
+        ).flatten(0, 1)
+        quantize = (fp8_triton if implementation == "triton" else fp8_reference).quantize_rows
+        apart = quantize(passed, gelu_from=None)
+        pairs = zip((*found, sums[0]), (*apart, sums[1]), strict=True)
+        unequal = [(a.float() != b.float()).sum() for a, b in pairs]
         wide = found.values.float()
-        results = {"scales": found.scales, "largest": wide.abs().amax(-1)}
+        results = {"scales": found.scales, "largest": wide.abs().amax(-1), "unlike two passes": torch.stack(unequal)}
         # The interpreter's float8 loses the carry: 125 becomes 64.
         return results if is_interpreted() else {**results, "out": wide * found.scales}
 
@@ -185,6 +207,10 @@ def rope_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
                     packed = packed.unflatten(-1, (parts, num_heads, head_dim))
                     text = f"norm and rope, {tuple(packed.shape)}, weights {size}, rotations {name}, outside {outside}"
                     yield text, _rope_case(product, packed, used, rotations, outside)
+                    if size != head_dim and num_tokens != 5:
+                        # Heads of other processes, whose squares count.
+                        means = 4.0 * torch.rand(batch, num_tokens, len(used), device=device) + 4.0
+                        yield f"{text}, of more heads", _rope_case(product, packed, used, rotations, outside, means)
 
 
 def _rope_case(
@@ -193,6 +219,7 @@ def _rope_case(
     weights: tuple[torch.Tensor, ...],
     rotations: torch.Tensor | None,
     outside: bool,
+    means: torch.Tensor | None = None,
 ) -> Compute:
     def compute(implementation: str) -> Tensors:
         if implementation == "exact":
@@ -201,7 +228,11 @@ def _rope_case(
                 if index < len(weights):
                     whole = len(weights[index]) != x.shape[3]
                     norm = Norm("rms", EPS, weights[index])
-                    x = exact_norm(x.flatten(2) if whole else x, norm).view(x.shape)
+                    if means is not None:
+                        scale = (means[:, :, index].double() + EPS).rsqrt()[..., None, None]
+                        x = x * scale * weights[index].double().view(x.shape[2:])
+                    else:
+                        x = exact_norm(x.flatten(2) if whole else x, norm).view(x.shape)
                     if rotations is not None:
                         turns = rotations if rotations.dim() == 4 else rotations.unsqueeze(-2)
                         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
@@ -213,12 +244,78 @@ def _rope_case(
         whole = torch.full_like(packed, 7.0).repeat(1, 3, 1, 1, 1) if outside else None
         place = slice(packed.shape[1], 2 * packed.shape[1])
         out = None if whole is None else whole[:, place]
-        found = norm_rope(mine, weights, EPS, rotations, out=out, implementation=implementation)
+        found = norm_rope(mine, weights, EPS, rotations, mean_squares=means, out=out, implementation=implementation)
         results = {str(index): part.clone() for index, part in enumerate(found)}
         if whole is not None:
             whole[:, place] = 7.0
             results["beside"] = whole - 7.0
         return results
+
+    return compute
+
+
+def block_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Ragged blocks, an empty one, text of unequal lengths behind them; heads that fill a power of two and not."""
+    for batch, sizes, num_text, (num_heads, head_dim), averaged in (
+        (2, (7, 0, 12, 3), 19, (3, 12), "qkv"),
+        (1, (9, 4), 0, (2, 16), "qk"),
+        (1, (5,), 3, (1, 64), "none"),
+    ):
+        num_grid = sum(sizes)
+        num_tokens = num_grid + num_text
+        lengths = torch.tensor([num_text - 2, num_text], dtype=torch.int32, device=device) if batch > 1 else None
+        offsets = torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32)
+        order = torch.arange(num_tokens, dtype=torch.int32, device=device)
+        geometry = BlockGeometry(order[None], offsets[None], max(sizes), is_identity=True)
+        blocks = TokenBlocks(geometry, num_grid, lengths, averaged)  # type: ignore[arg-type]
+        product = 3 * torch.randn(batch, num_tokens, 3 * num_heads * head_dim + 16, device=device).to(dtype)
+        angles = 3 * torch.randn(batch, num_tokens, num_heads, head_dim // 2, device=device)
+        table = torch.polar(torch.ones_like(angles), angles)
+        # Over all heads of a token, as in Wan, and per head.
+        for size, rotations in ((num_heads * head_dim, table[0, :, 0]), (head_dim, table)):
+            weights = torch.randn(2, size, device=device).to(dtype)
+            text = f"norm and rope into blocks, {batch} x {sizes} + {num_text}, weights {size}, {averaged}"
+            yield text, _block_case(product, tuple(weights), rotations, blocks, (num_heads, head_dim))
+
+
+def _block_case(
+    product: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    rotations: torch.Tensor,
+    blocks: TokenBlocks,
+    heads: tuple[int, int],
+) -> Compute:
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, heads, head_dim] as rows of 0 beside its own."""
+        batch, num_tokens, num_heads, head_dim = x.shape
+        x = x.transpose(1, 2).clone()
+        if blocks.text_lengths is not None:
+            for sample, length in enumerate(blocks.text_lengths.tolist()):
+                x[sample, :, blocks.num_grid_tokens + length :] = 0
+        wide = x.new_zeros(batch * num_heads * num_tokens + TAIL_ROWS, row_width(head_dim))
+        wide[:-TAIL_ROWS, :head_dim] = x.reshape(-1, head_dim)
+        return wide
+
+    def compute(implementation: str) -> Tensors:
+        mine = product.clone()[..., 16:].unflatten(-1, (3, *heads))
+        averaged: dict[Averaged, str] = {"none": "", "qk": "qk", "qkv": "qkv"}
+        if implementation == "exact":
+            parts = _rope_case(product, mine, weights, rotations, outside=False)("exact")
+            results = dict(zip("qkv", (packed(part) for part in parts.values()), strict=True))
+            bounds = blocks.geometry.offsets[0].tolist()
+            for name, part in zip(averaged[blocks.averaged], parts.values(), strict=False):
+                means = [
+                    part[:, start:stop].sum(1) / max(1, stop - start) for start, stop in itertools.pairwise(bounds)
+                ]
+                results[f"means of {name}"] = torch.stack(means, dim=2)
+            return results
+        # So few that a block takes several steps, and the text several programs.
+        with mock.patch.object(block_order_triton, "STEP_NUMBERS", 128):
+            found = norm_rope_into_blocks(mine, weights, EPS, rotations, blocks, implementation=implementation)
+        results = {"q": found.q, "k": found.k, "v": found.v}
+        means = dict(zip("qkv", (found.q_means, found.k_means, found.v_means), strict=True))
+        assert [name for name, each in means.items() if each is not None] == list(averaged[blocks.averaged])
+        return {**results, **{f"means of {name}": each for name, each in means.items() if each is not None}}
 
     return compute
 
@@ -254,16 +351,18 @@ def activation_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 def failures(dtype: torch.dtype, device: str) -> Iterator[str]:
     """A line for every result whose error is larger than 1.05 times the reference's and a tenth of a rounding of its
-    largest number: a sum may lie between two numbers of the dtype, and go either way."""
+    largest number: a sum may lie between two numbers of the dtype, and go either way. Of means, a few numbers in all,
+    half a rounding: the one that goes the other way may be the largest."""
     torch.manual_seed(0)
     allowance = max(1e-6, torch.finfo(dtype).eps / 10)
-    for cases in (norm_cases, rope_cases, activation_cases):
+    for cases in (norm_cases, rope_cases, block_cases, activation_cases):
         for name, compute in cases(dtype, device):
             exact, expected, found = (compute(each) for each in ("exact", "reference", "triton"))
             for key, value in found.items():
                 wanted = exact[key].to(device) if key in exact else torch.zeros_like(value).double()
                 own, error = ((each[key].double() - wanted).abs().max().item() for each in (expected, found))
-                bound = 1.05 * own + allowance * wanted.abs().max().item()
+                margin = 5 * allowance if key.startswith("means") else allowance
+                bound = 1.05 * own + margin * wanted.abs().max().item()
                 if not error <= bound:
                     yield f"{name}, {dtype}: {key}: error {error:.3g}, bound {bound:.3g}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -16,9 +17,13 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 from sparse_oracle import random_qkv  # noqa: E402
 from sparse_plans import row_mask_plan  # noqa: E402
 
-from diffusion_runtime.attention import SparsePlan, TokenLayout  # noqa: E402
-from diffusion_runtime.kernels.block_sparse import row_masks  # noqa: E402
+from diffusion_runtime.attention import SparsePlan, TokenLayout, attention, plan_attention  # noqa: E402
+from diffusion_runtime.kernels.block_sparse import gathered, gathered_lists, row_masks  # noqa: E402
 from diffusion_runtime.kernels.block_sparse.gathered import block_sparse_gathered, units_of  # noqa: E402
+from diffusion_runtime.kernels.block_sparse.gathered_lists import (  # noqa: E402
+    gathered_lists_reference,
+    gathered_lists_triton,
+)
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference  # noqa: E402
 from diffusion_runtime.kernels.block_sparse.triton import TileShape  # noqa: E402
 
@@ -110,7 +115,46 @@ def main() -> None:
     expected_counts = row_masks.count_rows_reference(plan.row_mask.flatten(0, 1), plan.q, plan.kv.num_blocks)  # type: ignore[union-attr]
     assert torch.equal(counts.of_blocks, expected_counts.of_blocks)
     assert torch.equal(counts.of_rows, expected_counts.of_rows)
+    check_lists("cpu")
+    check_whole_call()
     print("ok")
+
+
+def check_lists(device: str) -> None:
+    """Two launches give what single operations give; many lists and blocks, empty ones, and no query at all."""
+    generator = torch.Generator().manual_seed(3)
+    for heads, blocks, keys, most in ((2, 5, 7, 40), (1, 33, 3, 2), (3, 2, 9, 9), (2, 3, 4, 1)):
+        counts = torch.randint(0, most, (heads + 1, blocks, keys), generator=generator, dtype=torch.int32)
+        counts[:, :, keys // 2] = 0
+        # Some heads of more, as a unit takes them.
+        part = counts.to(device)[1:]
+        # More blocks, lists and tiles than a program reads at a time.
+        for rows in (16, 1):
+            num_tiles = int(part.sum()) // rows + heads * keys
+            with mock.patch.object(gathered_lists, "LARGEST_STEP", 16):
+                found = gathered_lists_triton(part, rows, num_tiles)
+            expected = gathered_lists_reference(part, rows, num_tiles)
+            for name, ours, theirs in zip(found._fields, found, expected, strict=True):
+                assert torch.equal(ours, theirs), (heads, blocks, keys, rows, name)
+
+
+def check_whole_call() -> None:
+    """A call of V-MoBA packs its tokens once, and the keys' means come from that pass."""
+    from diffusion_runtime.attention.sparse import vmoba
+
+    q, k, v = random_qkv(SMALL, num_heads=2, num_kv_heads=1, head_dim=16)
+    options = {"temporal_chunk_size": 1, "moba_select_mode": "topk", "temporal_topk": 2, "first_full_step": 0}
+    arguments = {"backend": "vmoba", "options": options, "layout": SMALL}
+    with (
+        mock.patch.object(vmoba, "pack_tokens", side_effect=vmoba.pack_tokens) as packed,
+        mock.patch.object(gathered, "pack_tokens", side_effect=gathered.pack_tokens) as again,
+        mock.patch.object(vmoba, "block_means", side_effect=vmoba.block_means) as averaged,
+    ):
+        out = attention(q, k, v, **arguments)  # type: ignore[arg-type]
+    assert (packed.call_count, again.call_count, averaged.call_count) == (1, 0, 0)
+    plan = plan_attention(q, k, **arguments)  # type: ignore[arg-type]
+    expected, _ = block_sparse_reference(q.double(), k.double(), v.double(), plan, scale=16**-0.5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 if __name__ == "__main__":

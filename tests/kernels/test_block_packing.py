@@ -39,7 +39,7 @@ LAYOUTS = {
     "prefix": TokenLayout((3, 5, 6), num_prefix_tokens=6, valid_lengths=(4, 6)),
     "all text valid": TokenLayout((3, 5, 6), num_prefix_tokens=3, num_suffix_tokens=2),
 }
-AVERAGED: tuple[Averaged, ...] = ("none", "qk", "qkv")
+AVERAGED: tuple[Averaged, ...] = ("none", "k", "qk", "qkv")
 
 
 def plan_of(kind: str, layout: TokenLayout) -> SparsePlan:
@@ -87,6 +87,7 @@ def compare(kind: str, place: str, head_dim: int, dtype: torch.dtype, averaged: 
 def interpret() -> None:
     for kind, place in (("tiles", "prefix"), ("tiles", "all text valid"), ("clusters", "suffix"), ("clusters", "grid")):
         compare(kind, place, 16, torch.float32, "qk", "cpu")
+    compare("clusters", "suffix", 16, torch.float32, "k", "cpu")
     compare("tiles", "suffix", 5, torch.float32, "qkv", "cpu")
     compare("tiles", "grid", 72, torch.float16, "qkv", "cpu")
     compare("clusters", "suffix", 130, torch.bfloat16, "none", "cpu")
@@ -146,7 +147,7 @@ def test_means_come_for_the_tensors_that_were_named() -> None:
         for averaged in AVERAGED
     ]
     given = [[mean is not None for mean in means] for means in asked]
-    assert given == [[False] * 3, [True, True, False], [True] * 3]
+    assert given == [[False] * 3, [False, True, False], [True, True, False], [True] * 3]
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:

@@ -202,7 +202,7 @@ def test_tensors_that_do_not_fit_and_implementations_that_cannot_run_are_refused
     q, k, v = random_qkv(layout, num_heads=4, num_kv_heads=2)
     with pytest.raises(ConfigError, match=r"is for q \(1, 210, 4\).*got q \(1, 209, 4, 16\)"):
         block_sparse_attention(q[:, 1:], k, v, plan)
-    with pytest.raises(ConfigError, match="expected auto, reference, triton, gathered, flash4, got 'cuda'"):
+    with pytest.raises(ConfigError, match="expected auto, reference, triton, gathered, flash4, flashinfer, got 'cuda'"):
         block_sparse_attention(q, k, v, plan, implementation="cuda")
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="'flash4' cannot run here: needs a CUDA GPU"):

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.activations.api import silu_mul
 from diffusion_runtime.kernels.fp8_rows import reference
-from diffusion_runtime.kernels.fp8_rows.api import multiply_rows, product_refusal, quantize_rows
+from diffusion_runtime.kernels.fp8_rows.api import (
+    multiply_rows,
+    product_refusal,
+    quantize_gated_rows,
+    quantize_joined_rows,
+    quantize_rows,
+)
 
 # Half a step of three bits of mantissa, of the number itself; below 2 ** -6 of the scale numbers are subnormal.
 HALF_STEP = 2.0**-4
@@ -55,13 +63,32 @@ def test_a_gelu_of_the_last_columns_is_that_of_torch() -> None:
     assert torch.equal(rows.scales, expected.scales)
 
 
+def test_a_gated_activation_is_quantised_as_apart() -> None:
+    gate, features = torch.randn(2, 3, 24).bfloat16().chunk(2, dim=-1)
+    rows, expected = quantize_gated_rows(gate, features), quantize_rows(silu_mul(gate, features))
+    assert torch.equal(rows.values.float(), expected.values.float())
+    assert torch.equal(rows.scales, expected.scales)
+    first = torch.randn(2, 3, 8).bfloat16()
+    for others, wanted in ((features, silu_mul(gate, features)), (None, gate)):
+        rows = quantize_joined_rows(first, gate, others)
+        expected = quantize_rows(torch.cat([first, wanted], dim=-1), gelu_from=8 if others is None else None)
+        assert torch.equal(rows.values.float(), expected.values.float())
+        assert torch.equal(rows.scales, expected.scales)
+    with pytest.raises(ConfigError, match=r"expected features \(2, 3, 12\) beside \(2, 3, 12\), got \(2, 2, 12\)"):
+        quantize_gated_rows(gate, features[:, :2])
+    with pytest.raises(ConfigError, match=r"expected first \(2, 3, 8\) beside \(2, 3, 12\), got \(1, 3, 8\)"):
+        quantize_joined_rows(first[:1], gate)
+
+
 def test_a_cpu_says_why_it_has_no_products() -> None:
     assert "cpu has no 8-bit float products" in str(product_refusal(torch.device("cpu"), torch.bfloat16, 16, 16))
 
 
 INTERPRETED = """
 import torch
+from diffusion_runtime.kernels.activations.api import silu_mul
 from diffusion_runtime.kernels.fp8_rows import reference, triton
+from diffusion_runtime.kernels.fp8_rows.api import quantize_gated_rows, quantize_joined_rows
 torch.manual_seed(0)
 for dtype, shape in ((torch.float32, (5, 24)), (torch.bfloat16, (3, 1000)), (torch.float16, (2, 17))):
     wide = torch.randn(shape[0], shape[1] + 8).to(dtype)
@@ -80,6 +107,23 @@ for dtype, shape in ((torch.float32, (5, 24)), (torch.bfloat16, (3, 1000)), (tor
     values, wanted = found.values.float(), expected.values.float()
     assert ((values == wanted) | (2 * values == wanted)).all(), dtype
     assert (values == wanted).float().mean() > 0.9, dtype
+# A product's halves, rows with a stride: to the bit what the two passes give.
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    gate, features = torch.randn(2, 3, 80).to(dtype).chunk(2, dim=-1)
+    found = quantize_gated_rows(gate, features)
+    passed = silu_mul(gate, features, implementation="triton").flatten(0, 1)
+    expected = triton.quantize_rows(passed)
+    assert torch.equal(found.values.float(), expected.values.float()), dtype
+    assert torch.equal(found.scales, expected.scales), dtype
+    # Behind attention output, of other widths and with rows of its own stride.
+    first = torch.randn(2, 3, 40).to(dtype)[..., 4:28]
+    for others in (features, None):
+        found = quantize_joined_rows(first, gate, others)
+        second = gate if others is None else passed.view(gate.shape)
+        whole = torch.cat([first, second], dim=-1).flatten(0, 1)
+        expected = triton.quantize_rows(whole, gelu_from=24 if others is None else None)
+        assert torch.equal(found.values.float(), expected.values.float()), (dtype, others is None)
+        assert torch.equal(found.scales, expected.scales), dtype
 print("equal")
 """
 
@@ -112,6 +156,12 @@ def test_a_gpu_multiplies_as_the_dequantised_matrices_do() -> None:
         steps = (quantized.values.float() - specified.values.float()).abs() / specified.values.float().abs().clamp(1e-3)
         assert (steps <= 1 / 8).all()
         assert (steps > 0).float().mean() < 1e-3
+        gated, halves = quantize_gated_rows(x, x.flip(0)), quantize_rows(silu_mul(x, x.flip(0)))
+        assert torch.equal(gated.values.float(), halves.values.float())
+        assert torch.equal(gated.scales, halves.scales)
+        joined = quantize_joined_rows(x, x), quantize_rows(torch.cat([x, x], dim=-1), gelu_from=inner)
+        assert torch.equal(*(rows.values.float() for rows in joined))
+        assert torch.equal(*(rows.scales for rows in joined))
         activated, wanted = quantize_rows(x, gelu_from=inner // 2), reference.quantize_rows(x, gelu_from=inner // 2)
         torch.testing.assert_close(activated.scales, wanted.scales, rtol=1e-5, atol=1e-12)
         off = (activated.values.float() - wanted.values.float()).abs()

@@ -20,6 +20,8 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels import implementation
 from diffusion_runtime.kernels.activations import triton as activations_triton
 from diffusion_runtime.kernels.activations.api import gelu_, silu_mul
+from diffusion_runtime.kernels.fp8_rows import triton as fp8_triton
+from diffusion_runtime.kernels.fp8_rows.api import quantize_gated_rows, quantize_joined_rows, quantize_rows
 from diffusion_runtime.kernels.implementation import VARIABLE, fusion_is_on
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 from diffusion_runtime.kernels.modulated_norm import triton as norm_triton
@@ -163,7 +165,8 @@ def test_launches_that_repeat_skip_tritons_dispatch() -> None:
     assert launched[0][1:] == ((2, 1, 1), (aligned, aligned, 5, 0.5), {"DIM": 8, "KIND": "rms", "num_warps": 4})
     _, grid, arguments = launched[1]
     assert grid == (2, 1, 1)
-    # Pointers, numbers, then the constants in the signature's order, as a compiled kernel takes them.
+    # Pointers as addresses, numbers, then the constants in the signature's order, as a compiled kernel takes them.
+    assert arguments[:2] == (aligned.data_ptr(), aligned.data_ptr())  # type: ignore[index]
     assert arguments[2:] == (5, 0.5, 8, "rms")  # type: ignore[index]
 
 
@@ -181,7 +184,12 @@ def test_a_call_like_an_earlier_one_skips_its_checks_and_no_other_does(monkeypat
 
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(implementation, "is_interpreted", True)
-    for module, name in ((norm_triton, "modulated_norm"), (rope_triton, "norm_rope"), (activations_triton, "activate")):
+    for module, name in (
+        (norm_triton, "modulated_norm"),
+        (rope_triton, "norm_rope"),
+        (activations_triton, "activate"),
+        (fp8_triton, "quantize_rows"),
+    ):
         kernels = importlib.import_module(f"{module.__name__}_kernels")
         monkeypatch.setattr(kernels, name, Kernel())
         monkeypatch.setattr(module, "_launches", LaunchCache())
@@ -199,6 +207,10 @@ def test_a_call_like_an_earlier_one_skips_its_checks_and_no_other_does(monkeypat
         "rope": lambda: norm_rope(packed, [weight], 1e-6, turns),
         "silu": lambda: silu_mul(x, x),
         "gelu": lambda: gelu_(x),
+        "norm to fp8": lambda: modulated_norm_fp8(x, LAYER, shift=rows, branch=Branch(x, rows)),
+        "fp8": lambda: quantize_rows(x),
+        "fp8 of SiLU": lambda: quantize_gated_rows(x, x),
+        "fp8 of two": lambda: quantize_joined_rows(x, x),
     }
     with torch.no_grad():
         for name, call in calls.items():
@@ -215,24 +227,25 @@ def test_a_call_like_an_earlier_one_skips_its_checks_and_no_other_does(monkeypat
             "alignment": lambda: add_branch_(x, Branch(torch.ones(49)[1:].view(2, 3, 8), rows)),
             "no rotation": lambda: norm_rope(packed, [weight], 1e-6, None),
             "in place": lambda: silu_mul(x, x, in_place=True),
+            "fp8 of a norm": lambda: modulated_norm_fp8(x, Norm("rms", 1e-6), shift=rows, branch=Branch(x, rows)),
+            "fp8 with GELU": lambda: quantize_rows(x, gelu_from=2),
         }
         for name, call in others.items():
             assert kinds(call) == ["first"], name
         # A cache that another thread starts over in between.
-        found = norm_triton._launches.find
-        monkeypatch.setattr(
-            norm_triton._launches, "find", lambda key: (found(key), norm_triton._launches._launches.clear())[0]
-        )
+        cache = norm_triton._launches
+        found = cache.repeat
+        monkeypatch.setattr(cache, "repeat", lambda *arguments: (found(*arguments), cache._launches.clear())[0])
         assert kinds(calls["norm"]) == ["repeated"]
         assert kinds(calls["norm"]) == ["first"]
-        monkeypatch.setattr(norm_triton._launches, "find", found)
+        monkeypatch.setattr(cache, "repeat", found)
         with pytest.raises(ConfigError, match="expected rows of shift"):
             modulated_norm(x, LAYER, shift=rows[:1], branch=Branch(x, rows))
         with pytest.raises(ConfigError, match=r"expected weights \[4\] or \[8\]"):
             norm_rope(packed, [torch.ones(3)], 1e-6, turns)
         assert kinds(lambda: gelu_(x, implementation="reference")) == []
         monkeypatch.setenv(VARIABLE, "reference")
-        assert [kinds(call) for call in calls.values()] == [[]] * 5
+        assert [kinds(call) for call in calls.values()] == [[]] * len(calls)
         monkeypatch.delenv(VARIABLE)
     # Gradients are the reference's.
     grown = torch.ones(2, 3, 8, requires_grad=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.gathered_cases import LARGE, ROW, SMALL, check, check_poisoned_values, gathered_plan
+from kernels.gathered_cases import LARGE, ROW, SMALL, check, check_lists, check_poisoned_values, gathered_plan
 from sparse_oracle import random_qkv
 from sparse_plans import row_mask_plan
 
@@ -81,6 +81,11 @@ def test_kernels_on_a_gpu(dtype: torch.dtype, tile: tuple[int, int, int], head_d
 @pytest.mark.gpu
 def test_values_that_are_not_finite_reach_who_sees_them_on_a_gpu() -> None:
     check_poisoned_values(gathered_plan(LARGE), LARGE, None, "cuda")
+
+
+@pytest.mark.gpu
+def test_lists_on_a_gpu_are_those_of_single_operations() -> None:
+    check_lists("cuda")
 
 
 @pytest.mark.gpu

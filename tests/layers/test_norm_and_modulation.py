@@ -89,3 +89,17 @@ def test_the_gated_sum_is_rounded_once(dtype: torch.dtype) -> None:
     out = add_gated_(x, branch, gate)
     assert out is x
     torch.testing.assert_close(out, expected, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
+
+
+@table("batch", [1, 2])
+def test_rows_of_the_models_dtype_are_read_as_float32(batch: int) -> None:
+    x, rows = torch.randn(batch, 5, 16).bfloat16(), torch.randn(batch, 3 * 16).bfloat16().chunk(3, dim=-1)
+    branch = torch.randn_like(x)
+    found, expected = (
+        (
+            modulated_layer_norm(x, shift, scale, EPS),
+            add_gated_(x.clone(), branch, gate),
+        )
+        for shift, scale, gate in (rows, [row.float() for row in rows])
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy
@@ -93,6 +94,12 @@ def test_a_photo_is_turned_as_its_exif_says(tmp_path: Path, orientation: int, su
     assert numpy.array_equal(pixels, numpy.asarray(open_picture(str(path))))
 
 
+def test_damaged_exif_data_is_said(tmp_path: Path) -> None:
+    three_colours().save(tmp_path / "a.jpg", exif=b"Exif\0\0MM\0*" + b"\xff" * 4)
+    (remark,) = picture_remarks(str(tmp_path / "a.jpg"), "image_path")
+    assert "a.jpg: Pillow warns: Corrupt EXIF data" in remark
+
+
 def test_grey_of_sixteen_bits_keeps_its_shades(tmp_path: Path) -> None:
     shades = numpy.linspace(0, 65535, 48 * 32).reshape(32, 48).astype(numpy.uint16)
     Image.fromarray(shades).save(tmp_path / "deep.png")
@@ -158,6 +165,18 @@ def test_colours_of_another_profile_become_srgb_ones(tmp_path: Path) -> None:
         three_colours().save(tmp_path / name, icc_profile=given)
         assert numpy.array_equal(read_image(str(tmp_path / name), 32, 48), numpy.asarray(three_colours()))
         assert len(picture_remarks(str(tmp_path / name), "image_path")) == said
+
+
+def test_a_linear_profile_is_not_srgb_whatever_it_is_called(tmp_path: Path) -> None:
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    start = srgb.index(b"para")
+    one, zero = (1 << 16).to_bytes(4, "big"), bytes(4)
+    # gamma, a, b, c and d of its curve.
+    linear = srgb.replace(srgb[start : start + 32], srgb[start : start + 12] + one + one + zero + one + zero)
+    assert "sRGB" in ImageCms.getProfileDescription(ImageCms.ImageCmsProfile(io.BytesIO(linear)))
+    Image.new("RGB", (48, 32), (128, 128, 128)).save(tmp_path / "linear.png", icc_profile=linear)
+    assert abs(int(read_image(str(tmp_path / "linear.png"), 32, 48)[0, 0, 0]) - 188) <= 1
+    assert len(picture_remarks(str(tmp_path / "linear.png"), "image_path")) == 1
 
 
 def test_a_photo_that_is_cut_off_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from diffusion_runtime.errors import DeviceMemoryError
 from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.memory.plan import (
+    ACCELERATOR,
+    MACHINE,
     NUM_SLOTS,
     OFFLOADS,
     WORKSPACE_BYTES,
@@ -95,8 +98,8 @@ def test_two_transformers_are_on_the_device_one_at_a_time() -> None:
             r"layers: the plan takes 6\.\d\d GB on the device in denoise, 2\.\d\d GB more than the 4.00 GB",
         ),
         ({}, ["none"], 12, "none: the plan takes 43.53 GB .*--offload layers, which fits"),
-        ({"decode_activations": 30 * GB}, OFFLOADS, 12, "in decode, .*decoding takes 30.00 GB.*--vae-tiling on"),
-        ({"text": PartSize("text_encoder", 11 * GB)}, OFFLOADS, 8, "in text, .*the text encoders take 11.00 GB"),
+        ({"decode_activations": 30 * GB}, OFFLOADS, 12, "in decode, .*activations of decode 30.00 GB.*--vae-tiling on"),
+        ({"text": PartSize("text_encoder", 11 * GB)}, OFFLOADS, 8, "in text, .*: text encoder 11.00 GB"),
     ],
 )
 def test_what_does_not_fit_is_named_with_what_would(
@@ -104,6 +107,30 @@ def test_what_does_not_fit_is_named_with_what_would(
 ) -> None:
     with pytest.raises(DeviceMemoryError, match=message):
         make_plan(demand(**changes), choices, limit * GB, advice=("--vae-tiling on",))  # type: ignore[arg-type]
+
+
+def test_a_refusal_names_parts_that_sum_to_what_the_plan_takes() -> None:
+    for limit, kind, choices in itertools.product((1, 4, 5), (ACCELERATOR, MACHINE), (OFFLOADS, ["none"], ["layers"])):
+        with pytest.raises(DeviceMemoryError) as caught:
+            make_plan(demand(), choices, limit * GB, kind=kind)  # type: ignore[arg-type]
+        taken, missing, given, *parts = re.findall(r"([\d.]+) (GB|MB)", str(caught.value).split("What would")[0])
+        total, over, there = (float(number) * (GB if unit == "GB" else MB) for number, unit in (taken, missing, given))
+        named = sum(float(number) * (GB if unit == "GB" else MB) for number, unit in parts)
+        assert abs(named - total) < 30 * MB, str(caught.value)
+        assert abs(total - over - there) < 30 * MB
+
+
+def test_on_a_cpu_blocks_wait_in_their_files_one_at_a_time_and_no_library_has_a_workspace() -> None:
+    plan = make_plan(demand(), ("none", "layers"), 16 * GB, kind=MACHINE)
+    assert (plan.offload, plan.host, plan.waits_in_files) == ("layers", 0, True)
+    (part,) = plan.demand.transformers
+    weights = part.rest + (1 + plan.resident["transformer"]) * 590 * MB
+    assert plan.phases["denoise"] == 250 * MB + weights + int(4 * GB * 1.02)
+    # Text encoders are whole while they are used.
+    assert "text_encoder" not in plan.resident
+    assert dict(plan.rows())["machine, weights"] == "read from their files"
+    with pytest.raises(DeviceMemoryError, match="--offload auto, which fits"):
+        make_plan(demand(), ["none"], 16 * GB, possible=("none", "layers"), kind=MACHINE)
 
 
 def test_the_machine_must_hold_what_waits_there() -> None:

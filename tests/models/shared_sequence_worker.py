@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_ranks
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.roles import register_role
@@ -23,10 +22,12 @@ from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.models.flux2.transformer import Flux2Transformer
-from diffusion_runtime.models.geometry import ClipSize, ImageGeometry
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
+from diffusion_runtime.models.geometry import ClipSize, ImageGeometry, LatentGeometry
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
+from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -61,6 +62,36 @@ def z_image(policy: AttentionPolicy) -> DiffusionTransformer:
     return ZImageTransformer(config, GEOMETRY, policy)
 
 
+def wan_vace(policy: AttentionPolicy) -> DiffusionTransformer:
+    register_role(CONTROL_SELF_ROLE, "self")
+    register_role(CONTROL_TEXT_ROLE, "cross")
+    config = WanTransformerConfig(2, 4, 12, 48, CHANNELS, TEXT_DIM, 16, (1, 2, 2), True, 1e-6)
+    config = dataclasses.replace(config, control_layers=(0,), control_channels=CHANNELS)
+    return WanVaceTransformer(config, LatentGeometry(CHANNELS, 8, 4, (1, 2, 2)), policy)
+
+
+def flux1_fill(policy: AttentionPolicy) -> DiffusionTransformer:
+    sizes = (2, 2, 4, 12, CHANNELS, TEXT_DIM, POOLED_DIM, True, (4, 4, 4))
+    return Flux1Transformer(Flux1TransformerConfig(*sizes, condition_channels=CHANNELS), GEOMETRY, policy)
+
+
+def qwen_image_at_zero(policy: AttentionPolicy) -> DiffusionTransformer:
+    config = QwenImageTransformerConfig(3, 4, 12, CHANNELS, TEXT_DIM, (4, 4, 4), references_at_zero=True)
+    return QwenImageTransformer(config, GEOMETRY, policy)
+
+
+# Beside the latents, of their size; to edit, of others.
+BESIDE, TO_EDIT = (LATENTS[3:],), ((4, 6), (8, 2))
+# With the sizes of images.
+IMAGES: dict[str, tuple[Callable[[AttentionPolicy], DiffusionTransformer], Sequence[tuple[int, ...]]]] = {
+    "flux1 to edit": (flux1, TO_EDIT),
+    "flux1 fill": (flux1_fill, BESIDE),
+    "flux2 to edit": (flux2, TO_EDIT),
+    "qwen_image to edit": (qwen_image, TO_EDIT),
+    "qwen_image at zero": (qwen_image_at_zero, TO_EDIT),
+    # A control video, whose tokens are cut like the grid's.
+    "wan_vace": (wan_vace, BESIDE),
+}
 BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
     "flux1": flux1,
     "flux2": flux2,
@@ -69,7 +100,9 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
 }
 
 
-def forward(build: Callable[[AttentionPolicy], DiffusionTransformer], mesh: ProcessMesh) -> torch.Tensor:
+def forward(
+    build: Callable[[AttentionPolicy], DiffusionTransformer], mesh: ProcessMesh, images: Sequence[tuple[int, ...]] = ()
+) -> torch.Tensor:
     torch.manual_seed(0)
     model = build(AttentionPolicy(environment=None, mesh=mesh)).requires_grad_(False).eval()
     for parameter in model.parameters():
@@ -78,7 +111,9 @@ def forward(build: Callable[[AttentionPolicy], DiffusionTransformer], mesh: Proc
     latents = torch.randn(LATENTS, generator=generator)
     text = torch.randn(2, 8, TEXT_DIM, generator=generator)
     conditions = Conditions.of(text, LENGTHS, pooled=torch.randn(2, POOLED_DIM, generator=generator))
-    inputs = DenoiserInputs(conditions, ClipSize(48, 80, 1, 1), guidance=3.5)
+    parts = [torch.randn(*LATENTS[:3], *size, generator=generator) for size in images]
+    image = ImageCondition(parts[0], further=tuple(parts[1:])) if parts else None
+    inputs = DenoiserInputs(conditions, ClipSize(48, 80, 1, 1), guidance=3.5, image=image)
     context = AttentionContext()
     if mesh.sequence.size > 1:
         context = dataclasses.replace(context, sharding=mesh.sharding)
@@ -94,8 +129,8 @@ def work(rank: int, folder: Path) -> None:
     measured = {}
     for kind, degrees in {"ulysses": (2, 1), "ring": (1, 2)}.items():
         mesh = ProcessMesh.create(ulysses_degree=degrees[0], ring_degree=degrees[1], branch_degree=1, ring_inside=False)
-        for name, build in BUILDERS.items():
-            together, alone = forward(build, mesh), forward(build, ProcessMesh())
+        for name, (build, images) in {**{name: (build, ()) for name, build in BUILDERS.items()}, **IMAGES}.items():
+            together, alone = forward(build, mesh, images), forward(build, ProcessMesh(), images)
             measured[f"{name}, {kind}"] = float((together - alone).abs().max() / alone.abs().max())
     (folder / f"result-{rank}.json").write_text(json.dumps(measured))
     dist.barrier()
@@ -103,18 +138,8 @@ def work(rank: int, folder: Path) -> None:
 
 
 def main() -> int:
-    folder, children = Path(sys.argv[1]), []
-    for rank in range(WORLD):
-        process = os.fork()
-        if process == 0:
-            try:
-                work(rank, folder)
-                os._exit(0)
-            except BaseException:
-                print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
-                os._exit(1)
-        children.append(process)
-    return max(os.waitpid(process, 0)[1] != 0 for process in children)
+    folder = Path(sys.argv[1])
+    return fork_ranks(lambda rank: work(rank, folder), WORLD)
 
 
 if __name__ == "__main__":

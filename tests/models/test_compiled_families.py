@@ -26,6 +26,7 @@ NUM_KINDS = {
     "hunyuan_video": 3,
     "hunyuan_video_15": 2,
     "ltx2": 1,
+    "ltx_video": 1,
     "z_image": 2,
 }
 

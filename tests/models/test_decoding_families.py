@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import subprocess
@@ -197,6 +198,7 @@ def test_norm_and_silu_in_one_pass_give_the_same_frames() -> None:
 
 @torch.inference_mode()
 def test_a_fused_norm_that_gives_other_frames_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     module = autoencoder("ltx2")
     latents = random_latents(module, 2, 3, 4)
     right = decoder_of("ltx2", module)

@@ -117,7 +117,11 @@ def test_tensors_of_eight_bits_are_refused(
     path = folder / component / f"{STEMS[component]}.safetensors"
     tensors = load_file(path)
     name = next(name for name, tensor in tensors.items() if tensor.dim() >= 2)
-    save_file({**tensors, name: tensors[name].to(dtype)}, path)
+    tensors = {**tensors, name: tensors[name].to(dtype)}
+    if dtype == torch.float8_e4m3fn:
+        # Without scales it is a plain cast, which is read.
+        tensors[f"{name}_scale"] = torch.ones(1)
+    save_file(tensors, path)
     said = refusal(folder)
     assert f"{path}: 1 of {len(tensors)} tensors are stored as " in said
     assert name in said
@@ -133,13 +137,18 @@ def test_a_quantisation_in_config_json_is_refused_without_a_weight(
     for path in folder.rglob("*.safetensors"):
         path.unlink()
     path = folder / component / "config.json"
-    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
-    with pytest.raises(ModelLoadError) as caught:
-        inspect_pipeline(RuntimeConfig(model_path=str(folder)))
-    said = str(caught.value)
-    assert f"{path}: key 'quantization_config': the weights are quantised (bitsandbytes)" in said
-    assert "use the model's own folder" in said
+    values = json.loads(path.read_text())
+    for method in ("bitsandbytes", "torchao", "quanto", "gguf", "fp8"):
+        settings = {"quant_method": method, "load_in_4bit": True}
+        path.write_text(json.dumps({**values, "quantization_config": settings}))
+        with pytest.raises(ModelLoadError) as caught:
+            inspect_pipeline(RuntimeConfig(model_path=str(folder)))
+        said = str(caught.value)
+        assert f"{path}: key 'quantization_config': the weights are quantised ({method})" in said
+        assert "use the model's own folder" in said
+        assert ("--transformer-path with a safetensors file in 8-bit floats or a GGUF" in said) == (
+            component == "transformer"
+        )
 
 
 @pytest.mark.parametrize("component", list(STEMS))

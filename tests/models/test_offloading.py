@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from offloaded_pipelines import StrictTransfers, load_offloaded
+from offloaded_pipelines import StrictTransfers, load_offloaded, planned
 from tables import table
 from tiny_families import WRITERS, given_to, small_request
 from tiny_models import TINY_SIZES, write_tiny_wan
@@ -17,9 +18,9 @@ from tiny_models import TINY_SIZES, write_tiny_wan
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.block_stack import BlockRunner
-from diffusion_runtime.errors import ConfigError, DeviceMemoryError
+from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError
 from diffusion_runtime.kernels.implementation import VARIABLE
-from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading import native_model, prepare
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer
 from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.memory.offloading import Offloading
@@ -92,6 +93,97 @@ def test_streamed_and_resident_make_the_same_frames(family: str, tiny_folder_of:
     pipeline.close()
 
 
+def from_files(folder: str, resident: Mapping[str, int], **values: Any) -> Pipeline:
+    """On a CPU, with blocks that are read from their files while they run."""
+    prepared = prepare(RuntimeConfig(model_path=folder, device="cpu", **values))
+    assert isinstance(prepared, PreparedModel)
+    return planned(prepared, "layers", resident, waits_in_files=True).load()
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_blocks_read_from_their_files_make_the_same_frames(family: str, tiny_folder_of: FolderOf) -> None:
+    folder = str(tiny_folder_of(family))
+    whole = load_pipeline(folder, device="cpu")
+    request = small_request(whole, 2)
+    expected = whole(request).frames
+    pipeline = from_files(folder, {"transformer": 0, "transformer_2": 1})
+    for _ in range(2):
+        media = pipeline(request)
+        assert numpy.array_equal(media.frames, expected)
+        # Nothing stays of what was read: whoever computes with it computes NaN.
+        assert all(bool(each.isnan().all()) for each in pipeline.transformer.parameters() if each.is_floating_point())
+    assert any("read from its files" in note for note in media.attention_report.notes)
+    pipeline.close()
+
+
+def test_from_files_with_eight_bit_layers_and_lora_files_that_change(tmp_path: Path) -> None:
+    request = GenerationRequest(prompt="a red circle", num_inference_steps=6, step_cache=BLOCK_CACHE, seed=1, **SMALL)
+    values: dict[str, Any] = {"quantization": "fp8", "lora": ["shapes-fast"]}
+    whole, pipeline = load_pipeline(device="cpu", **values), from_files("shapes", {"transformer": 1}, **values)
+    for loras in (None, (), ("shapes-fast",)):
+        if loras is not None:
+            pipeline.set_loras(loras)
+            whole.set_loras(loras)
+        assert numpy.array_equal(pipeline(request).frames, whole(request).frames), loras
+    # Two experts: the one that does not predict has no memory.
+    folder = str(write_tiny_wan(tmp_path / "experts", boundary_ratio=0.8, num_layers=3))
+    request = GenerationRequest(prompt="a red circle", **TINY_SIZES, num_inference_steps=4, seed=1)
+    expected = load_pipeline(folder, device="cpu")(request).frames
+    assert numpy.array_equal(from_files(folder, {"transformer": 1, "transformer_2": 0})(request).frames, expected)
+
+
+def test_a_larger_request_than_the_model_was_loaded_for_is_planned_again() -> None:
+    prepared = prepare(RuntimeConfig(device="cpu", memory_limit="36MB"))
+    assert isinstance(prepared, PreparedModel)
+    small, large, largest = (
+        prepared.rules.resolve(
+            GenerationRequest("a star", height=side, width=side, num_frames=number, num_inference_steps=1, seed=1)
+        )
+        for side, number in ((64, 5), (128, 29), (256, 29))
+    )
+    pipeline = prepared.load(None, [small])
+    kept = []
+    whole = load_pipeline(device="cpu")
+    for request in (small, large, small):
+        assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
+        plan = offloading_of(pipeline).plan
+        assert plan.limit is not None
+        assert plan.peak <= plan.limit
+        (part,) = offloading_of(pipeline).parts
+        assert part.stream is not None
+        assert part.stream.num_blocks == 6 - plan.resident["transformer"]
+        kept.append(plan.resident["transformer"])
+    # A batch takes what its samples take together.
+    with pytest.raises(DeviceMemoryError, match=r"loaded for 1 x 128 x 128, 29 frames: where more"):
+        pipeline.generate([large, large, large])
+    with pytest.raises(
+        DeviceMemoryError, match=r"in denoise, .* more than the 36 MB there are: activations of denoise"
+    ):
+        pipeline(largest)
+    assert kept[0] > kept[1] == kept[2]
+    assert numpy.array_equal(pipeline(small).frames, whole(small).frames)
+
+
+def test_a_file_that_is_cut_between_two_blocks_ends_the_generation_with_an_error(tmp_path: Path) -> None:
+    folder = write_tiny_wan(tmp_path / "wan", num_layers=3)
+    pipeline = from_files(str(folder), {"transformer": 0})
+    request = GenerationRequest(prompt="a red circle", **TINY_SIZES, num_inference_steps=2, seed=1)
+    expected = pipeline(request).frames
+    # Removed and replaced: the open file is still the old one.
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(bytes(len(content)))
+    assert numpy.array_equal(pipeline(request).frames, expected)
+    pipeline = None
+    file.write_bytes(content)
+    pipeline = from_files(str(folder), {"transformer": 0})
+    os.truncate(file, len(content) // 2)
+    with pytest.raises(ModelLoadError, match="was cut off while it was read"):
+        pipeline(request)
+    assert not any(part.is_on_device for part in offloading_of(pipeline).parts)
+
+
 def test_two_experts_take_turns(tmp_path: Path) -> None:
     folder = str(write_tiny_wan(tmp_path / "experts", boundary_ratio=0.8, num_layers=3))
     request = GenerationRequest(prompt="a red circle", **TINY_SIZES, num_inference_steps=4, seed=1)
@@ -146,6 +238,23 @@ def test_an_interrupted_generation_leaves_nothing_on_the_device_or_pinned() -> N
     assert transfers.pins == {}
 
 
+def test_a_device_that_lost_memory_since_the_plan_is_said_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(RuntimeConfig(device="cpu", memory_limit="1GB"))
+    assert isinstance(prepared, PreparedModel)
+    for share, said in (
+        (3 * 10**8, "other programs have left 300 MB of it since: end them, or try again, which plans"),
+        (2 * 10**9, "loading: CUDA out of memory. A dtype of bfloat16 needs half"),
+    ):
+        monkeypatch.setattr(native_model, "share_of_device", lambda _, share=share: share)
+
+        def fail(*_: object, **__: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(native_model, "load_transformer", fail)
+        with pytest.raises(DeviceMemoryError, match=said):
+            prepared.load()
+
+
 def test_a_generation_without_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = load_pipeline(device="cpu")
     monkeypatch.setattr(pipeline, "_fitting", lambda _: "--offload layers fits: it takes 2.00 GB of 8.00 GB. ")
@@ -194,6 +303,26 @@ def test_planned_activations_are_those_of_a_forward_pass(
 
         measured = peak_bytes(step, latents.device) + SAMPLER_COPIES * latents.nbytes
         assert (1 - TOLERANCE) * measured <= planned <= (1 + TOLERANCE) * measured, (size, planned / measured)
+
+
+def test_sparse_attention_in_tiles_and_eight_bit_layers_are_planned_for(tiny_folder_of: FolderOf) -> None:
+    """No backend is asked where there are shapes alone; rows of blocks take memory, and 8-bit rows less than 16-bit
+    ones."""
+
+    def planned(family: str, **values: Any) -> int:
+        prepared = prepare(RuntimeConfig(model_path=str(tiny_folder_of(family)), device="cpu", **values))
+        assert isinstance(prepared, PreparedModel)
+        model, factor = prepared.model, prepared.rules.geometry.temporal_factor
+        shapes = model.family.text_shapes(model.folder, model.config)
+        size = ClipSize(160, 160, 1 + factor if factor > 1 else 1, 24)
+        request = PlannedRequest(size, 1, False, False, GenerationRequest("a"), 1.0 if model.embeds_guidance else None)
+        return step_bytes(model, prepared.transformer, shapes, prepared.policy.dtype, request)
+
+    vsa = {"per_role": {"self": {"backend": "vsa", "extra": {"sparsity": 0.6}}}}
+    assert planned("wan", attention=vsa) > planned("wan")
+    for family in ("wan", "flux1", "flux2", "z_image"):
+        whole, quantized = (planned(family, dtype="bfloat16", quantization=mode) for mode in ("none", "fp8-all"))
+        assert quantized <= whole, family
 
 
 def test_weights_by_part_are_those_that_load(tiny_folder_of: FolderOf) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from PIL import Image
 from tiny_families import WRITERS
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2_klein
+from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
 from tiny_qwen_image import write_tiny_qwen_image
 
 from diffusion_runtime import RuntimeConfig
-from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request import GenerationRequest
@@ -30,16 +31,28 @@ MODELS = {model.name: model for model in published_models() if model.model_path 
 # A folder whose settings are of the published one's kind; the others' are as their family's first.
 KINDS: dict[str, Callable[[Path], Path]] = {
     "wan2.2-ti2v-5b": partial(write_tiny_wan, takes_image=True),
+    "wan2.1-vace-1.3b": partial(write_tiny_wan, condition="control"),
+    "wan2.1-vace-14b": partial(write_tiny_wan, condition="control"),
     "wan2.2-t2v-a14b": partial(write_tiny_wan, boundary_ratio=0.875),
     "wan2.2-i2v-a14b": partial(write_tiny_wan, boundary_ratio=0.9, condition="clip"),
     "wan2.1-i2v-14b-480p": partial(write_tiny_wan, condition="clip and tokens"),
     "wan2.1-i2v-14b-720p": partial(write_tiny_wan, condition="clip and tokens"),
     "wan2.1-flf2v-14b-720p": partial(write_tiny_wan, condition="clip and tokens of two images"),
     "flux.1-schnell": partial(write_tiny_flux1, embeds_guidance=False, shifts_by_size=False),
-    "flux.1-kontext-dev": partial(write_tiny_flux1, edits=True),
+    "flux.1-canny-dev": partial(write_tiny_flux1, pipeline_class="FluxControlPipeline", condition_channels=4),
+    "flux.1-depth-dev": partial(write_tiny_flux1, pipeline_class="FluxControlPipeline", condition_channels=4),
+    "flux.1-fill-dev": partial(write_tiny_flux1, pipeline_class="FluxFillPipeline", condition_channels=8),
+    "flux.1-kontext-dev": partial(write_tiny_flux1, pipeline_class="FluxKontextPipeline"),
     "qwen-image-edit": partial(write_tiny_qwen_image, edits="QwenImageEditPipeline"),
     "qwen-image-edit-2509": partial(write_tiny_qwen_image, edits="QwenImageEditPlusPipeline"),
+    **dict.fromkeys(
+        ("ltx-video-0.9.7-dev", "ltx-video-0.9.7-distilled", "ltx-video-0.9.8-distilled"),
+        partial(write_tiny_ltx_video, takes_conditions=True),
+    ),
+    "qwen-image-edit-2511": partial(write_tiny_qwen_image, edits="QwenImageEditPlusPipeline"),
     "flux.2-klein-4b": partial(write_tiny_flux2_klein, is_distilled=True),
+    "flux.2-klein-base-4b": write_tiny_flux2_klein,
+    "flux.2-klein-base-9b": write_tiny_flux2_klein,
     "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
 }
 # Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
@@ -48,8 +61,13 @@ OTHER = {
     "wan2.2-t2v-a14b": {"height", "width"},
     "wan2.1-i2v-14b-720p": {"height", "width"},
     "wan2.1-flf2v-14b-720p": {"height", "width"},
+    # Its folder says nothing that FLUX.1 Canny's does not.
+    "flux.1-depth-dev": {"num_inference_steps", "guidance_scale"},
     "hunyuan-video-1.5-t2v": {"height", "width", "guidance_scale"},
     "hunyuan-video-1.5-i2v": {"height", "width", "guidance_scale"},
+    # A distilled folder is known by its name.
+    "ltx-video-0.9.7-distilled": {"sigmas", "num_inference_steps", "guidance_scale"},
+    "ltx-video-0.9.8-distilled": {"sigmas", "num_inference_steps", "guidance_scale"},
 }
 
 
@@ -75,7 +93,7 @@ def test_a_file_says_what_its_family_does(name: str, tmp_path: Path) -> None:
     defaults = family.describe(folder).defaults
     for key, value in settings(name).items():
         if key in OTHER.get(name, ()):
-            assert name.startswith("wan") or value == family.defaults[key]
+            assert name.startswith(("wan", "ltx", "flux.1")) or value == family.defaults[key]
             continue
         assert value == defaults[key], key
 
@@ -85,14 +103,14 @@ def test_a_name_stands_for_the_hub_id_with_its_settings(
 ) -> None:
     asked = []
 
-    def download(repository: str, weights: bool) -> Path:
+    def download(repository: str, weights: bool, elsewhere: Sequence[str]) -> Path:
         asked.append(repository)
         return tiny_wan_folder
 
     monkeypatch.setattr("diffusion_runtime.models.model_sources._download", download)
     monkeypatch.chdir(tmp_path)
-    by_name = inspect_pipeline(RuntimeConfig("wan2.1-1.3b")).rules
-    by_id = inspect_pipeline(RuntimeConfig("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")).rules
+    by_name = prepare(RuntimeConfig("wan2.1-1.3b")).rules
+    by_id = prepare(RuntimeConfig("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")).rules
     assert set(asked) == {"Wan-AI/Wan2.1-T2V-1.3B-Diffusers"}
     assert by_name.resolve(GenerationRequest("a star")).negative_prompt.startswith("色调艳丽")
     assert by_name.resolve(GenerationRequest("a star"), preset="draft").num_frames == 33
@@ -100,7 +118,7 @@ def test_a_name_stands_for_the_hub_id_with_its_settings(
     # A folder of that name comes first, as it is.
     asked.clear()
     shutil.copytree(tiny_wan_folder, "wan2.1-1.3b")
-    assert "draft" not in inspect_pipeline(RuntimeConfig("wan2.1-1.3b")).rules.presets
+    assert "draft" not in prepare(RuntimeConfig("wan2.1-1.3b")).rules.presets
     assert asked == []
 
 
@@ -108,13 +126,15 @@ def test_a_name_stands_for_the_hub_id_with_its_settings(
 def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tmp_path: Path) -> None:
     """By the rule of the published folders: 16 or 32 pixels, and frames by the autoencoder's factor."""
     content = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
-    multiple = 32 if name in ("wan2.2-ti2v-5b", "ltx-2") else 16
+    multiple = 32 if name == "wan2.2-ti2v-5b" or name.startswith("ltx") else 16
     rules = inspect_pipeline(RuntimeConfig(str(KINDS.get(name, WRITERS[MODELS[name].family])(tmp_path / "m")))).rules
     for preset in ({}, *content.get("presets", {}).values()):
         request = GenerationRequest(prompt="a star", **{**settings(name), **preset})
-        follows = rules.references is not None and rules.references.sets_size
-        assert follows == (request.height is None) == (request.width is None)
+        of_references = rules.references is not None and rules.references.sized_by is not None
+        follows = of_references or rules.size_of_image is not None
+        assert (request.height is None) == (request.width is None)
+        assert follows or request.height is not None
         image = tmp_path / "image.png"
-        Image.new("RGB", (request.width or 640, request.height or 480)).save(image)
+        Image.new("RGB", (request.width or 640, request.height or 480), "white").save(image)
         resolved = rules.resolve(dataclasses.replace(request, **dict.fromkeys(rules.needed_images, str(image))))
         assert resolved.height % multiple == resolved.width % multiple == 0

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_families import WRITERS, small_request
+from tiny_families import WRITERS, given_to, small_request
 
-from diffusion_runtime import RuntimeConfig, load_pipeline
+from diffusion_runtime import Pipeline, RuntimeConfig, load_pipeline
+from diffusion_runtime.attention import AttentionContext, StepInfo
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows, dequantize, quantize_rows
-from diffusion_runtime.layers.fp8_linear import Fp8Linear
-from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers import fp8_linear
+from diffusion_runtime.layers.fp8_linear import SCALED_PRODUCT, Fp8Linear
+from diffusion_runtime.layers.linear import Linear, QuantizedTokens
 from diffusion_runtime.loading.preparation import inspect_pipeline
 from diffusion_runtime.models.quantization import Quantization
 
@@ -42,6 +44,68 @@ def test_quantised_layers_hold_the_weights_and_are_counted(family: str, tmp_path
     assert row.count >= 2 * len(replaced)
     assert row.count % 2 == 0
     assert report.to_dict()["products"] == [{"implementation": row.implementation, "count": row.count}]
+
+
+def dequantized_product(x: QuantizedRows, weight: QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product of 8-bit rows where there are none: of the same numbers, in bfloat16."""
+    return torch.nn.functional.linear(*(dequantize(rows, torch.bfloat16) for rows in (x, weight)), bias)
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_norms_quantise_the_input_of_8_bit_layers_and_change_no_bit(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with 8-bit products, with and without the quantisation of its own that a layer then leaves out."""
+    monkeypatch.setattr(fp8_linear, "product_refusal", lambda *_: None)
+    monkeypatch.setattr(fp8_linear, "multiply_rows", dequantized_product)
+    folder = str(WRITERS[family](tmp_path / family))
+    # A kept layer beside 8-bit ones; the gate of Video Sparse Attention would be another.
+    ignored = ["*.self_attention.qkv"] if family == "ltx2" else []
+    pipeline = load_pipeline(
+        folder, device="cpu", dtype="bfloat16", quantization="fp8-all", quantization_ignored_layers=ignored
+    )
+    assert isinstance(pipeline, Pipeline)
+    layers = {layer: name for name, layer in pipeline.transformer.named_modules() if isinstance(layer, Fp8Linear)}
+    took: set[str] = set()
+    passes: list[int] = []
+    own_pass = fp8_linear.quantize_rows
+
+    def velocity() -> tuple[torch.Tensor, list[str]]:
+        counts: list[str] = []
+        next(iter(layers))._counter.start(counts.append)
+        passes.clear()
+        latents, timestep, inputs = given_to(pipeline)
+        with torch.no_grad():
+            found = pipeline.transformer(latents, timestep, inputs, AttentionContext(step=StepInfo(0, 2)))
+        return found, counts
+
+    monkeypatch.setattr(fp8_linear, "quantize_rows", lambda *a, **k: passes.append(1) or own_pass(*a, **k))
+    for name in ("quantize_gated_rows", "quantize_joined_rows"):
+        gated_pass = getattr(fp8_linear, name)
+        monkeypatch.setattr(fp8_linear, name, lambda *a, own=gated_pass: passes.append(1) or own(*a))
+    forward = Fp8Linear.forward
+    monkeypatch.setattr(
+        Fp8Linear,
+        "forward",
+        lambda layer, x: (isinstance(x, QuantizedTokens) and took.add(layers[layer])) or forward(layer, x),
+    )
+    one_pass, counted = velocity()
+    num_passes = len(passes)
+    monkeypatch.setattr(Fp8Linear, "takes_quantized", lambda *_: False)
+    # And the activation of gated networks in a pass of its own.
+    monkeypatch.setattr(Fp8Linear, "product_after_silu", Linear.product_after_silu)
+    two_passes, counted_apart = velocity()
+    assert torch.equal(one_pass, two_passes)
+    # Every product is counted as before.
+    assert counted == counted_apart == [SCALED_PRODUCT] * len(passes)
+    # All that reads a norm: projections of q, k and v, and the first layers of feed-forward networks.
+    read = {name for name in layers.values() if name.rpartition(".")[2] in ("qkv", "text_qkv", "q", "qkv_up", "up")}
+    read |= {name for name in layers.values() if name.endswith(("audio_to_video.kv", "video_to_audio.kv"))}
+    if family == "ltx_video":
+        # Attention to the text reads the stream itself.
+        read -= {name for name in read if name.endswith("cross_attention.q")}
+    assert took == read
+    assert num_passes == len(passes) - len(read)
 
 
 def test_the_embedded_model_keeps_attention_by_default_and_both_ends_always() -> None:

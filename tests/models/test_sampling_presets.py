@@ -38,6 +38,7 @@ SCHEDULERS = {
     "qwen_image": SchedulerConfig(EULER, QWEN),
     "z_image": SchedulerConfig(EULER, {"shift": 3.0}),
     "ltx2": SchedulerConfig(EULER, LTX),
+    "ltx_video": SchedulerConfig(EULER, {"shift": 1.0}),
     "hunyuan_video": SchedulerConfig(EULER, {"shift": 17.0}),
     "hunyuan_video_15": SchedulerConfig(EULER, {"shift": 5.0}),
 }
@@ -68,6 +69,10 @@ TABLE: dict[tuple[str, str], tuple[str, list[float]]] = {
     ("qwen_image", "lightning-8"): ("flow_match_euler", even(8, 3.0)),
     ("z_image", "turbo-8"): ("flow_match_euler", even(8, 3.0)),
     ("ltx2", "ltx-distilled"): ("flow_match_euler", LTX_DISTILLED),
+    ("ltx_video", "ltxv-distilled"): (
+        "flow_match_euler",
+        [1.0, 0.993, 0.987, 0.981, 0.975, 0.909, 0.725, 0.00003],
+    ),
     ("hunyuan_video", "fasthunyuan-6"): ("flow_match_euler", even(6, 17.0)),
     ("hunyuan_video_15", "step-distill-8"): ("flow_match_euler", even(8, 7.0)),
     ("hunyuan_video_15", "step-distill-12"): ("flow_match_euler", even(12, 7.0)),

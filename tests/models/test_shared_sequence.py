@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import table
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +31,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", ["flux1", "flux2", "qwen_image", "z_image"])
+@pytest.mark.parametrize("name", ["flux1", "flux2", "qwen_image", "z_image", "wan_vace"])
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_two_processes_equal_one(measured: list[dict[str, float]], name: str, kind: str) -> None:
     for of_process in measured:
         assert of_process[f"{name}, {kind}"] < 1e-5
+
+
+@table("name", ["flux1 to edit", "flux1 fill", "flux2 to edit", "qwen_image to edit", "qwen_image at zero"])
+def test_two_processes_with_images_equal_one(measured: list[dict[str, float]], name: str) -> None:
+    """Every process holds all tokens of the images."""
+    for of_process in measured:
+        assert max(of_process[f"{name}, {kind}"] for kind in ("ulysses", "ring")) < 1e-5

@@ -253,7 +253,54 @@ def interpret() -> None:
         assert row.implementation == "block-sparse triton"
     assert counts == [1, 0], counts
     assert torch.equal(outs[1], outs[0][:, order])
+    interpret_rows_of_blocks()
     print("ok")
+
+
+def interpret_rows_of_blocks() -> None:
+    """q, k and v of one product, normalised and rotated into the rows that the kernel reads, with the means of tiles:
+    beside the same in the product's place. A dense call, and tokens in raster order, are left in place."""
+    from diffusion_runtime.attention.sparse import video_sparse
+    from diffusion_runtime.kernels.block_sparse import triton
+    from diffusion_runtime.layers import rotated_attention as module
+    from diffusion_runtime.layers.norm import RMSNorm
+    from diffusion_runtime.layers.rope import norm_and_rotate
+
+    heads, generator = 2, torch.Generator().manual_seed(2)
+    layout = TokenLayout((2, 3, 5), num_suffix_tokens=3, valid_lengths=(1, 3), tile=(4, 4, 4))
+    product = torch.randn(2, layout.num_tokens, 3, heads, 16, generator=generator)
+    gate = torch.randn(2, layout.num_tokens, heads, 16, generator=generator)
+    rotations = torch.polar(torch.ones(layout.num_tokens, 8), torch.randn(layout.num_tokens, 8, generator=generator))
+    norms = [RMSNorm(16 * heads, 1e-6).requires_grad_(False) for _ in range(2)]
+    for norm in norms:
+        norm.weight.add_(0.2 * torch.randn(norm.weight.shape, generator=generator))
+
+    def layer(**extra: Any) -> LocalAttention:
+        choice = {"per_role": {"self": {"backend": "vsa", "extra": {"sparsity": 0.6, **extra}}}}
+        policy = AttentionPolicy(config=AttentionConfig.parse(choice), environment=None)
+        return LocalAttention(heads, 16, layer=LayerInfo(0, 1, "self"), policy=policy)
+
+    raster = dataclasses.replace(layout, tile=RASTER)
+    for gated, extra, given, expected in (
+        (False, {}, layout, 1),
+        (True, {}, layout, 1),
+        (False, {"min_tokens": 1000}, layout, 0),
+        (True, {}, raster, 0),
+    ):
+        attention, context = layer(**extra), AttentionContext(given)
+        weighed = gate if gated else None
+        with (
+            mock.patch.object(module, "norm_rope_into_blocks", side_effect=module.norm_rope_into_blocks) as written,
+            mock.patch.object(triton, "pack_tokens", side_effect=triton.pack_tokens) as packed,
+            mock.patch.object(video_sparse, "pack_tokens", side_effect=video_sparse.pack_tokens) as averaged,
+            mock.patch.object(video_sparse, "tile_means", side_effect=video_sparse.tile_means) as means,
+        ):
+            found = module.rotated_attention(attention, product.clone(), norms, rotations, context, gate=weighed)
+            assert written.call_count == expected, (gated, extra, given.tile)
+            if expected:
+                assert packed.call_count + averaged.call_count + means.call_count == 0, (gated, extra)
+        in_place = layer(**extra)(*norm_and_rotate(product.clone(), norms, rotations), context, gate=weighed)
+        torch.testing.assert_close(found, in_place, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this platform")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.key_ranges import PackedCall
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.hardware import Hardware
+from diffusion_runtime.kernels.first_use import count_kernel
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 _compiled: set[tuple[object, ...]] = set()
@@ -32,15 +34,17 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return flash_attn_func, flash_attn_varlen_func
 
 
-def _announce_compilation(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, causal: bool, form: str) -> None:
-    """Say that a first call is about to compile: it takes seconds, which look like a hang."""
+def _announce_compilation(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, causal: bool, form: str) -> bool:
+    """Say that a first call is about to compile: it takes seconds, which look like a hang. Whether it is one."""
     q_shape = q.shape
     key = (q.device, q.dtype, q_shape[-1], q_shape[-2] // k.shape[-2], causal, call.return_lse, form)
-    if key not in _compiled:
-        _compiled.add(key)
-        _logger.info(
-            "flash-attn-4 compiles its %s kernel for head_dim %d, %s: some seconds, once", form, q_shape[-1], q.dtype
-        )
+    if key in _compiled:
+        return False
+    _compiled.add(key)
+    _logger.info(
+        "flash-attn-4 compiles its %s kernel for head_dim %d, %s: some seconds, once", form, q_shape[-1], q.dtype
+    )
+    return True
 
 
 def _capability(head_sizes: HeadSizes) -> Capability:
@@ -90,12 +94,14 @@ class FlashAttention4(FlashAttention):
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     ) -> AttentionResult:
-        _announce_compilation(call, q, k, causal, "dense")
+        is_first, started = _announce_compilation(call, q, k, causal, "dense"), time.perf_counter()
         result = _kernels()[0](q, k, v, softmax_scale=call.scale, causal=causal, return_lse=call.return_lse)
+        if is_first:
+            count_kernel(time.perf_counter() - started)
         return _result(call, result, "flash-attn-4")
 
     def attend_packed(self, call: AttentionCall, packed: PackedCall) -> AttentionResult:
-        _announce_compilation(call, packed.q, packed.k, False, "varlen")
+        is_first, started = _announce_compilation(call, packed.q, packed.k, False, "varlen"), time.perf_counter()
         result = _kernels()[1](
             packed.q,
             packed.k,
@@ -107,6 +113,8 @@ class FlashAttention4(FlashAttention):
             softmax_scale=call.scale,
             return_lse=call.return_lse,
         )
+        if is_first:
+            count_kernel(time.perf_counter() - started)
         return _result(call, result, "flash-attn-4 varlen")
 
 

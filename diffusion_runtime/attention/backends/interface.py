@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
+    from diffusion_runtime.kernels.block_packing.reference import PackedTokens, TokenBlocks
+
 
 @dataclass(frozen=True)
 class Availability:
@@ -109,6 +111,11 @@ class AttentionCall(NamedTuple):
         """[batch or 1, heads or 1, seq_q or 1, seq_k], boolean (True: attend) or added to the scaled scores in q's
         dtype; it hides keys beside those that layout and causal hide."""
         return self.inputs.mask
+
+    @property
+    def packed(self) -> PackedTokens | None:
+        """q, k and v in the blocks that the backend asked for (`Backend.token_blocks`)."""
+        return self.inputs.packed
 
     @property
     def batch(self) -> int:
@@ -240,12 +247,29 @@ class Backend(ABC):
         allocating on the device or waiting for it; None makes a plan of its own."""
         return into
 
+    def token_blocks(self, call: AttentionCall) -> TokenBlocks | None:  # noqa: ARG002
+        """The blocks in whose rows a call like this one is best given its q, k and v, where a layer writes them anew
+        (kernels/qk_norm_rope/block_order.py); None where they are read as they come. call: with tensors of the shapes,
+        dtype and device alone."""
+        return None
+
     def preferred_tile(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> Extent | None:  # noqa: ARG002
         """The order of the grid's tokens (TokenLayout.tile) in which a layer costs least; None where any will do.
 
         Models keep their tokens in the order that all layers prefer. A call may come in any other, and layout says so.
         """
         return RASTER if self.capability.needs_grid else None
+
+    def expected_density(
+        self,
+        options: Any,  # noqa: ARG002
+        layout: TokenLayout | None,  # noqa: ARG002
+        layer: LayerInfo,  # noqa: ARG002
+        step: StepInfo,  # noqa: ARG002
+    ) -> float | None:
+        """The share of a layer's pairs of grid queries and grid keys that a call computes, before anything is computed;
+        None where it depends on the numbers."""
+        return 1.0
 
     @abstractmethod
     def run(self, call: AttentionCall) -> AttentionResult:

@@ -23,12 +23,12 @@ from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.requirements import requirements_of
 from diffusion_runtime.attention.schedule import DenseRule
 from diffusion_runtime.attention.select import resolve_dense, select_dense
-from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of
+from diffusion_runtime.attention.sparse.tiles import sequence_order, text_lengths_of, tiles_of
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import DTYPES, Hardware
-from diffusion_runtime.kernels.block_packing.reference import PackedTokens
+from diffusion_runtime.kernels.block_packing.reference import Averaged, PackedTokens, TokenBlocks
 from diffusion_runtime.kernels.block_sparse import flash4, triton
-from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
+from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, takes_packed_rows
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, RowCounts, SparsePlan
 from diffusion_runtime.kernels.importing import import_failure
@@ -145,6 +145,35 @@ class SparseBackend(ImportingBackend):
             return None
         return self.tile_of(options)
 
+    def expected_density(
+        self, options: Any, layout: TokenLayout | None, layer: LayerInfo, step: StepInfo
+    ) -> float | None:
+        if layout is None or layout.num_grid_tokens == 0:
+            return None
+        if options.dense_rules(layer, step, layout.num_grid_tokens):
+            return 1.0
+        if self.keeps_everything(options, layout, layer) is not None:
+            return 1.0
+        return None if options.skip_threshold else self.sparse_density(options, layout, layer)
+
+    def sparse_density(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> float | None:  # noqa: ARG002
+        """`expected_density` of a call that is sparse. None: the tokens' content decides."""
+        return None
+
+    def token_blocks(self, call: AttentionCall) -> TokenBlocks | None:
+        """Of a sparse call whose tokens stand in the method's tiles."""
+        tile, layout = self.tile_of(call.options), check_grid(self.name, call)
+        if tile == RASTER or tile != layout.tile or self.dense_reason(call) is not None:
+            return None
+        geometry = tiles_of(call, tile)
+        if not geometry.is_identity or not takes_packed_rows(call.q, geometry, geometry, layout.num_grid_tokens):
+            return None
+        return TokenBlocks(geometry, layout.num_grid_tokens, text_lengths_of(call), self.averaged(call))
+
+    def averaged(self, call: AttentionCall) -> Averaged:  # noqa: ARG002
+        """Of which tensors the planner reads the means of the tiles."""
+        return "none"
+
     @abstractmethod
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
         """The pattern of one call that is sparse."""
@@ -174,6 +203,9 @@ class SparseBackend(ImportingBackend):
         packed: PackedTokens | None = None,
     ) -> AttentionResult:
         """The kernel on a plan. packed: the call's tokens in the plan's geometries, from planners that packed them."""
+        given = call.packed
+        if packed is None and given is not None and given.q_geometry is plan.q and given.kv_geometry is plan.kv:
+            packed = given
         threshold: float = call.options.skip_threshold
         result = block_sparse_attention(
             call.q,

@@ -7,6 +7,7 @@ search over prompts can tune for a model. Any grid will do: the last tile of an 
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from types import MappingProxyType
 
@@ -75,6 +76,13 @@ class SlidingTileBackend(SparseBackend):
             return None
         return super().preferred_tile(options, layout, layer)
 
+    def sparse_density(self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo) -> float | None:  # noqa: ARG002
+        """None for a strategy, whose windows differ from head to head and from step to step."""
+        if options.window is None or options.mask_strategy_file_path is not None or options.is_tuning:
+            return None
+        num_tiles = tile_counts(layout.grid, options.tile_size)
+        return math.prod(attended_tiles(num_tiles, options.window)) / math.prod(num_tiles)
+
     def check(self, options: SlidingTileOptions, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
         """See Backend.check. A strategy that is still to be tuned is checked at the first call."""
         options.check_mode()
@@ -94,8 +102,9 @@ class SlidingTileBackend(SparseBackend):
     def check_split_heads(self, options: SlidingTileOptions) -> None:
         if options.sta_mode == SEARCHING:
             raise ConfigError(
-                f"sta_mode {SEARCHING} measures all heads of a layer in one process; search with ulysses_degree 1 and "
-                "ring_degree 1, and generate with the tuned strategy on as many processes as you like"
+                f"sta_mode {SEARCHING} measures all heads of a layer in one process; search with ulysses_degree 1, "
+                "ring_degree 1 and tensor_parallel_size 1, and generate with the tuned strategy on as many processes "
+                "as you like"
             )
 
     def plan(self, call: AttentionCall) -> SparsePlan:

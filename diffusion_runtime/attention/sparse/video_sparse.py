@@ -28,7 +28,7 @@ from diffusion_runtime.attention.sparse.tiles import text_lengths_of, tile_count
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
-from diffusion_runtime.kernels.block_packing.reference import PackedTokens
+from diffusion_runtime.kernels.block_packing.reference import Averaged, PackedTokens
 from diffusion_runtime.kernels.block_sparse.api import reads_packed_rows
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
@@ -113,6 +113,13 @@ class VideoSparseBackend(SparseBackend):
     def tile_of(self, options: VideoSparseOptions) -> Extent:
         return options.tile_size
 
+    def sparse_density(self, options: VideoSparseOptions, layout: TokenLayout, layer: LayerInfo) -> float:  # noqa: ARG002
+        num_tiles = math.prod(tile_counts(layout.grid, options.tile_size))
+        return num_kept_tiles(options.sparsity, num_tiles) / num_tiles
+
+    def averaged(self, call: AttentionCall) -> Averaged:
+        return _averaged(call)
+
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
         geometry = tiles_of(call, call.options.tile_size)
         return self.select_tiles(call, tile_means(call.q, call.k, None, geometry))[0]
@@ -158,9 +165,15 @@ class VideoSparseBackend(SparseBackend):
         return _plan(self.name, call, coarse.kept.flatten(0, 1), is_dense=False), coarse.pooled
 
 
+def _averaged(call: AttentionCall) -> Averaged:
+    return "qk" if call.gate is None else "qkv"
+
+
 def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
     """The means of all tiles, those of values where there is a gate, and from the same pass the kernel's rows."""
     geometry = tiles_of(call, call.options.tile_size)
+    if call.packed is not None and call.packed.q_geometry is geometry:
+        return _means_of(call.packed), call.packed
     num_grid_tokens = call.grid_layout.num_grid_tokens
     if not reads_packed_rows(call.q, call.k, call.v, geometry, geometry, num_grid_tokens):
         return tile_means(call.q, call.k, None if call.gate is None else call.v, geometry), None
@@ -172,11 +185,15 @@ def _read_tokens(call: AttentionCall) -> tuple[TileMeans, PackedTokens | None]:
         geometry,
         num_grid_tokens=num_grid_tokens,
         text_lengths=text_lengths_of(call),
-        averaged="qk" if call.gate is None else "qkv",
+        averaged=_averaged(call),
     )
+    return _means_of(packed), packed
+
+
+def _means_of(packed: PackedTokens) -> TileMeans:
     assert packed.q_means is not None
     assert packed.k_means is not None
-    return TileMeans(packed.q_means, packed.k_means, packed.v_means), packed
+    return TileMeans(packed.q_means, packed.k_means, packed.v_means)
 
 
 def _plan(method: str, call: AttentionCall, kept: torch.Tensor, *, is_dense: bool) -> SparsePlan:

@@ -13,17 +13,19 @@ from typing import Literal
 
 import torch
 
-from diffusion_runtime.attention.backends.interface import AttentionCall
+from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult
 from diffusion_runtime.attention.backends.registry import register_backend
 from diffusion_runtime.attention.schedule import DenseRule, dense_first_layers, dense_first_steps
-from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, plan_of_call
-from diffusion_runtime.attention.sparse.tiles import without_lengths
-from diffusion_runtime.attention.sparse.vmoba_chunks import ChunkShape, chunk_count, chunks_of
+from diffusion_runtime.attention.sparse.interface import SparseBackend, SparseOptions, check_grid, plan_of_call
+from diffusion_runtime.attention.sparse.tiles import text_lengths_of, without_lengths
+from diffusion_runtime.attention.sparse.vmoba_chunks import Chunks, ChunkShape, chunk_count, chunks_of
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_means import block_means
+from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_sparse.gathered import refusal_of_blocks
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.row_masks import count_rows, every_block, listed_blocks
+from diffusion_runtime.kernels.block_sparse.triton import refusal_of_size
 from diffusion_runtime.kernels.chunk_selection.api import SelectionRule, chunk_row_mask
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
@@ -127,25 +129,54 @@ class VMobaBackend(SparseBackend):
             return "moba_threshold keeps every chunk"
         return None
 
+    def sparse_density(self, options: VMobaOptions, layout: TokenLayout, layer: LayerInfo) -> float | None:
+        """Of a number of chunks, which the last ones of an axis may make a little less; None for a threshold."""
+        if options.moba_select_mode == "threshold":
+            return None
+        kind = chunk_kind(options, layer)
+        return options.top[kind] / chunk_count(layout.grid, chunk_shape(options, layout, kind))
+
     def check_split_heads(self, options: VMobaOptions) -> None:
         if options.moba_threshold_type in ("overall", "block"):
             raise ConfigError(
                 f"moba_threshold_type {options.moba_threshold_type} compares all heads of a layer, which processes "
-                "share here; use query_head or head_global, or ulysses_degree 1"
+                "share here; use query_head or head_global, or ulysses_degree 1 and tensor_parallel_size 1"
             )
 
+    def run(self, call: AttentionCall) -> AttentionResult:
+        check_grid(self.name, call)
+        reason = self.dense_reason(call)
+        if reason is not None:
+            return self.run_dense(call, reason)
+        if refusal_of_size(call.q, call.q.shape[1]) is not None:
+            return self.run_sparse(call, self.select_blocks(call))
+        # The pass that packs the keys averages them too.
+        chunks, layout = _chunks_of_call(call), call.grid_layout
+        packed = pack_tokens(
+            call.q,
+            call.k,
+            call.v,
+            chunks.q,
+            chunks.kv,
+            num_grid_tokens=layout.num_grid_tokens,
+            text_lengths=text_lengths_of(call),
+            averaged="k",
+        )
+        assert packed.k_means is not None
+        return self.run_sparse(call, self._select(call, packed.k_means), packed=packed)
+
     def select_blocks(self, call: AttentionCall) -> SparsePlan:
+        return self._select(call, block_means(call.k, _chunks_of_call(call).kv))
+
+    def _select(self, call: AttentionCall, means: torch.Tensor) -> SparsePlan:
+        """means: of the keys of each chunk."""
         options: VMobaOptions = call.options
-        kind = chunk_kind(options, call.layer)
-        shape = chunk_shape(options, call.grid_layout, kind)
-        layout = call.grid_layout
-        chunks = call.state.request.compute_once(chunks_of, without_lengths(layout), shape, call.q.device)
+        kind, layout, chunks = chunk_kind(options, call.layer), call.grid_layout, _chunks_of_call(call)
         rule = SelectionRule(
             options.moba_threshold_type,
             options.top[kind] if options.moba_select_mode == "topk" else None,
             options.moba_threshold,
         )
-        means = block_means(call.k, chunks.kv)
         row_mask = chunk_row_mask(call.q, means, chunks.q.order[0], chunks.chunk_of_row, rule)
         counts = count_rows(row_mask.flatten(0, 1), chunks.q, chunks.num_chunks)
         heads = (call.batch, call.num_heads)
@@ -172,6 +203,11 @@ class VMobaBackend(SparseBackend):
             max_blocks_per_query=bound,
             row_counts=counts,
         )
+
+
+def _chunks_of_call(call: AttentionCall) -> Chunks:
+    shape = chunk_shape(call.options, call.grid_layout, chunk_kind(call.options, call.layer))
+    return call.state.request.compute_once(chunks_of, without_lengths(call.grid_layout), shape, call.q.device)
 
 
 def chunk_kind(options: VMobaOptions, layer: LayerInfo) -> ChunkKind:

@@ -18,6 +18,7 @@ from diffusion_runtime.errors import first_line
 
 # (latents, timestep, inputs, context) -> velocity. inputs: a frozen dataclass of the model's own kind.
 Model: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any, AttentionContext], torch.Tensor]
+Agree: TypeAlias = Callable[[str | None], str | None]
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,16 @@ class NotReplayable(Exception):
 
 
 class CapturedForward:
-    """A forward pass in a CUDA graph. first: the velocity of the pass that it was made from.
+    """A forward pass in a CUDA graph. first: the velocity of the pass that it was made from. agree: what several
+    processes that share the pass have against it, of all of them, given what this one has.
 
     Raises NotReplayable where a backend declares that it cannot be replayed, where a step changes what the next one
     finds, and where the capture fails.
     """
 
-    def __init__(self, capture: Capture, model: Model, given: ForwardPass) -> None:
+    def __init__(
+        self, capture: Capture, model: Model, given: ForwardPass, agree: Agree = lambda reason: reason
+    ) -> None:
         clones, context = Clones(), given.context
         self._state, self._plans = FixedState(context.state, clones), FixedPlans()
         self._fixed = ForwardPass(
@@ -61,14 +65,17 @@ class CapturedForward:
         )
         with context.recorder.taped() as self._tape:
             self.first = capture.warm_up(lambda: self._fixed.run(model))
-        self._refuse()
+        # What it left in the clones is missing in the request's state.
+        _refuse(agree("; ".join([*self._plans.refusals, *self._state.changes]) or None))
         context.recorder.play(self._tape, context.step)
+        failure = None
         try:
             # It computes nothing, so nothing of it counts.
             with context.recorder.taped():
                 self._replay = capture.capture(lambda: self._fixed.run(model))
         except RuntimeError as error:
-            raise NotReplayable(f"the capture failed: {first_line(error)}", self.first) from error
+            failure = f"the capture failed: {first_line(error)}"
+        _refuse(agree(failure), self.first)
         self._state.close()
         self._bind(given)
 
@@ -97,8 +104,7 @@ class CapturedForward:
         # Weakly: a request's values end with it.
         self._bound = weakref.ref(given.inputs), weakref.ref(given.context.state)
 
-    def _refuse(self) -> None:
-        reasons = [*self._plans.refusals, *self._state.changes]
-        if reasons:
-            # What it left in the clones is missing in the request's state.
-            raise NotReplayable("; ".join(reasons))
+
+def _refuse(reason: str | None, velocity: torch.Tensor | None = None) -> None:
+    if reason is not None:
+        raise NotReplayable(reason, velocity)

@@ -3,6 +3,10 @@
 A pass that the host launches slower than the device computes is launch-bound: the second one of its kind is timed, and
 the third is captured where the host took more than LAUNCH_BOUND of the device's time. Later requests find the graph:
 their first pass runs eagerly and leaves what it keeps for the request, which is copied to where the graph reads it.
+
+Processes that share a sequence capture and replay the same passes: a graph holds the exchanges between them. They agree
+where they may decide otherwise, on times, failures and addresses, and nowhere else: a replay within a request waits for
+nobody.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +34,8 @@ from diffusion_runtime.denoising.cuda_graphs.capture import Capture, ForwardTime
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import CapturedForward, ForwardPass, NotReplayable
 from diffusion_runtime.kernels.implementation import fusion_is_on
 from diffusion_runtime.layers.gguf_linear import GgufLinear
+from diffusion_runtime.parallel.agreement import agreed_refusal, reasons_of
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.step_info import StepInfo
 
 # Host time of a forward pass over its device time, above which launches bound it.
@@ -58,11 +65,13 @@ class _Form:
 
 class ForwardGraphs:
     """The CUDA graphs of one pipeline. is_probed: whether only launch-bound passes are captured, rather than all.
-    pause_reason: why no pass is captured or replayed now; None where they are."""
+    shared_refusal: why none is that several processes share. pause_reason: why no pass is captured or replayed now;
+    None where they are."""
 
-    def __init__(self, capture: Capture, *, is_probed: bool = True) -> None:
+    def __init__(self, capture: Capture, *, is_probed: bool = True, shared_refusal: str | None = None) -> None:
         self.capture = capture
         self.is_probed = is_probed
+        self.shared_refusal = shared_refusal
         self.pause_reason: str | None = None
         self._forms: OrderedDict[Hashable, _Form] = OrderedDict()
         self._weights: Hashable = None
@@ -78,9 +87,11 @@ class ForwardGraphs:
         *,
         read: Callable[[Any], Hashable] = lambda inputs: inputs,
         refusal: str | None = None,
+        group: RankGroup | None = None,
     ) -> GraphedForward:
         """The model's forward passes in one generation. read: the inputs without what the model does not read.
-        refusal: why none of them can be replayed.
+        refusal: why none of them can be replayed. group: the processes that share the sequence, all of which make the
+        same calls; None for one.
 
         Weights that lie elsewhere than before end all graphs; weights that were overwritten are read by later replays.
         """
@@ -89,10 +100,14 @@ class ForwardGraphs:
             # The same bytes at the same address may be other blocks, where a LoRA was switched in between.
             tuple(layer.layout for layer in model.modules() if isinstance(layer, GgufLinear)),
         )
-        if weights != self._weights:
+        group = RankGroup() if group is None else group
+        refusal = refusal or (self.shared_refusal if group.size > 1 else None) or refusal_of_group(group)
+        agree = Agreement(group, next(model.parameters()).device) if refusal is None else Agreement()
+        moved = None if weights == self._weights else "its weights lie elsewhere"
+        if agree.refusal(moved) is not None:
             self._forms.clear()
-            self._weights = weights
-        return GraphedForward(self, model, recorder, read, refusal)
+        self._weights = weights
+        return GraphedForward(self, model, recorder, read, refusal, agree)
 
     @contextmanager
     def paused(self, reason: str) -> Iterator[None]:
@@ -112,6 +127,22 @@ class ForwardGraphs:
         return form
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """What the processes of a group decide together. device: of their tensors. Every call is a collective one."""
+
+    group: RankGroup = field(default_factory=RankGroup)
+    device: torch.device | None = None
+
+    def refusal(self, own: str | None) -> str | None:
+        """Why none of them does it; None where each can."""
+        return agreed_refusal(self.group, own, self.device)
+
+    def refusal_of_all(self, own: str | None) -> str | None:
+        """The own reason where each of them has one; None where one is without: the others wait for that one."""
+        return None if None in reasons_of(self.group, own, self.device) else own
+
+
 class GraphedForward:
     """The forward passes of one generation: replayed where a graph is there, captured where it pays, else eager."""
 
@@ -122,8 +153,10 @@ class GraphedForward:
         recorder: AttentionRecorder,
         read: Callable[[Any], Hashable],
         refusal: str | None,
+        agree: Agreement,
     ) -> None:
         self._graphs = graphs
+        self._agree = agree
         self._model = model
         self._recorder = recorder
         self._read = read
@@ -151,7 +184,7 @@ class GraphedForward:
                 return self._capture(form, given)
             if form.time is None:
                 return self._time(form, given)
-            form.refusal = refusal_after(form.time)
+            form.refusal = self._agree.refusal_of_all(refusal_after(form.time))
             if form.refusal is None:
                 return self._capture(form, given)
         return self._run(given, form.refusal)
@@ -190,7 +223,7 @@ class GraphedForward:
         plans = WatchedPlans()
         watched = dataclasses.replace(given, context=dataclasses.replace(given.context, plans=plans))
         velocity = watched.run(self._model)
-        form.refusal = "; ".join(plans.refusals) or None
+        form.refusal = self._agree.refusal("; ".join(plans.refusals) or None)
         self._eager[form.refusal or FIRST] += 1
         return velocity
 
@@ -201,7 +234,7 @@ class GraphedForward:
 
     def _capture(self, form: _Form, given: ForwardPass) -> torch.Tensor:
         try:
-            form.graph = CapturedForward(self._graphs.capture, self._model, given)
+            form.graph = CapturedForward(self._graphs.capture, self._model, given, self._agree.refusal)
         except NotReplayable as answer:
             form.refusal = str(answer)
             if answer.velocity is None:
@@ -214,7 +247,7 @@ class GraphedForward:
     def _replay(self, form: _Form, given: ForwardPass) -> torch.Tensor:
         """A replay, or the eager pass that has to come before: a request's first, which fills its cache."""
         assert form.graph is not None
-        misfit = form.graph.misfit(given)
+        misfit = None if form.graph.is_bound_to(given) else self._agree.refusal(form.graph.misfit(given))
         if misfit is None:
             if not form.graph.is_bound_to(given):
                 form.num_misfits = 0
@@ -239,9 +272,14 @@ def _refusal_of(given: ForwardPass) -> str | None:
     """Why a pass cannot be replayed, by its context alone."""
     if type(given.context.block_runner) is not BlockRunner:
         return "a step cache or a measurement decides within the forward pass"
-    if given.context.sharding.group.size > 1:
-        return "several processes share the forward pass"
     return None
+
+
+def refusal_of_group(group: RankGroup) -> str | None:
+    """Why a pass that these processes share cannot be captured."""
+    if group.size == 1 or group.backend == "nccl":
+        return None
+    return f"several processes exchange tokens by {group.backend}, which no CUDA graph holds; NCCL can"
 
 
 def refusal_after(time: ForwardTime) -> str | None:

@@ -70,7 +70,7 @@ class StepCache:
                 "(two_pass)"
             )
         if isinstance(options, DBCacheOptions):
-            runner = DBCache(options, mesh.sequence, recorder)
+            runner = DBCache(options, mesh.forward, recorder)
         elif isinstance(options, MagCacheOptions):
             calibration = calibration_of(options.file, "magcache", model)
             assert calibration is not None, "MagCacheOptions asks for a file"
@@ -78,7 +78,7 @@ class StepCache:
             runner = MagCache(options, calibration, request.num_inference_steps, recorder)
         elif isinstance(options, TeaCacheOptions):
             polynomial = polynomial_of(options, calibration_of(options.file, "teacache", model), published)
-            runner = TeaCache(options, polynomial, mesh.sequence, recorder)
+            runner = TeaCache(options, polynomial, mesh.forward, recorder)
         elif gate < 1 or options is not None:
             wrappers.append(_counted(recorder))
         if gate < 1 and mesh.branch.size > 1:

@@ -47,8 +47,8 @@ class _Branch:
 class TeaCache(CountedRunner):
     """The cache of one request, for forward passes of one guidance branch and one sample.
 
-    sequence: processes that share the sequence: each sees its own tokens, and two sums are added up over them, so that
-    all decide alike.
+    sequence: processes that run a forward pass together: each sees its own tokens, and two sums are added up over
+    them, so that all decide alike.
     """
 
     def __init__(

@@ -6,9 +6,8 @@ from collections.abc import Hashable
 
 import torch
 
-from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.implementation import refusal_of
-from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of, may_repeat
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
 # Columns of a row that one program computes: 16 numbers per thread.
 BLOCK = 2048
@@ -26,7 +25,7 @@ def refusal(gate: torch.Tensor, features: torch.Tensor) -> str | None:
 
 def silu_mul(gate: torch.Tensor, features: torch.Tensor, in_place: bool) -> torch.Tensor:
     """As in api.py."""
-    out = gate if in_place else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = gate if in_place else gate.new_empty(gate.shape)
     _launch(gate, features, out, "silu_mul")
     return out
 
@@ -39,12 +38,10 @@ def gelu_(x: torch.Tensor) -> torch.Tensor:
 
 def repeat(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place: bool) -> torch.Tensor | None:
     """The result of a call like an earlier one, without its checks; None for the first of its kind."""
-    if not may_repeat(gate.device):
-        return None
-    found = _launches.find(_key(gate, features, in_place, activation))
+    found = _launches.repeat(gate.device, _key, gate, features, in_place, activation)
     if found is None:
         return None
-    out = gate if in_place else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = gate if in_place else gate.new_empty(gate.shape)
     found.run((gate, features, out))
     return out
 
@@ -55,10 +52,6 @@ def _key(gate: torch.Tensor, features: torch.Tensor, in_place: bool, activation:
 
 
 def _launch(gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activation: str) -> None:
-    if guard_is_needed(gate.device):
-        with device_guard(gate.device):
-            _launch(gate, features, out, activation)
-            return
     if gate.numel() == 0:
         return
 

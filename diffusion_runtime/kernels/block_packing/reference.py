@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,7 +13,8 @@ from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 # Rows after the last head's that a bulk copy may read.
 TAIL_ROWS = 128
 
-Averaged = Literal["none", "qk", "qkv"]
+# The tensors whose block means are computed, by their names.
+Averaged = Literal["none", "k", "qk", "qkv"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,28 @@ class PackedTokens:
     q_means: torch.Tensor | None = None
     k_means: torch.Tensor | None = None
     v_means: torch.Tensor | None = None
+
+    def in_sequence(self, batch: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v without what is beside them, [B, N, heads, head_dim]: tokens in the geometries' order."""
+        q, k, v = (
+            rows[:-TAIL_ROWS].view(batch, -1, geometry.num_tokens, rows.shape[1])[..., :head_dim].transpose(1, 2)
+            for rows, geometry in ((self.q, self.q_geometry), (self.k, self.kv_geometry), (self.v, self.kv_geometry))
+        )
+        return q, k, v
+
+
+class TokenBlocks(NamedTuple):
+    """The blocks that a sparse layer's next call reads, where its tokens stand in their order already; arguments of
+    pack_tokens.
+
+    geometry: of q and of k and v, `is_identity`; num_grid_tokens, text_lengths: as there; averaged: which parts' block
+    means are read.
+    """
+
+    geometry: BlockGeometry
+    num_grid_tokens: int
+    text_lengths: torch.Tensor | None
+    averaged: Averaged
 
 
 def row_width(head_dim: int) -> int:
@@ -60,9 +83,9 @@ def pack_tokens_reference(
         _pack(v, kv_geometry, num_grid_tokens, text_lengths),
         q_geometry,
         kv_geometry,
-        block_means_reference(q, q_geometry) if averaged != "none" else None,
-        block_means_reference(k, kv_geometry) if averaged != "none" else None,
-        block_means_reference(v, kv_geometry) if averaged == "qkv" else None,
+        block_means_reference(q, q_geometry) if "q" in averaged else None,
+        block_means_reference(k, kv_geometry) if "k" in averaged else None,
+        block_means_reference(v, kv_geometry) if "v" in averaged else None,
     )
 
 

@@ -37,15 +37,16 @@ def pack_tokens_triton(
     batch, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, width = k.shape[2], row_width(head_dim)
     rows = [x.new_empty(batch * x.shape[2] * num_tokens + TAIL_ROWS, width) for x in (q, k, v)]
-    num_averaged = {"none": 0, "qk": 2, "qkv": 3}[averaged]
     geometries = (q_geometry, kv_geometry, kv_geometry)
     means = [
         torch.empty(batch, x.shape[2], geometry.num_blocks, head_dim, dtype=torch.float32, device=x.device)
-        for x, geometry in list(zip((q, k, v), geometries, strict=True))[:num_averaged]
+        if name in averaged
+        else None
+        for name, x, geometry in zip("qkv", (q, k, v), geometries, strict=True)
     ]
     # Runs are blocks and then text, so that one program reads a whole block; without means any runs will do.
     run = min(64, 8192 // width)
-    by_blocks = num_averaged > 0
+    by_blocks = averaged != "none"
     num_blocks = max(q_geometry.num_blocks, kv_geometry.num_blocks) if by_blocks else 0
     num_runs = num_blocks + -(-(num_tokens - (num_grid_tokens if by_blocks else 0)) // run)
     kernels.pack_heads[(num_runs * batch * (num_heads + 2 * num_kv_heads),)](
@@ -53,8 +54,7 @@ def pack_tokens_triton(
         k,
         v,
         *rows,
-        *means,
-        *[q] * (3 - num_averaged),
+        *(q if each is None else each for each in means),
         q_geometry.order,
         q_geometry.offsets,
         kv_geometry.order,
@@ -75,7 +75,10 @@ def pack_tokens_triton(
         RUN=run,
         TAIL=TAIL_ROWS,
         HAS_LENGTHS=text_lengths is not None,
-        NUM_AVERAGED=num_averaged,
+        BY_BLOCKS=by_blocks,
+        AVERAGE_Q=means[0] is not None,
+        AVERAGE_K=means[1] is not None,
+        AVERAGE_V=means[2] is not None,
         num_warps=4,
     )
     return PackedTokens(rows[0], rows[1], rows[2], q_geometry, kv_geometry, *means)

@@ -122,9 +122,12 @@ def pack_heads(
     RUN: tl.constexpr,
     TAIL: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
-    NUM_AVERAGED: tl.constexpr,
+    BY_BLOCKS: tl.constexpr,
+    AVERAGE_Q: tl.constexpr,
+    AVERAGE_K: tl.constexpr,
+    AVERAGE_V: tl.constexpr,
 ):
-    """Rows of q, k and v in the order of their blocks, and the means of the blocks of the first NUM_AVERAGED of them.
+    """Rows of q, k and v in the order of their blocks, and the means of the blocks of some of them.
 
     Grid: (runs * heads of all three,): programs that run together read the heads of the same tokens, which are
     neighbours in memory. One program adds up one block in order, so every run gives the same bits.
@@ -159,8 +162,8 @@ def pack_heads(
             RUN,
             TAIL,
             HAS_LENGTHS,
-            NUM_AVERAGED > 0,
-            NUM_AVERAGED > 0,
+            BY_BLOCKS,
+            AVERAGE_Q,
         )
     elif head < q_heads + kv_heads:
         _pack_run(
@@ -187,8 +190,8 @@ def pack_heads(
             RUN,
             TAIL,
             HAS_LENGTHS,
-            NUM_AVERAGED > 0,
-            NUM_AVERAGED > 1,
+            BY_BLOCKS,
+            AVERAGE_K,
         )
     else:
         _pack_run(
@@ -215,8 +218,8 @@ def pack_heads(
             RUN,
             TAIL,
             HAS_LENGTHS,
-            NUM_AVERAGED > 0,
-            NUM_AVERAGED > 2,
+            BY_BLOCKS,
+            AVERAGE_V,
         )
 
 

@@ -8,12 +8,12 @@ import torch
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_packing.reference import TAIL_ROWS, PackedTokens, row_width
-from diffusion_runtime.kernels.block_sparse import flash4, gathered, triton
+from diffusion_runtime.kernels.block_sparse import flash4, flashinfer, gathered, triton
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference, block_sparse_skipping_reference
 
-IMPLEMENTATIONS = ("reference", "triton", "gathered", "flash4")
+IMPLEMENTATIONS = ("reference", "triton", "gathered", "flash4", "flashinfer")
 _NO_RUNNING_MAXIMUM = "which are computed chunk by chunk, without a running maximum to compare scores with"
 
 
@@ -47,7 +47,8 @@ def block_sparse_attention(
     sees no key gives 0 and a log-sum-exp of -inf; the log-sum-exp does not include `branch`.
     packed: q, k and v as pack_tokens gives them in the plan's own geometries and text lengths, for planners that
     read every token anyway: see reads_packed_rows. Other implementations read q, k and v.
-    implementation: one of IMPLEMENTATIONS; `auto` is the fastest that can compute this plan on this device.
+    implementation: one of IMPLEMENTATIONS; `auto` is the fastest that can compute this plan on this device,
+    and never `flashinfer`, whose plans are made on the host.
     skip_threshold: pieces of keys whose weights are all below this share of the largest are skipped, as skipping.py
     defines it, by `triton` and `reference` alone; in [0, 1), 0 skips nothing.
 
@@ -64,8 +65,9 @@ def block_sparse_attention(
     if packed is not None:
         _check_packed(packed, q, plan)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = _choose(implementation, q, plan, skip_threshold)
+    chosen = _choose(implementation, q, plan, skip_threshold, return_lse)
     skip_counts = None
+    lse: torch.Tensor | None
     if chosen != "reference":
         _refuse_gradients(chosen, q, k, v, branch)
     if chosen == "reference" and skip_threshold:
@@ -85,6 +87,8 @@ def block_sparse_attention(
         branch = None
     elif chosen == "gathered":
         out, lse = gathered.block_sparse_gathered(q, k, v, plan, scale=scale, packed=packed)
+    elif chosen == "flashinfer":
+        out, lse = flashinfer.block_sparse_flashinfer(q, k, v, plan, scale=scale), None
     else:
         out, lse = flash4.block_sparse_flash4(q, k, v, plan, scale=scale)
     if branch is not None:
@@ -92,16 +96,20 @@ def block_sparse_attention(
     return BlockSparseResult(out, lse if return_lse else None, chosen, skip_counts)
 
 
-def refusal(implementation: str, q: torch.Tensor, plan: SparsePlan, skip_threshold: float = 0.0) -> str | None:
+def refusal(
+    implementation: str, q: torch.Tensor, plan: SparsePlan, skip_threshold: float = 0.0, return_lse: bool = False
+) -> str | None:
     """Why an implementation cannot compute this plan on these tensors; None when it can."""
     if implementation == "reference":
         return None
-    if skip_threshold and implementation == "flash4":
+    if skip_threshold and implementation in ("flash4", "flashinfer"):
         return "skips no keys: skip_threshold runs on triton and reference"
     if skip_threshold and implementation == "gathered":
         return f"takes plans with row masks, {_NO_RUNNING_MAXIMUM}"
     if implementation == "gathered":
         return gathered.refusal(q, plan)
+    if implementation == "flashinfer":
+        return flashinfer.refusal(q, plan, return_lse)
     return triton.refusal(q, plan) if implementation == "triton" else flash4.refusal(q, plan)
 
 
@@ -114,20 +122,25 @@ def reads_packed_rows(
     num_grid_tokens: int,
 ) -> bool:
     """Whether `auto` would pack q, k and v for a plan of these blocks without row masks."""
-    return (
-        flash4.refusal_of_blocks(q, q_geometry, kv_geometry, num_grid_tokens) is not None
-        and triton.refusal_of_size(q, q_geometry.num_tokens) is None
-        and not triton.reads_in_place(q, k, v, q_geometry, kv_geometry)
-    )
+    takes = takes_packed_rows(q, q_geometry, kv_geometry, num_grid_tokens)
+    return takes and not triton.reads_in_place(q, k, v, q_geometry, kv_geometry)
 
 
-def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan, skip_threshold: float) -> str:
+def takes_packed_rows(
+    q: torch.Tensor, q_geometry: BlockGeometry, kv_geometry: BlockGeometry, num_grid_tokens: int
+) -> bool:
+    """Whether `auto` computes a plan of these blocks without row masks on packed rows where it is given them."""
+    is_flash4 = flash4.refusal_of_blocks(q, q_geometry, kv_geometry, num_grid_tokens) is None
+    return not is_flash4 and triton.refusal_of_size(q, q_geometry.num_tokens) is None
+
+
+def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan, skip_threshold: float, return_lse: bool) -> str:
     if implementation == "auto":
         names = ("flash4", "gathered", "triton", "reference")
         return next(name for name in names if refusal(name, q, plan, skip_threshold) is None)
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation: expected auto, {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    reason = refusal(implementation, q, plan, skip_threshold)
+    reason = refusal(implementation, q, plan, skip_threshold, return_lse)
     if reason is not None:
         raise ConfigError(f"block-sparse implementation {implementation!r} cannot run here: {reason}; use auto")
     return implementation

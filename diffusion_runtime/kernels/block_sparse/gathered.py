@@ -18,6 +18,7 @@ import torch
 from diffusion_runtime.kernels.block_packing.api import pack_tokens
 from diffusion_runtime.kernels.block_packing.reference import PackedTokens, row_width
 from diffusion_runtime.kernels.block_sparse import triton
+from diffusion_runtime.kernels.block_sparse.gathered_lists import gathered_lists
 from diffusion_runtime.kernels.block_sparse.geometry import BlockGeometry
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.row_masks import MAXIMUM_BLOCKS, count_rows, tile_of_bits
@@ -192,18 +193,8 @@ class _Call:
         width = row_width(self.head_dim)
         # Entries lie list by list, and in a list query block by query block.
         counts = self.of_blocks[unit.first_head : unit.stop_head, unit.first_block : unit.stop_block]
-        counts = counts.transpose(1, 2).contiguous()
-        ends = counts.flatten().cumsum(0, dtype=torch.int32)
-        bases = ends - counts.flatten()
-        list_stops = ends.view(num_lists, num_q_blocks)[:, -1].contiguous()
-        list_starts = bases.view(num_lists, num_q_blocks)[:, 0]
         num_tiles = capacity // shape.rows + num_lists
-        tile_ends = ((list_stops - list_starts + shape.rows - 1) // shape.rows).cumsum(0, dtype=torch.int32)
-        tiles = torch.arange(num_tiles, dtype=torch.int32, device=device)
-        tile_lists = torch.searchsorted(tile_ends, tiles, right=True, out_int32=True).clamp_(max=num_lists - 1)
-        before = torch.nn.functional.pad(tile_ends, (1, 0))[tile_lists.long()]
-        # Tiles past the last one start where the last list has no query left, so they are empty.
-        tile_starts = list_starts[tile_lists.long()] + (tiles - before) * shape.rows
+        lists = gathered_lists(counts, shape.rows, num_tiles)
         entry_rows = torch.empty(capacity, dtype=torch.int32, device=device)
         entry_slots = torch.empty_like(entry_rows)
         partial = torch.empty(capacity, width, dtype=self.q.dtype, device=device)
@@ -215,7 +206,7 @@ class _Call:
                 self.row_mask,
                 plan.q.offsets,
                 self.row_starts,
-                bases,
+                lists.bases,
                 entry_rows,
                 entry_slots,
                 unit.first_head,
@@ -237,9 +228,9 @@ class _Call:
                 self.packed.k,
                 self.packed.v,
                 plan.kv.offsets,
-                tile_lists,
-                tile_starts,
-                list_stops,
+                lists.tile_lists,
+                lists.tile_starts,
+                lists.stops,
                 entry_rows,
                 entry_slots,
                 partial,

@@ -240,3 +240,84 @@ def merge_entries(
     target = out + b * out_b + h * out_h + tokens[:, None] * out_n + dims[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside[:, None] & (dims < D)[None, :])
     tl.store(lse + head.to(tl.int64) * num_grid + tokens, natural, mask=inside)
+
+
+@triton.jit
+def count_lists(
+    counts,
+    bases,
+    totals,
+    num_blocks,
+    num_keys,
+    stride_h,
+    stride_q,
+    stride_k,
+    BLOCK: tl.constexpr,
+):
+    """Of each list (head, key block): bases [lists, num_blocks], the queries before each query block's, and totals.
+    Grid: (lists,)."""
+    row = tl.program_id(0)
+    source = counts + (row // num_keys).to(tl.int64) * stride_h + row % num_keys * stride_k
+    target = bases + row.to(tl.int64) * num_blocks
+    total = 0
+    for first in range(0, num_blocks, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        count = tl.load(source + places * stride_q, mask=places < num_blocks, other=0)
+        tl.store(target + places, total + tl.cumsum(count, 0) - count, mask=places < num_blocks)
+        total += tl.sum(count, 0)
+    tl.store(totals + row, total)
+
+
+@triton.jit
+def place_lists(
+    bases,
+    totals,
+    stops,
+    tile_lists,
+    tile_starts,
+    num_lists,
+    num_blocks,
+    num_tiles,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTS: tl.constexpr,
+):
+    """Lists one after the other: their start is added to bases, their stops and tiles are written; and of the tiles
+    past the last one, each program writes a part. Grid: (lists,)."""
+    row = tl.program_id(0)
+    start = 0
+    first_tile = 0
+    num_entries = 0
+    num_used = 0
+    for first in range(0, num_lists, LISTS):
+        lists = first + tl.arange(0, LISTS)
+        total = tl.load(totals + lists, mask=lists < num_lists, other=0)
+        tiles = (total + ROWS - 1) // ROWS
+        start += tl.sum(tl.where(lists < row, total, 0), 0)
+        first_tile += tl.sum(tl.where(lists < row, tiles, 0), 0)
+        num_entries += tl.sum(total, 0)
+        num_used += tl.sum(tiles, 0)
+    mine = tl.load(totals + row)
+    tl.store(stops + row, start + mine)
+    target = bases + row.to(tl.int64) * num_blocks
+    for first in range(0, num_blocks, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        base = tl.load(target + places, mask=places < num_blocks, other=0)
+        tl.store(target + places, base + start, mask=places < num_blocks)
+    my_tiles = (mine + ROWS - 1) // ROWS
+    place = 0
+    # Not range(): its bounds are read on the device, which Triton 3.6's interpreter cannot do with NumPy 2.4.
+    while place < my_tiles:
+        tiles = place + tl.arange(0, BLOCK)
+        tl.store(tile_lists + first_tile + tiles, tl.zeros([BLOCK], tl.int32) + row, mask=tiles < my_tiles)
+        tl.store(tile_starts + first_tile + tiles, start + tiles * ROWS, mask=tiles < my_tiles)
+        place += BLOCK
+    left = num_tiles - num_used
+    part = (left + num_lists - 1) // num_lists
+    last = num_used + tl.minimum((row + 1) * part, left)
+    place = num_used + row * part
+    while place < last:
+        tiles = place + tl.arange(0, BLOCK)
+        tl.store(tile_lists + tiles, tl.zeros([BLOCK], tl.int32) + num_lists - 1, mask=tiles < last)
+        tl.store(tile_starts + tiles, tl.zeros([BLOCK], tl.int32) + num_entries, mask=tiles < last)
+        place += BLOCK

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
-from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.implementation import refusal_of
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
@@ -14,43 +15,86 @@ MAX_DIM = 32768
 _launches = LaunchCache()
 
 
-def refusal(x: torch.Tensor) -> str | None:
+def refusal(x: torch.Tensor, features: torch.Tensor | None = None, first: torch.Tensor | None = None) -> str | None:
     """Why tensors like x are not quantised by this implementation; None when they are."""
-    reason = refusal_of(x)
+    reason = refusal_of(x, features, first)
     if reason is not None:
         return reason
     if x.is_cuda and (torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 9)):
         return "needs a GPU of NVIDIA's of compute capability 8.9 or newer"
-    if not 0 < x.shape[-1] <= MAX_DIM:
-        return f"takes rows of 1 to {MAX_DIM} numbers, not {x.shape[-1]}"
+    dim = x.shape[-1] + _num_first(first)
+    if not 0 < dim <= MAX_DIM:
+        return f"takes rows of 1 to {MAX_DIM} numbers, not {dim}"
     return None
 
 
-def quantize_rows(x: torch.Tensor, *, gelu_from: int | None) -> QuantizedRows:
-    """x: [rows, dim]."""
-    if guard_is_needed(x.device):
-        with device_guard(x.device):
-            return quantize_rows(x, gelu_from=gelu_from)
+def quantize_rows(
+    x: torch.Tensor,
+    *,
+    gelu_from: int | None = None,
+    features: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
+) -> QuantizedRows:
+    """x: [rows, dim]; with features [rows, dim], of silu(x) * features; behind first [rows, other dim], where given.
+    gelu_from: a column of both together."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows, dim = x.shape
-    values = torch.empty(rows, dim, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    if not rows:
-        return QuantizedRows(values, scales)
+    rows = _empty_rows_of(x, first)
+    num_rows, dim = rows.values.shape
+    if not num_rows:
+        return rows
 
     def prepare() -> Launch:
         from diffusion_runtime.kernels.fp8_rows import triton_kernels as kernels
 
         block = 1 << (dim - 1).bit_length()
-        constants = {"GELU": gelu_from is not None, "BLOCK": block}
-        return Launch(
-            kernels.quantize_rows,
-            (rows, 1, 1),
-            (dim, x.stride(0), gelu_from or 0),
-            constants,
-            4 if block <= 4096 else 8,
-        )
+        strides = [0 if each is None else each.stride(0) for each in (x, features, first)]
+        constants = {
+            "GELU": gelu_from is not None,
+            "GATED": features is not None,
+            "JOINED": first is not None,
+            "BLOCK": block,
+        }
+        numbers = (dim, _num_first(first), *strides, gelu_from or 0)
+        return Launch(kernels.quantize_rows, (num_rows, 1, 1), numbers, constants, 4 if block <= 4096 else 8)
 
-    pointers = (x, values, scales)
-    _launches.run((x.device, x.shape, gelu_from, *map(kind_of, pointers)), pointers, prepare)
-    return QuantizedRows(values, scales)
+    _launches.run(_key(x, gelu_from, features, first), _pointers(x, features, first, rows), prepare)
+    return rows
+
+
+def repeat(
+    x: torch.Tensor, gelu_from: int | None, features: torch.Tensor | None, first: torch.Tensor | None
+) -> QuantizedRows | None:
+    """The result of a call like an earlier one, without its checks; None for the first of its kind."""
+    found = _launches.repeat(x.device, _key, x, gelu_from, features, first)
+    if found is None:
+        return None
+    rows = _empty_rows_of(x, first)
+    found.run(_pointers(x, features, first, rows))
+    return rows
+
+
+def empty_rows(x: torch.Tensor, num_rows: int, dim: int) -> QuantizedRows:
+    """For quantised rows, beside x."""
+    values = x.new_empty((num_rows, dim), dtype=torch.float8_e4m3fn)
+    return QuantizedRows(values, x.new_empty((num_rows, 1), dtype=torch.float32))
+
+
+def _empty_rows_of(x: torch.Tensor, first: torch.Tensor | None) -> QuantizedRows:
+    num_rows, dim = x.shape
+    return empty_rows(x, num_rows, dim + _num_first(first))
+
+
+def _num_first(first: torch.Tensor | None) -> int:
+    return 0 if first is None else first.shape[-1]
+
+
+def _pointers(
+    x: torch.Tensor, features: torch.Tensor | None, first: torch.Tensor | None, rows: QuantizedRows
+) -> tuple[torch.Tensor, ...]:
+    """In the order of the kernel's arguments; one that it does not read is x."""
+    return x, x if features is None else features, x if first is None else first, *rows
+
+
+def _key(x: torch.Tensor, gelu_from: int | None, features: torch.Tensor | None, first: torch.Tensor | None) -> Hashable:
+    """All that checks and launch depend on."""
+    return kind_of(x), gelu_from, kind_of(features), kind_of(first)

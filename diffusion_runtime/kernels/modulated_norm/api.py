@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.kernels.fp8_rows.api import quantize_rows
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.kernels.fp8_rows.triton import empty_rows
 from diffusion_runtime.kernels.implementation import has_shape_alone, runs_in_triton
 from diffusion_runtime.kernels.modulated_norm import reference, triton
 from diffusion_runtime.kernels.modulated_norm.reference import Branch as Branch
@@ -56,16 +58,25 @@ def modulated_norm_fp8(
     branch: Branch | None = None,
     implementation: str = "auto",
 ) -> QuantizedRows:
-    """As modulated_norm, quantised by row from float32 in the same pass, [batch * seq, dim]: the input of an fp8 linear
-    layer.
+    """quantize_rows(modulated_norm(...)) in the same pass and to the bit, [batch * seq, dim]: the input of fp8 linear
+    layers.
 
     Raises ConfigError as modulated_norm does.
     """
+    if implementation == "auto":
+        made = triton.repeat_fp8(x, norm, shift, scale, branch)
+        if made is not None:
+            return made
     _check(x, norm, shift, scale, branch, None)
+    if has_shape_alone(x):
+        return empty_rows(x, x.shape[0] * x.shape[1], x.shape[2])
     refusal = triton.refusal(x, norm, shift, scale, branch, None) or triton.fp8_refusal(x.device)
     if runs_in_triton(implementation, refusal):
         return triton.modulated_norm_fp8(x, norm, shift, scale, branch)
-    return reference.modulated_norm_fp8(x, norm, shift, scale, branch)
+    if implementation == "reference":
+        return reference.modulated_norm_fp8(x, norm, shift, scale, branch)
+    # Of the two passes each may still run in Triton.
+    return quantize_rows(modulated_norm(x, norm, shift=shift, scale=scale, branch=branch))
 
 
 def add_branch_(x: torch.Tensor, branch: Branch, *, implementation: str = "auto") -> torch.Tensor:

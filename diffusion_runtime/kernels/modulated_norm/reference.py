@@ -53,10 +53,8 @@ def modulated_norm_fp8(
     scale: torch.Tensor | None,
     branch: Branch | None,
 ) -> QuantizedRows:
-    """As in api.py."""
-    if branch is not None:
-        add_branch_(x, branch)
-    return quantize_rows(modulated_norm(x.float(), norm, shift, scale, None, None).flatten(0, 1))
+    """As in api.py: what two passes compute, the norm rounded to x's dtype in between."""
+    return quantize_rows(modulated_norm(x, norm, shift, scale, branch, None).flatten(0, 1))
 
 
 def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
@@ -65,7 +63,7 @@ def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
     if norm is not None:
         assert norm.weight is not None
         values = rms_norm(values, norm.weight, norm.eps)
-    return x.add_(values) if gate is None else x.addcmul_(values, gate[:, None])
+    return x.add_(values) if gate is None else x.addcmul_(values, gate.float()[:, None])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -83,7 +81,9 @@ def _layer_norm(x: torch.Tensor, norm: Norm, shift: torch.Tensor | None, scale: 
     if shift is None:
         normalized = F.layer_norm(x.float(), size, norm.weight, norm.bias, norm.eps)
         return (normalized if scale is None else normalized.mul_((scale + 1.0)[:, None])).to(x.dtype)
-    scale = torch.ones_like(shift) if scale is None else scale + 1.0
+    # Rows may come in x's dtype, as a model's own product makes them.
+    shift = shift.float()
+    scale = torch.ones_like(shift) if scale is None else scale.float() + 1.0
     if x.shape[0] == 1 and norm.weight is None and norm.bias is None:
         # One sample: scale and shift are the weight and bias of a layer norm, so one pass does it all.
         return F.layer_norm(x.float(), size, scale[0], shift[0], norm.eps).to(x.dtype)

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 
 import torch
 
-from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
+from diffusion_runtime.kernels.fp8_rows.triton import empty_rows
 from diffusion_runtime.kernels.implementation import NEEDS_CUDA, may_run_on, refusal_of
-from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of, may_repeat
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 from diffusion_runtime.kernels.modulated_norm.reference import Branch, Norm
 
 # Numbers of a row that one program holds in registers.
@@ -62,7 +62,7 @@ def modulated_norm(
     """As in api.py."""
     key = _key(x, norm, shift, scale, branch, out, "")
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape)
     _launch(x, norm, shift, scale, branch, out, None, key)
     return out
 
@@ -75,10 +75,10 @@ def modulated_norm_fp8(
     branch: Branch | None,
 ) -> QuantizedRows:
     """As in api.py."""
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
-    _launch(x, norm, shift, scale, branch, out, scales, _key(x, norm, shift, scale, branch, None, "fp8"))
-    return QuantizedRows(out.view(-1, x.shape[2]), scales.view(-1, 1))
+    rows = empty_rows(x, x.shape[0] * x.shape[1], x.shape[2])
+    values = rows.values.view(x.shape)
+    _launch(x, norm, shift, scale, branch, values, rows.scales, _key(x, norm, shift, scale, branch, None, "fp8"))
+    return rows
 
 
 def add_branch_(x: torch.Tensor, branch: Branch) -> torch.Tensor:
@@ -104,15 +104,29 @@ def repeat(
 ) -> torch.Tensor | None:
     """The result of a call like an earlier one, without its checks; None for the first of its kind. norm: None for
     add_branch_, whose `out` is x."""
-    if not may_repeat(x.device):
-        return None
-    found = _launches.find(_key(x, norm, shift, scale, branch, out, ""))
+    found = _launches.repeat(x.device, _key, x, norm, shift, scale, branch, out, "")
     if found is None:
         return None
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape)
     found.run(_pointers(x, norm, shift, scale, branch, out, None))
     return out
+
+
+def repeat_fp8(
+    x: torch.Tensor,
+    norm: Norm,
+    shift: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    branch: Branch | None,
+) -> QuantizedRows | None:
+    """As repeat, for modulated_norm_fp8."""
+    found = _launches.repeat(x.device, _key, x, norm, shift, scale, branch, None, "fp8")
+    if found is None:
+        return None
+    rows = empty_rows(x, x.shape[0] * x.shape[1], x.shape[2])
+    found.run(_pointers(x, norm, shift, scale, branch, rows.values, rows.scales))
+    return rows
 
 
 def _key(
@@ -175,10 +189,6 @@ def _launch(
     scales: torch.Tensor | None,
     key: Hashable,
 ) -> None:
-    if guard_is_needed(x.device):
-        with device_guard(x.device):
-            _launch(x, norm, shift, scale, branch, out, scales, key)
-            return
     if x.numel() == 0:
         return
     values, gate, branch_norm = (None, None, None) if branch is None else branch

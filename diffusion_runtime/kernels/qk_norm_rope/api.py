@@ -21,6 +21,7 @@ def norm_rope(
     eps: float,
     rotations: torch.Tensor | None,
     *,
+    mean_squares: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
@@ -32,29 +33,32 @@ def norm_rope(
     `out` is given, a tensor of its shape. weights: [head_dim] each normalises every head, [heads * head_dim] all heads
     of a token together. rotations: complex64, unit numbers that turn neighbouring channels (2i, 2i + 1), [seq,
     head_dim / 2] or [batch, seq, head_dim / 2] for all heads, [batch or 1, seq, heads, head_dim / 2] for each; None
-    leaves out the rotation. implementation: `auto`, `reference` or `triton`; Triton computes in float32 and rounds
-    once, the reference after the norm and after the rotation.
+    leaves out the rotation. mean_squares: float32 [batch, seq, weights], of norms over more heads than `packed` holds:
+    the mean of the squares of all of them; the weights are those of its own heads. implementation: `auto`, `reference`
+    or `triton`; Triton computes in float32 and rounds once, the reference after the norm and after the rotation.
 
     Raises ConfigError for shapes that do not fit, and when the implementation that was asked for cannot run.
     """
     if implementation == "auto":
-        made = triton.repeat(packed, weights, eps, rotations, out)
+        made = triton.repeat(packed, weights, eps, rotations, mean_squares, out)
         if made is not None:
             return made
-    _check(packed, weights, rotations, out)
+    check_norm_rope(packed, weights, rotations, mean_squares, out)
     if has_shape_alone(packed):
         return (packed if out is None else out).unbind(2)
-    if runs_in_triton(implementation, triton.refusal(packed, weights, rotations, out)):
-        return triton.norm_rope(packed, weights, eps, rotations, out)
-    return reference.norm_rope(packed, weights, eps, rotations, out)
+    if runs_in_triton(implementation, triton.refusal(packed, weights, rotations, out, mean_squares)):
+        return triton.norm_rope(packed, weights, eps, rotations, mean_squares, out)
+    return reference.norm_rope(packed, weights, eps, rotations, mean_squares, out)
 
 
-def _check(
+def check_norm_rope(
     packed: torch.Tensor,
     weights: Sequence[torch.Tensor],
     rotations: torch.Tensor | None,
+    mean_squares: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
+    """Raises ConfigError for shapes that do not fit each other."""
     batch, num_tokens, num_parts, num_heads, head_dim = packed.shape
     if not 1 <= len(weights) <= min(2, num_parts):
         raise ConfigError(f"QK norm: expected 1 or 2 weights for {num_parts} parts, got {len(weights)}")
@@ -73,5 +77,14 @@ def _check(
                 f"rotary positions: expected {table}, {by_sample} or {(batch, *by_head)} for heads "
                 f"{tuple(packed.shape)}, got {tuple(rotations.shape)}"
             )
+    if mean_squares is not None:
+        expected = (batch, num_tokens, len(weights))
+        if mean_squares.shape != expected or mean_squares.dtype != torch.float32:
+            raise ConfigError(
+                f"QK norm: expected mean squares {expected}, float32, got {tuple(mean_squares.shape)}, "
+                f"{mean_squares.dtype}"
+            )
+        if len(weights[0]) != num_heads * head_dim:
+            raise ConfigError(f"QK norm: mean squares go with a weight for all heads, got [{len(weights[0])}]")
     if out is not None and out.shape != packed.shape:
         raise ConfigError(f"QK norm: expected out like the product {tuple(packed.shape)}, got {tuple(out.shape)}")

@@ -14,17 +14,30 @@ def norm_rope(
     weights: Sequence[torch.Tensor],
     eps: float,
     rotations: torch.Tensor | None,
+    mean_squares: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """As in api.py."""
     parts = _parts(packed)
     for index, weight in enumerate(weights):
         x = parts[index]
-        x = rms_norm(x if len(weight) == x.shape[3] else x.flatten(2), weight, eps).view(x.shape)
+        if mean_squares is not None:
+            x = _scaled(x, weight, (mean_squares[:, :, index] + eps).rsqrt())
+        else:
+            x = rms_norm(x if len(weight) == x.shape[3] else x.flatten(2), weight, eps).view(x.shape)
         parts[index] = x if rotations is None else rotate(x, rotations)
     if out is None:
         return tuple(parts)
     return tuple(target.copy_(part) for target, part in zip(_parts(out), parts, strict=True))
+
+
+def _scaled(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [batch, seq, heads, head_dim] times scale [batch, seq] and weight [heads * head_dim], in float32, rounded once;
+    a float32 x is overwritten."""
+    wide = x.float()
+    if torch.compiler.is_dynamo_compiling():
+        return (wide * scale[:, :, None, None] * weight.view(x.shape[2:])).to(x.dtype)
+    return wide.mul_(scale[:, :, None, None]).mul_(weight.view(x.shape[2:])).to(x.dtype)
 
 
 def _parts(packed: torch.Tensor) -> list[torch.Tensor]:

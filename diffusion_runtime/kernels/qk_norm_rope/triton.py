@@ -6,9 +6,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from diffusion_runtime.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.implementation import refusal_of
-from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of, may_repeat
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
 # Numbers of a token that one program holds in registers, heads and head_dim padded to powers of two.
 MAX_BLOCK = 16384
@@ -16,10 +15,14 @@ _launches = LaunchCache()
 
 
 def refusal(
-    packed: torch.Tensor, weights: Sequence[torch.Tensor], rotations: torch.Tensor | None, out: torch.Tensor | None
+    packed: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rotations: torch.Tensor | None,
+    out: torch.Tensor | None,
+    mean_squares: torch.Tensor | None = None,
 ) -> str | None:
     """Why this implementation cannot compute such a call; None when it can."""
-    reason = refusal_of(packed, out, *weights)
+    reason = refusal_of(packed, out, *weights, mean_squares)
     if reason is not None:
         return reason
     batch, _, _, num_heads, head_dim = packed.shape
@@ -28,6 +31,8 @@ def refusal(
             return "takes heads side by side"
     if head_dim % 2 or padded(num_heads) * padded(head_dim) > MAX_BLOCK:
         return f"takes even head sizes, up to {MAX_BLOCK} numbers per token, not {num_heads} heads of {head_dim}"
+    if mean_squares is not None and not mean_squares.is_contiguous():
+        return "takes contiguous mean squares"
     if rotations is not None and (rotations.dtype != torch.complex64 or rotations.stride(-1) != 1):
         return "takes contiguous complex64 rotations"
     if rotations is not None and rotations.device != packed.device:
@@ -52,16 +57,15 @@ def repeat(
     weights: Sequence[torch.Tensor],
     eps: float,
     rotations: torch.Tensor | None,
+    mean_squares: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...] | None:
     """The result of a call like an earlier one, without its checks; None for the first of its kind."""
-    if not may_repeat(packed.device):
-        return None
-    found = _launches.find(_key(packed, weights, eps, rotations, out))
+    found = _launches.repeat(packed.device, _key, packed, weights, eps, rotations, mean_squares, out)
     if found is None:
         return None
     target = packed if out is None else out
-    found.run(_pointers(packed, weights, rotations, target))
+    found.run(_pointers(packed, weights, rotations, mean_squares, target))
     return target.unbind(2)
 
 
@@ -70,12 +74,10 @@ def norm_rope(
     weights: Sequence[torch.Tensor],
     eps: float,
     rotations: torch.Tensor | None,
+    mean_squares: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """As in api.py."""
-    if guard_is_needed(packed.device):
-        with device_guard(packed.device):
-            return norm_rope(packed, weights, eps, rotations, out)
     target = packed if out is None else out
     if packed.numel() == 0:
         return target.unbind(2)
@@ -85,7 +87,7 @@ def norm_rope(
 
         batch, num_tokens, num_parts, num_heads, head_dim = packed.shape
         # In numbers, two for each rotation.
-        strides = (0, 0, 0) if rotations is None else tuple(2 * stride for stride in _strides(rotations))
+        strides = (0, 0, 0) if rotations is None else tuple(2 * stride for stride in strides_of(rotations))
         over_heads = len(weights[0]) != head_dim
         heads_block, dim_block = padded(num_heads), padded(head_dim)
         constants = {
@@ -95,6 +97,7 @@ def norm_rope(
             "HEADS_BLOCK": heads_block,
             "DIM_BLOCK": dim_block,
             "OVER_HEADS": over_heads,
+            "HAS_MEANS": mean_squares is not None,
             "HAS_ROTATIONS": rotations is not None,
             "BY_HEAD": rotations is not None and rotations.dim() == 4,
         }
@@ -106,7 +109,11 @@ def norm_rope(
             num_warps_for(heads_block * dim_block, over_heads),
         )
 
-    _launches.run(_key(packed, weights, eps, rotations, out), _pointers(packed, weights, rotations, target), prepare)
+    _launches.run(
+        _key(packed, weights, eps, rotations, mean_squares, out),
+        _pointers(packed, weights, rotations, mean_squares, target),
+        prepare,
+    )
     return target.unbind(2)
 
 
@@ -115,20 +122,25 @@ def _key(
     weights: Sequence[torch.Tensor],
     eps: float,
     rotations: torch.Tensor | None,
+    mean_squares: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> Hashable:
     """All that checks and launch depend on."""
-    return kind_of(packed), tuple(map(kind_of, weights)), eps, kind_of(rotations), kind_of(out)
+    return kind_of(packed), tuple(map(kind_of, weights)), eps, kind_of(rotations), kind_of(mean_squares), kind_of(out)
 
 
 def _pointers(
-    packed: torch.Tensor, weights: Sequence[torch.Tensor], rotations: torch.Tensor | None, target: torch.Tensor
+    packed: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rotations: torch.Tensor | None,
+    mean_squares: torch.Tensor | None,
+    target: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     turns = packed if rotations is None else torch.view_as_real(rotations)
-    return packed, target, weights[0], weights[-1], turns
+    return packed, target, weights[0], weights[-1], turns, packed if mean_squares is None else mean_squares
 
 
-def _strides(rotations: torch.Tensor) -> tuple[int, int, int]:
+def strides_of(rotations: torch.Tensor) -> tuple[int, int, int]:
     """From sample to sample, token to token and head to head, 0 where they share."""
     if rotations.dim() == 2:
         return 0, rotations.stride(0), 0

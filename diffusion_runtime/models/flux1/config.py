@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diffusion_runtime.errors import ModelLoadError
-from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, read_config, read_index
 from diffusion_runtime.models.geometry import ImageGeometry
 
+# Of FLUX.1 Canny and Depth, and of Fill.
+CONTROL, FILL = "FluxControlPipeline", "FluxFillPipeline"
 # Four latents per token. The checkpoint's own patch_size is 1: its pipeline folds them before.
 PATCH = (1, 2, 2)
 _LATENTS_A_TOKEN = 4
@@ -32,6 +34,7 @@ _KEYS = (
 class Flux1TransformerConfig:
     """Sizes of a FLUX.1 transformer.
 
+    condition_channels: of what stands beside the latents, such as a masked image and its mask; 0 for none.
     text_dim: of T5's embeddings; pooled_dim: of CLIP's vector. embeds_guidance: whether the guidance scale is an input.
     axes: channels of a head that carry each axis of the rotary positions. num_waves: of the sinusoidal timestep.
     eps: of every norm.
@@ -46,6 +49,7 @@ class Flux1TransformerConfig:
     pooled_dim: int
     embeds_guidance: bool
     axes: tuple[int, ...]
+    condition_channels: int = 0
     num_waves: int = 256
     eps: float = 1e-6
 
@@ -63,6 +67,11 @@ class Flux1TransformerConfig:
         return self.num_channels * _LATENTS_A_TOKEN
 
     @property
+    def input_channels(self) -> int:
+        """Numbers in a patch of latents and of what stands beside them."""
+        return (self.num_channels + self.condition_channels) * _LATENTS_A_TOKEN
+
+    @property
     def num_layers(self) -> int:
         return self.num_double_layers + self.num_single_layers
 
@@ -74,14 +83,12 @@ def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
     if file.whole_number("patch_size", 1) != 1:
         raise file.error("patch_size", "1", file.values["patch_size"])
     in_channels = file.whole_number("in_channels")
-    if in_channels % _LATENTS_A_TOKEN:
-        raise file.error("in_channels", f"a multiple of {_LATENTS_A_TOKEN}", in_channels)
     out_channels = file.whole_number("out_channels", in_channels)
-    if out_channels != in_channels:
-        raise ModelLoadError(
-            f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({out_channels}) differ: this is not "
-            "a text-to-image checkpoint, the only kind this family runs natively; `--backend diffusers` runs it"
-        )
+    for key, value in (("in_channels", in_channels), ("out_channels", out_channels)):
+        if value % _LATENTS_A_TOKEN:
+            raise file.error(key, f"a multiple of {_LATENTS_A_TOKEN}", value)
+    if out_channels > in_channels:
+        raise file.error("out_channels", f"{in_channels} (in_channels) or less", out_channels)
     head_dim = file.whole_number("attention_head_dim")
     axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", len(_AXES))
     if sum(axes) != head_dim or any(size % 2 for size in axes):
@@ -91,11 +98,12 @@ def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
         num_single_layers=file.layer_count("num_single_layers"),
         num_heads=file.whole_number("num_attention_heads"),
         head_dim=head_dim,
-        num_channels=in_channels // _LATENTS_A_TOKEN,
+        num_channels=out_channels // _LATENTS_A_TOKEN,
         text_dim=file.whole_number("joint_attention_dim"),
         pooled_dim=file.whole_number("pooled_projection_dim"),
         embeds_guidance=file.flag("guidance_embeds", False),
         axes=axes,
+        condition_channels=(in_channels - out_channels) // _LATENTS_A_TOKEN,
     )
 
 
@@ -105,11 +113,27 @@ def read_geometry(folder: AnyFolder) -> ImageGeometry:
     num_channels = file.whole_number("latent_channels")
     if num_channels != transformer.num_channels:
         raise file.error(
-            "latent_channels", f"{transformer.num_channels}, a quarter of the transformer's in_channels", num_channels
+            "latent_channels", f"{transformer.num_channels}, a quarter of the transformer's out_channels", num_channels
         )
     widths = file.values.get("block_out_channels")
     if not isinstance(widths, list) or not widths:
         raise file.error("block_out_channels", "a list with the width of every level", widths)
-    return ImageGeometry(
-        num_channels=num_channels, spatial_factor=2 ** (len(widths) - 1), temporal_factor=1, patch=PATCH
+    spatial_factor = 2 ** (len(widths) - 1)
+    _check_condition(folder, transformer, spatial_factor)
+    return ImageGeometry(num_channels=num_channels, spatial_factor=spatial_factor, temporal_factor=1, patch=PATCH)
+
+
+def _check_condition(folder: AnyFolder, config: Flux1TransformerConfig, spatial_factor: int) -> None:
+    """Raises ModelLoadError where the transformer does not take what the folder's pipeline puts beside the latents."""
+    pipeline = str(read_index(folder).get("_class_name"))
+    # Latents of an image; of a mask every pixel.
+    channels = {CONTROL: config.num_channels, FILL: config.num_channels + spatial_factor**2}.get(pipeline, 0)
+    if config.condition_channels == channels:
+        return
+    file, given = read_config(folder, "transformer"), config.input_channels
+    expected = (config.num_channels + channels) * _LATENTS_A_TOKEN
+    raise ModelLoadError(
+        f"{file.path}: keys 'in_channels' ({given}) and 'out_channels' ({config.patch_channels}): expected "
+        f"{expected} in_channels for {pipeline}, the class of {folder / INDEX_FILE}; FLUX.1 Fill is {FILL}, and Canny "
+        f"and Depth are {CONTROL}; `--backend diffusers` runs other classes"
     )

@@ -6,7 +6,13 @@ import torch
 
 from diffusion_runtime.model_folder import AnyFolder, read_index
 from diffusion_runtime.models.image_decoder import AUTOENCODER, read_normalisation
-from diffusion_runtime.models.reference_images import ReferenceConditioner, ReferenceImages, Size, encode_with
+from diffusion_runtime.models.reference_images import (
+    Encode,
+    ReferenceConditioner,
+    ReferenceImages,
+    Size,
+    encode_with,
+)
 
 PIPELINE = "FluxKontextPipeline"
 # Widths and heights of about a megapixel, which the model was trained on.
@@ -29,9 +35,15 @@ def edits(folder: AnyFolder) -> bool:
     return read_index(folder).get("_class_name") == PIPELINE
 
 
-def load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ReferenceConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[Encode, str]:
+    """The encoder of a diffusers folder's `vae`, and what the report calls it. Raises ModelLoadError."""
     scale, shift = read_normalisation(folder)
     autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
     encode = encode_with(autoencoder, lambda mode: (mode - shift) * scale, is_video=False)
-    return ReferenceConditioner(REFERENCES, encode, "diffusers", f"{type(autoencoder).__name__}'s encoder")
+    return encode, f"{type(autoencoder).__name__}'s encoder"
+
+
+def load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ReferenceConditioner:
+    """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    encode, name = load_encoder(folder, device, dtype)
+    return ReferenceConditioner(REFERENCES, encode, "diffusers", name)

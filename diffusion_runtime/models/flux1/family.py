@@ -1,5 +1,5 @@
 """The FLUX.1 family: text to image by [dev], which takes the guidance scale as an input, and [schnell], which runs
-without; editing by Kontext."""
+without; editing by Kontext; repainting a part of an image by Fill; edges and depth by Canny and Depth."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
 from diffusion_runtime.models.flux1 import editing
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig, read_geometry, read_transformer_config
+from diffusion_runtime.models.flux1.control import PIPELINES, control_of, size_made
 from diffusion_runtime.models.flux1.lora_names import LORA_NAMES
 from diffusion_runtime.models.flux1.text import MAX_TOKENS, MAX_TOKENS_FEW_STEPS, load_text_encoder
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer
@@ -25,7 +26,16 @@ _Model = Model[Flux1TransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """What the folder's pipeline asks for: an image to edit."""
+    """What the folder's pipeline asks for: an image to edit, or one of the size of what is made."""
+    control = control_of(model.folder)
+    if control is not None:
+        return dataclasses.replace(
+            _with_guidance(model),
+            images=control.images,
+            size_of_image=size_made,
+            defaults={**model.defaults, **published_defaults(control.published)},
+            load_image_conditioner=partial(control.load_conditioner, model.folder),
+        )
     if not editing.edits(model.folder):
         return _with_guidance(model)
     return dataclasses.replace(
@@ -51,7 +61,7 @@ def _with_guidance(model: _Model) -> _Model:
 FAMILY = ModelFamily(
     name="flux1",
     transformer_classes=("FluxTransformer2DModel",),
-    pipeline_classes=("FluxPipeline", editing.PIPELINE),
+    pipeline_classes=("FluxPipeline", editing.PIPELINE, *PIPELINES),
     diffusers_components=(AUTOENCODER,),
     roles=(("self", "self"),),
     defaults=published_defaults("flux.1-dev"),
@@ -62,7 +72,9 @@ FAMILY = ModelFamily(
     pieces=transformer_pieces,
     lora_names=LORA_NAMES,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),), config.pooled_dim),
+    text_shapes=lambda _, config: TextShapes(
+        ((MAX_TOKENS, config.text_dim),), config.pooled_dim, condition_channels=config.condition_channels
+    ),
     load_text_encoder=load_text_encoder,
     load_decoder=load_image_decoder,
     check_parts=read_normalisation,

@@ -40,6 +40,7 @@ LORA_NAMES = LoraNames(
         "final_layer.linear": "proj_out",
         "final_layer.adaLN_modulation.1": swapped_halves("norm_out.linear"),
     },
+    resized={"x_embedder": "the image embedding of a model with other inputs (text, editing, Fill, Canny or Depth)"},
     absent={f"{_GUIDANCE}.linear_{index}": "the guidance embedding of FLUX.1 [dev]" for index in (1, 2)},
     widths=frozenset({3072}),
     num_blocks=frozenset({19, 38}),

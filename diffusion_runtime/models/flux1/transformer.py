@@ -16,6 +16,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import overwriting, then_joined
+from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
 from diffusion_runtime.layers.linear import Linear
@@ -26,7 +27,7 @@ from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 
@@ -38,7 +39,8 @@ class Flux1Transformer(DiffusionTransformer):
         super().__init__()
         self.config = config
         self.geometry = geometry
-        self.patch_embedding = PatchEmbedding(config.num_channels, config.dim, geometry.patch)
+        num_channels = config.num_channels + config.condition_channels
+        self.patch_embedding = PatchEmbedding(num_channels, config.dim, geometry.patch)
         self.text_embedding = Linear(config.text_dim, config.dim)
         self.condition_embedding = ConditionEmbedding(
             config.dim, num_waves=config.num_waves, pooled_dim=config.pooled_dim, has_guidance=config.embeds_guidance
@@ -78,9 +80,10 @@ class Flux1Transformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. The text's padding counts as text in the lengths, as in training."""
         grid, lengths = self.geometry.grid(latents.shape), inputs.text.lengths
-        dtype, references = self.out.weight.dtype, () if inputs.image is None else inputs.image.references
+        dtype, (beside, references) = self.out.weight.dtype, self._images(inputs.image)
         context = self.in_token_order(context, grid, latents.device)
-        slice_of_grid = context.sharding.shard(self.patch_embedding(latents.to(dtype)))
+        with_condition = torch.cat([each.to(dtype) for each in (latents, *beside)], dim=1)
+        slice_of_grid = context.sharding.shard(self.patch_embedding(with_condition))
         num_tokens, of_references = slice_of_grid.shape[1], [self.geometry.grid(each.shape) for each in references]
         x = with_references(slice_of_grid, references, self.patch_embedding, dtype, context)
         # A copy: the blocks write into it.
@@ -104,6 +107,14 @@ class Flux1Transformer(DiffusionTransformer):
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
+
+    def _images(self, image: ImageCondition | None) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """What stands beside the latents, and what is edited, whose tokens stand behind theirs."""
+        if self.config.condition_channels:
+            if image is None:
+                raise RequestError("image_path: this checkpoint makes images from an image; give one")
+            return (image.latents,), ()
+        return (), () if image is None else image.references
 
     def _rotations(
         self, grids: tuple[tuple[int, int, int], ...], num_text_tokens: int, context: AttentionContext

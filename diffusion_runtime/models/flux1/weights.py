@@ -17,7 +17,7 @@ def transformer_pieces(config: Flux1TransformerConfig) -> dict[str, tuple[Piece,
     """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
     dim = config.dim
     pieces: dict[str, tuple[Piece, ...]] = {}
-    pieces.update(linear_pieces("patch_embedding.projection", [("x_embedder", dim)], config.patch_channels))
+    pieces.update(linear_pieces("patch_embedding.projection", [("x_embedder", dim)], config.input_channels))
     pieces.update(linear_pieces("text_embedding", [("context_embedder", dim)], config.text_dim))
     embedders = [("timestep", "timestep_embedder", config.num_waves), ("pooled", "text_embedder", config.pooled_dim)]
     if config.embeds_guidance:

@@ -13,6 +13,7 @@ from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.flux2.config import FOLD
 from diffusion_runtime.models.image_decoder import decode_image
 from diffusion_runtime.models.interface import LatentDecoder
+from diffusion_runtime.models.reference_images import Encode, encode_with
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT,
@@ -34,9 +35,9 @@ class Flux2Decoder(LatentDecoder):
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """See LatentDecoder.decode. The normalisation is undone in float32, whatever the decoder computes in."""
-        weight, statistics = next(self._autoencoder.parameters()), self._autoencoder.bn
-        mean, variance = (of.view(1, -1, 1, 1) for of in (statistics.running_mean, statistics.running_var))
-        folded = latents.squeeze(2).to(weight.device, torch.float32) * (variance + self._eps).sqrt() + mean
+        weight = next(self._autoencoder.parameters())
+        mean, deviation = _statistics(self._autoencoder, self._eps)
+        folded = latents.squeeze(2).to(weight.device, torch.float32) * deviation + mean
         return decode_image(self._autoencoder, F.pixel_shuffle(folded, FOLD).to(weight.dtype))
 
 
@@ -45,12 +46,32 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 
     Raises ModelLoadError for settings that the installed diffusers does not know and for weights that do not fit.
     """
-    eps = read_config(folder, COMPONENT).number("batch_norm_eps", 1e-4)
-    autoencoder = AUTOENCODER.load(
-        folder,
-        device,
-        dtype,
-        left_out=("encoder", "quant_conv"),
-        stays_float32=lambda name: name.startswith("bn."),
-    )
-    return Flux2Decoder(autoencoder, eps)
+    autoencoder = _load(folder, device, dtype, ("encoder", "quant_conv"))
+    return Flux2Decoder(autoencoder, _read_eps(folder))
+
+
+def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[Encode, str]:
+    """The encoder of a diffusers folder's `vae`, and what the report calls it. Raises ModelLoadError."""
+    autoencoder = _load(folder, device, dtype, ("decoder", "post_quant_conv"))
+    mean, deviation = _statistics(autoencoder, _read_eps(folder))
+
+    def normalised(mode: torch.Tensor) -> torch.Tensor:
+        folded = F.pixel_unshuffle(mode.squeeze(2), FOLD)
+        return ((folded - mean) / deviation)[:, :, None]
+
+    return encode_with(autoencoder, normalised, is_video=False), f"{type(autoencoder).__name__}'s encoder"
+
+
+def _load(folder: AnyFolder, device: torch.device, dtype: torch.dtype, left_out: tuple[str, ...]) -> Any:
+    """The statistics stay in float32, whatever the rest computes in."""
+    return AUTOENCODER.load(folder, device, dtype, left_out=left_out, stays_float32=lambda name: name.startswith("bn."))
+
+
+def _read_eps(folder: AnyFolder) -> float:
+    return read_config(folder, COMPONENT).number("batch_norm_eps", 1e-4)
+
+
+def _statistics(autoencoder: Any, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of every folded channel, [1, channels, 1, 1]."""
+    mean, variance = (of.view(1, -1, 1, 1) for of in (autoencoder.bn.running_mean, autoencoder.bn.running_var))
+    return mean, (variance + eps).sqrt()

@@ -1,17 +1,18 @@
-"""The FLUX.2 family: text to image by [dev], which takes the guidance scale as an input, and [klein], which has two
-branches of guidance, or none where it is distilled to four steps. Neither edits pictures here."""
+"""The FLUX.2 family: images of text and of reference images, by [dev], which takes the guidance scale as an input, and
+[klein], which has two branches of guidance, or none where it is distilled to four steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule, LinearSigmas, ShiftByTokens, token_shift
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
-from diffusion_runtime.models.flux2 import codec
+from diffusion_runtime.models.flux2 import codec, editing
 from diffusion_runtime.models.flux2.config import (
     DEV,
     KLEIN,
@@ -67,9 +68,19 @@ _Model = Model[Flux2TransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """Distilled: four steps and no guidance."""
-    model = dataclasses.replace(model, embeds_guidance=model.config.embeds_guidance)
-    if not read_pipeline_config(model.folder).is_distilled:
+    """Reference images; distilled: four steps and no guidance."""
+    pipeline = read_pipeline_config(model.folder)
+    images = editing.references(
+        editing.MOST_KLEIN if pipeline.is_klein else editing.MOST_DEV, model.geometry.spatial_factor
+    )
+    model = dataclasses.replace(
+        model,
+        embeds_guidance=model.config.embeds_guidance,
+        images={"image_path": False},
+        references=images,
+        load_image_conditioner=partial(editing.load_conditioner, images, model.folder),
+    )
+    if not pipeline.is_distilled:
         return model
     return dataclasses.replace(model, takes_guidance=False, defaults={**model.defaults, **_FEW_STEPS})
 

@@ -3,7 +3,8 @@
     latents -> tokens -> double-stream blocks -> [grid, text] -> single-stream blocks -> modulated norm -> velocity
 
 What timestep and guidance scale make of the modulation is computed once per step: double-stream blocks share it, and
-all single-stream blocks. Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
+all single-stream blocks. Shapes in this file: B batch, S grid tokens, R tokens of references, L text tokens, D width
+(num_heads * head_dim).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from diffusion_runtime.layers.embeddings import ConditionEmbedding, patchify, un
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.reference_tokens import layout_with_references, with_references
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.models.flux2.blocks import Flux2DoubleBlock, Flux2SingleBlock
 from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
@@ -26,7 +28,9 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.token_layout import TokenLayout
+
+# How far apart images to edit are on the first axis; what is denoised is at 0.
+_REFERENCE_STEP = 10
 
 
 class Flux2Transformer(DiffusionTransformer):
@@ -66,16 +70,18 @@ class Flux2Transformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward. The text's padding counts as text in the lengths, as in training."""
         grid, lengths = self.geometry.grid(latents.shape), inputs.text.lengths
+        dtype, references = self.out.weight.dtype, () if inputs.image is None else inputs.image.references
         context = self.in_token_order(context, grid, latents.device)
-        tokens = patchify(latents.to(self.out.weight.dtype), self.geometry.patch)
-        x = context.sharding.shard(self.patch_embedding(tokens))
+        slice_of_grid = context.sharding.shard(self._embed(latents.to(dtype)))
+        num_tokens, of_references = slice_of_grid.shape[1], [self.geometry.grid(each.shape) for each in references]
+        x = with_references(slice_of_grid, references, self._embed, dtype, context)
         # A copy: the blocks write into it.
         text = self._text(inputs.text, context).clone()
-        entering, num_tokens, num_text_tokens = x, x.shape[1], text.shape[1]
+        entering, num_text_tokens = x, text.shape[1]
         conditioning = F.silu(self.condition_embedding(timestep, guidance=inputs.guidance))
-        rotations = self._rotations(grid, num_text_tokens, context)
+        rotations = self._rotations((grid, *of_references), num_text_tokens, context)
         joint = context.with_layout(
-            TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=lengths, tile=context.sharding.tile)
+            layout_with_references(grid, x.shape[1] - num_tokens, num_text_tokens, lengths, tile=context.sharding.tile)
         )
         rows, text_rows = self.double_modulation(conditioning), self.double_text_modulation(conditioning)
         first_rows = rows
@@ -104,13 +110,26 @@ class Flux2Transformer(DiffusionTransformer):
 
         return cached_for_prompt("text_embedding", text.embeddings, context, project)
 
-    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
-        """[S + L, head_dim / 2]: the picture lies along rows and columns, the text along the last axis."""
+    def _embed(self, latents: torch.Tensor) -> torch.Tensor:
+        """[B, tokens, D], of latents [B, channels, 1, height, width]."""
+        tokens: torch.Tensor = self.patch_embedding(patchify(latents, self.geometry.patch))
+        return tokens
+
+    def _rotations(
+        self, grids: tuple[tuple[int, int, int], ...], num_text_tokens: int, context: AttentionContext
+    ) -> torch.Tensor:
+        """[S + R + L, head_dim / 2]. grids: what is denoised, and the references. Pictures lie along rows and columns,
+        each at a place of its own on the first axis; the text along the last axis."""
+        axes, theta, device = self.config.axes, self.config.theta, self.out.weight.device
+
+        def table(index: int, grid: tuple[int, int, int]) -> torch.Tensor:
+            first = index * _REFERENCE_STEP
+            places = (range(first, first + 1), range(grid[1]), range(grid[2]), range(1))
+            return position_rotations(places, axes, device, theta)
 
         def compute() -> torch.Tensor:
-            axes, theta, device = self.config.axes, self.config.theta, self.out.weight.device
-            picture = position_rotations((*(range(size) for size in grid), range(1)), axes, device, theta)
+            on_grid, *whole = (table(index, grid) for index, grid in enumerate(grids))
             text = position_rotations((range(1), range(1), range(1), range(num_text_tokens)), axes, device, theta)
-            return followed_by_text(context.sharding.shard(picture, dim=0), text)
+            return followed_by_text(torch.cat([context.sharding.shard(on_grid, dim=0), *whole]), text)
 
-        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
+        return cached_for_request("rotations", (grids, num_text_tokens), context, compute)

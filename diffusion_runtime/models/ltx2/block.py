@@ -12,13 +12,25 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
+from diffusion_runtime.attention.opaque import gathered_tokens
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput
-from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm
-from diffusion_runtime.layers.linear import FeedForward, Linear
-from diffusion_runtime.layers.modulation import add_gated_, modulated_rms_norm
-from diffusion_runtime.layers.norm import RMSNorm
-from diffusion_runtime.layers.rope import norm_and_rotate
+from diffusion_runtime.kernels.modulated_norm.api import Norm
+from diffusion_runtime.layers.across_heads_attention import (
+    AcrossHeadsCrossAttention,
+    AcrossHeadsSelfAttention,
+    KeysAndValues,
+)
+from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
+from diffusion_runtime.layers.modulation import add_gated_, norm_for
+from diffusion_runtime.layers.token_runs import (
+    TokenRun,
+    add_gated_by_run_,
+    modulated_by_run,
+    modulated_for,
+    normed_after_branch,
+    rows_by_run,
+)
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.step_info import LayerInfo
 
@@ -29,83 +41,21 @@ AUDIO_TO_VIDEO_ROLE = "ltx2.audio_to_video"
 VIDEO_TO_AUDIO_ROLE = "ltx2.video_to_audio"
 
 # Of the norms of q and k, whatever the config says of the others.
-_QK_EPS = 1e-6
-
-KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-
-
-class SelfAttention(nn.Module):
-    """Attention among the tokens of a stream."""
-
-    def __init__(self, stream: StreamConfig, attention: AttentionLayer) -> None:
-        super().__init__()
-        self.num_heads = stream.num_heads
-        self.qkv = Linear(stream.dim, 3 * stream.dim)
-        self.norm_q = RMSNorm(stream.dim, _QK_EPS)
-        self.norm_k = RMSNorm(stream.dim, _QK_EPS)
-        self.out = Linear(stream.dim, stream.dim)
-        self.attention = attention
-
-    def forward(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """x: [B, S, D]; rotations: [S, heads, head_dim / 2], complex; context.layout: the stream."""
-        packed = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations[None])
-        out: torch.Tensor = self.out(self.attention(q, k, v, context).flatten(2))
-        return out
-
-
-class CrossAttention(nn.Module):
-    """Attention from the tokens of a stream to those of something else. inner: the heads it has in between.
-
-    rotations, where given: [tokens, heads, head_dim / 2], complex.
-    """
-
-    def __init__(self, dim: int, source_dim: int, inner: StreamConfig, attention: AttentionLayer) -> None:
-        super().__init__()
-        self.num_heads = inner.num_heads
-        self.q = Linear(dim, inner.dim)
-        self.kv = Linear(source_dim, 2 * inner.dim)
-        self.norm_q = RMSNorm(inner.dim, _QK_EPS)
-        self.norm_k = RMSNorm(inner.dim, _QK_EPS)
-        self.out = Linear(inner.dim, dim)
-        self.attention = attention
-
-    def keys_and_values(self, source: torch.Tensor, rotations: torch.Tensor | None = None) -> KeysAndValues:
-        """Both [B, tokens, heads, head_dim], of a source [B, tokens, source_dim]."""
-        k, v = self._turned(self.kv(source), 2, self.norm_k, rotations)
-        return k, v
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        keys_and_values: KeysAndValues,
-        context: AttentionContext,
-        rotations: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x: [B, S, D]; context.layout: the keys."""
-        (q,) = self._turned(self.q(x), 1, self.norm_q, rotations)
-        out: torch.Tensor = self.out(self.attention(q, *keys_and_values, context).flatten(2))
-        return out
-
-    def _turned(
-        self, product: torch.Tensor, num_parts: int, norm: RMSNorm, rotations: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        packed = torch.unflatten(product, -1, (num_parts, self.num_heads, -1))
-        return norm_and_rotate(packed, (norm,), None if rotations is None else rotations[None])
+QK_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class StreamInputs:
     """What every block of one forward pass reads beside the tokens of a stream.
 
-    time: rows of the timestep for self-attention and feed-forward, [B, 6, D]; exchange: for attention between the
-    streams, [B, 5, D]; both float32. rotations, shared_rotations: of its tokens within the stream and between the
-    streams.
+    time: rows of the timestep for self-attention and feed-forward, [B, 6, D] of each run of tokens; exchange: for
+    attention between the streams, [B, 5, D], of the timestep that is not an image's; both float32. rotations,
+    shared_rotations: of its tokens within the stream and between the streams.
     context, text_context, keys_context: the forward pass where the stream itself, its text, or the stream as what the
     other one attends to, are the keys.
     """
 
-    time: torch.Tensor
+    time: tuple[TokenRun, ...]
     exchange: torch.Tensor
     rotations: torch.Tensor
     shared_rotations: torch.Tensor
@@ -129,24 +79,25 @@ class StreamBlock(nn.Module):
         self.eps = eps
         self.modulation = nn.Parameter(torch.zeros(6, stream.dim))
         self.exchange_modulation = nn.Parameter(torch.zeros(5, stream.dim))
-        self.self_attention = SelfAttention(stream, self_attention)
-        self.cross_attention = CrossAttention(stream.dim, stream.dim, stream, to_text)
+        self.self_attention = AcrossHeadsSelfAttention(stream.dim, QK_EPS, self_attention)
+        self.cross_attention = AcrossHeadsCrossAttention(stream.dim, stream.dim, stream.dim, QK_EPS, to_text)
         self.feed_forward = FeedForward(stream.dim, stream.ffn_dim)
 
     def attend(self, x: torch.Tensor, inputs: StreamInputs, text: KeysAndValues) -> None:
         """Self-attention and attention to the text. x [B, S, D] is overwritten."""
-        shift, scale, gate = self._attention_rows(inputs)
-        branch = self.self_attention(modulated_rms_norm(x, shift, scale, self.eps), inputs.rotations, inputs.context)
-        normalized = modulated_norm(x, Norm("rms", self.eps), branch=Branch(branch, gate))
+        rows, norm = rows_by_run(self.modulation, inputs.time, slice(0, 3)), Norm("rms", self.eps)
+        shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
+        normalized = modulated_for((self.self_attention.qkv,), x, norm, shifts)
+        branch = self.self_attention(normalized, inputs.rotations, inputs.context)
+        gates = [(tokens, each[2]) for tokens, each in rows]
+        normalized = normed_after_branch(x, branch, gates, norm, layers=(self.cross_attention.q,))
         x.add_(self.cross_attention(normalized, text, inputs.text_context))
 
     def modulated_input(self, x: torch.Tensor, inputs: StreamInputs) -> ModulatedInput:
         """Of a model whose first block this is."""
-        shift, scale, _ = self._attention_rows(inputs)
-        return ModulatedInput(modulated_rms_norm(x, shift, scale, self.eps))
-
-    def _attention_rows(self, inputs: StreamInputs) -> tuple[torch.Tensor, ...]:
-        return (self.modulation[:3] + inputs.time[:, :3]).unbind(1)
+        rows = rows_by_run(self.modulation, inputs.time, slice(0, 2))
+        shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
+        return ModulatedInput(modulated_by_run(x, Norm("rms", self.eps), shifts))
 
     def exchange_rows(self, inputs: StreamInputs) -> tuple[torch.Tensor, ...]:
         """Five times [B, D], in the order of exchange_modulation."""
@@ -154,8 +105,10 @@ class StreamBlock(nn.Module):
 
     def feed(self, x: torch.Tensor, inputs: StreamInputs) -> None:
         """The feed-forward network. x [B, S, D] is overwritten."""
-        shift, scale, gate = (self.modulation[3:] + inputs.time[:, 3:]).unbind(1)
-        add_gated_(x, self.feed_forward(modulated_rms_norm(x, shift, scale, self.eps)), gate)
+        rows = rows_by_run(self.modulation, inputs.time, slice(3, 6))
+        shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
+        normalized = modulated_for((self.feed_forward.up,), x, Norm("rms", self.eps), shifts)
+        add_gated_by_run_(x, self.feed_forward(normalized), [(tokens, each[2]) for tokens, each in rows])
 
 
 class LTX2Block(nn.Module):
@@ -180,11 +133,19 @@ class LTX2Block(nn.Module):
             local(AUDIO_CROSS_ROLE, "audio.cross_attention", audio),
         )
         # Both are as wide as the sound in between.
-        self.audio_to_video = CrossAttention(
-            video.dim, audio.dim, audio, local(AUDIO_TO_VIDEO_ROLE, "audio_to_video", audio)
+        self.audio_to_video = AcrossHeadsCrossAttention(
+            video.dim,
+            audio.dim,
+            audio.dim,
+            QK_EPS,
+            local(AUDIO_TO_VIDEO_ROLE, "audio_to_video", audio),
         )
-        self.video_to_audio = CrossAttention(
-            audio.dim, video.dim, audio, local(VIDEO_TO_AUDIO_ROLE, "video_to_audio", audio)
+        self.video_to_audio = AcrossHeadsCrossAttention(
+            audio.dim,
+            video.dim,
+            audio.dim,
+            QK_EPS,
+            local(VIDEO_TO_AUDIO_ROLE, "video_to_audio", audio),
         )
 
     def forward(
@@ -215,24 +176,22 @@ class LTX2Block(nn.Module):
         video_rows, audio_rows = self.video.exchange_rows(video_inputs), self.audio.exchange_rows(audio_inputs)
         video_turns, audio_turns = video_inputs.shared_rotations, audio_inputs.shared_rotations
 
-        def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-            return modulated_rms_norm(x, shift, scale, self.eps)
+        def modulated(layer: Linear, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> LinearInput:
+            return norm_for((layer,), x, Norm("rms", self.eps), shift=shift, scale=scale)
 
-        audio_kv = self.audio_to_video.keys_and_values(modulated(audio, *audio_rows[:2]), audio_turns)
-        to_video = self.audio_to_video(
-            modulated(video, *video_rows[:2]), audio_kv, audio_inputs.keys_context, video_turns
+        into_video, into_audio = self.audio_to_video, self.video_to_audio
+        audio_kv = into_video.keys_and_values(modulated(into_video.kv, audio, *audio_rows[:2]), audio_turns)
+        to_video = into_video(
+            modulated(into_video.q, video, *video_rows[:2]), audio_kv, audio_inputs.keys_context, video_turns
         )
-        video_kv = self.video_to_audio.keys_and_values(modulated(video, *video_rows[2:4]), video_turns)
+        video_kv = into_audio.keys_and_values(modulated(into_audio.kv, video, *video_rows[2:4]), video_turns)
         # The sound is too short to share: every process attends to the whole video.
-        sharding, num_tokens = video_inputs.context.sharding, _num_tokens(video_inputs.keys_context)
-        video_kv = sharding.gather_in_order(video_kv[0], num_tokens), sharding.gather_in_order(video_kv[1], num_tokens)
-        to_audio = self.video_to_audio(
-            modulated(audio, *audio_rows[2:4]), video_kv, video_inputs.keys_context, audio_turns
+        video_kv = (
+            gathered_tokens(video_kv[0], video_inputs.keys_context),
+            gathered_tokens(video_kv[1], video_inputs.keys_context),
+        )
+        to_audio = into_audio(
+            modulated(into_audio.q, audio, *audio_rows[2:4]), video_kv, video_inputs.keys_context, audio_turns
         )
         add_gated_(video, to_video, video_rows[4])
         add_gated_(audio, to_audio, audio_rows[4])
-
-
-def _num_tokens(context: AttentionContext) -> int:
-    assert context.layout is not None
-    return context.layout.num_tokens

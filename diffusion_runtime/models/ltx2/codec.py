@@ -1,4 +1,5 @@
-"""LTX-2's decoders as diffusers computes them: of the video, and of the sound, whose spectrogram a vocoder plays."""
+"""LTX-2's decoders as diffusers computes them: of the video, and of the sound, whose spectrogram a vocoder plays. The
+video's encoder, for an image to start from."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.ltx2.config import AUDIO_VAE
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_statistics, norm_fused
 
@@ -21,6 +23,9 @@ VIDEO_AUTOENCODER = DiffusersComponent(
 )
 AUDIO_AUTOENCODER = DiffusersComponent(
     AUDIO_VAE, "diffusers.models.autoencoders.autoencoder_kl_ltx2_audio", "AutoencoderKLLTX2Audio"
+)
+UPSAMPLER = DiffusersComponent(
+    "latent_upsampler", "diffusers.pipelines.ltx2.latent_upsampler", "LTX2LatentUpsamplerModel"
 )
 # That of LTX-2.0, the version that this family runs natively.
 VOCODER_NETWORK = DiffusersComponent(VOCODER, "diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder")
@@ -77,6 +82,12 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
         VOCODER_NETWORK.load(folder, device, torch.float32),
         read_config(folder, VOCODER).whole_number("output_sampling_rate", 24000),
     )
+
+
+def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameConditioner:
+    """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
+    autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=_is_statistic)
+    return FirstFrameConditioner(autoencoder, read_config(folder, COMPONENT).number("scaling_factor", 1.0))
 
 
 def _factors(network: Any) -> tuple[int, int]:

@@ -1,11 +1,11 @@
 """The LTX-2 family: its settings, and how the parts of an LTX-2 folder are built and loaded.
 
-What it runs is the first stage of LTX-2.0, which is whole by itself: a video and its sound at the size that was asked
-for, by classifier-free guidance of one scale for both. Not here: upsampling and the second stage behind it; images to
-start from; the further terms of guidance that diffusers' LTX2Pipeline has had since LTX-2.3 (perturbed attention,
-isolated modalities, a scale of the sound's own, rescaling), which take more forward passes per step or numbers that a
-request does not have. What a request can say gives what that pipeline gives with stg_scale 0, modality_scale 1 and
-guidance_rescale 0, and the sound's own three the same, audio_guidance_scale that of the video.
+What it runs is LTX-2.0: a video and its sound, from text or from an image as well, by classifier-free guidance of one
+scale for both; behind an upsampler a second stage at full size. Not here: other conditions than a first frame; the
+further terms of guidance that diffusers' LTX2Pipeline has had since LTX-2.3 (perturbed attention, isolated modalities,
+a scale of the sound's own, rescaling), which take more forward passes per step or numbers that a request does not have.
+What a request can say gives what that pipeline gives with stg_scale 0, modality_scale 1 and guidance_rescale 0, and the
+sound's own three the same, audio_guidance_scale that of the video.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.latent_upsampler import SecondStage
 from diffusion_runtime.models.ltx2 import codec, text
 from diffusion_runtime.models.ltx2.block import (
     AUDIO_CROSS_ROLE,
@@ -29,6 +30,8 @@ from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import pair_channels, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 
+# Those that the authors run with a distilled transformer (ltx_pipelines/utils/constants.py).
+_SECOND_STAGE = (0.909375, 0.725, 0.421875)
 _CONNECTORS = ("video_embeddings_connector.", "audio_embeddings_connector.")
 _Model = Model[LTX2Config, LTX2Geometry]
 
@@ -39,7 +42,9 @@ def _check_parts(folder: AnyFolder) -> None:
 
 
 def _adapt(model: _Model) -> _Model:
-    """Rotary positions that turn the halves of a head against each other: our layers turn neighbouring channels."""
+    """An image to start from. Rotary positions that turn the halves of a head against each other: our layers turn
+    neighbouring channels."""
+    model = dataclasses.replace(model, images={"image_path": False})
     if not model.config.turns_halves:
         return model
     # Files of the authors hold the way of the text into the transformer as well, which is a component of a folder.
@@ -49,7 +54,8 @@ def _adapt(model: _Model) -> _Model:
 FAMILY = ModelFamily(
     name="ltx2",
     transformer_classes=("LTX2VideoTransformer3DModel",),
-    pipeline_classes=("LTX2Pipeline",),
+    # One transformer does both.
+    pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
     diffusers_components=(codec.VIDEO_AUTOENCODER, codec.AUDIO_AUTOENCODER, codec.VOCODER_NETWORK, text.CONNECTORS),
     # All but the video's self-attention counts as `cross`: it has no grid of queries and keys, so sparse choices pass
     # over it.
@@ -73,9 +79,11 @@ FAMILY = ModelFamily(
     text_shapes=lambda _, config: TextShapes(((text.MAX_TOKENS, config.text_dim),) * 2),
     load_text_encoder=text.load_text_encoder,
     load_decoder=codec.load_decoder,
+    load_image_conditioner=codec.load_image_conditioner,
     tiny_decoders={128: "taeltx_2"},
     decodes_fast=True,
     has_tiles=True,
+    second_stage=SecondStage(codec.UPSAMPLER, _SECOND_STAGE, _SECOND_STAGE),
     check_parts=_check_parts,
     adapt=_adapt,
 )

@@ -54,8 +54,9 @@ class LTX2Geometry(LatentGeometry):
         video, audio = torch.split(latents, lengths, dim=1)
         return LatentParts(torch.unflatten(video, 1, video_shape), torch.unflatten(audio, 1, audio_shape))
 
-    def join(self, video: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
-        """[batch, *sample_shape] of both parts."""
+    def join(self, video: torch.Tensor, audio: torch.Tensor | None = None) -> torch.Tensor:
+        """See LatentGeometry.join."""
+        assert audio is not None
         return torch.cat([video.flatten(1), audio.flatten(1)], dim=1)
 
     def video_shape(self, size: ClipSize) -> tuple[int, int, int, int]:

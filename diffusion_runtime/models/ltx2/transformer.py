@@ -20,13 +20,15 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.kernels.modulated_norm.api import Norm
+from diffusion_runtime.layers.across_heads_attention import KeysAndValues
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
 from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
-from diffusion_runtime.layers.modulation import modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.token_runs import TokenRun, embedding_by_run, modulated_by_run, token_runs
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.models.ltx2.block import KeysAndValues, LTX2Block, StreamInputs
+from diffusion_runtime.models.ltx2.block import LTX2Block, StreamInputs
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import audio_rotations, shared_rotations, video_rotations
@@ -60,10 +62,11 @@ class Stream(nn.Module):
         """[B, 5, D], float32, as StreamInputs takes them. timestep: [B], in [0, 1000]."""
         return torch.cat([self.exchange(timestep)[0], self.exchange_gate(timestep * gate_factor)[0]], dim=1)
 
-    def finish(self, x: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """[B, tokens, channels] of x [B, tokens, D]. embedded: the timestep, [B, D]."""
-        shift, scale = (self.out_modulation + embedded[:, None].float()).unbind(1)
-        out: torch.Tensor = self.out(modulated_layer_norm(x, shift, scale, _OUT_EPS))
+    def finish(self, x: torch.Tensor, runs: tuple[TokenRun, ...]) -> torch.Tensor:
+        """[B, tokens, channels] of x [B, tokens, D]. runs: of its tokens."""
+        out: torch.Tensor = self.out(
+            modulated_by_run(x, Norm("layer", _OUT_EPS), embedding_by_run(self.out_modulation, runs))
+        )
         return out
 
 
@@ -97,12 +100,16 @@ class LTX2Transformer(DiffusionTransformer):
         parts = self.geometry.parts(latents, inputs.size)
         assert parts.audio is not None
         grid, length = self.geometry.grid(parts.video.shape), parts.audio.shape[2]
-        context = self.in_token_order(context, grid, latents.device)
+        if inputs.image is None:
+            # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
+            context = self.in_token_order(context, grid, latents.device)
         dtype, sharding = self.video.out.weight.dtype, context.sharding
-        video = sharding.shard(self.video.embedding(patchify(parts.video.to(dtype), self.geometry.patch)))
+        video = sharding.shard(
+            self.video.embedding(patchify(_with_image(parts.video, inputs).to(dtype), self.geometry.patch))
+        )
         audio = self.audio.embedding(parts.audio.to(dtype).transpose(1, 2).flatten(2))
-        video_time, video_embedded = self.video.time(timestep)
-        audio_time, audio_embedded = self.audio.time(timestep)
+        video_time = token_runs(timestep, self.video.time, grid, sharding, has_image=inputs.image is not None)
+        audio_time = (TokenRun(slice(None), *self.audio.time(timestep)),)
         fps = inputs.size.fps
         video_turns, audio_turns, *shared = cached_for_request(
             "rotations", (grid, length, fps), context, lambda: self._rotations(grid, length, fps, video.device)
@@ -140,10 +147,17 @@ class LTX2Transformer(DiffusionTransformer):
                 return first.video.modulated_input(entering, video_inputs)
 
         video, audio = context.run_blocks(blocks, (video, audio), math.prod(grid), modulated_input)
-        tokens = sharding.gather(self.video.finish(video, video_embedded), math.prod(grid))
+        tokens = sharding.gather(self.video.finish(video, video_time), math.prod(grid))
         video_velocity = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
-        moments = torch.unflatten(self.audio.finish(audio, audio_embedded), 2, (parts.audio.shape[1], -1))
+        moments = torch.unflatten(self.audio.finish(audio, audio_time), 2, (parts.audio.shape[1], -1))
         return self.geometry.join(video_velocity, moments.transpose(1, 2)).to(latents.dtype)
+
+    def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        if inputs.image is None:
+            return latents
+        parts = self.geometry.parts(latents, inputs.size)
+        assert parts.audio is not None
+        return self.geometry.join(_with_image(parts.video, inputs), parts.audio)
 
     def _rotations(
         self, grid: tuple[int, int, int], length: int, fps: int, device: torch.device
@@ -179,3 +193,10 @@ class LTX2Transformer(DiffusionTransformer):
 
     def all_blocks(self) -> Iterator[LTX2Block]:
         return (block for block in self.blocks if isinstance(block, LTX2Block))
+
+
+def _with_image(video: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+    """Latents [B, channels, frames, height, width] whose first frame is the image's, where there is one."""
+    if inputs.image is None:
+        return video
+    return torch.cat([inputs.image.latents.to(video.device, video.dtype), video[:, :, 1:]], dim=2)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from diffusion_runtime.layers.across_heads_attention import AcrossHeadsCrossAttention, AcrossHeadsSelfAttention
 from diffusion_runtime.models.checkpoint import Piece
-from diffusion_runtime.models.ltx2.block import CrossAttention, SelfAttention
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.transformer import NUM_WAVES
 from diffusion_runtime.models.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
@@ -79,7 +79,7 @@ def _stream_block(ours: str, theirs: str, prefix: str, between: str, stream: Str
 
 
 def _cross_attention(ours: str, theirs: str, dim: int, source_dim: int, inner_dim: int) -> Iterator[NamedPieces]:
-    """A CrossAttention."""
+    """An AcrossHeadsCrossAttention."""
     yield from linear_pieces(f"{ours}.q", [(f"{theirs}.to_q", inner_dim)], dim)
     yield from linear_pieces(f"{ours}.kv", [(f"{theirs}.{part}", inner_dim) for part in ("to_k", "to_v")], source_dim)
     yield from _attention_rest(ours, theirs, dim, inner_dim)
@@ -98,20 +98,25 @@ def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None
     owner, _, _ = name.rpartition(".")
     parent, _, part = owner.rpartition(".")
     attention = transformer.get_submodule(parent)
-    if isinstance(attention, SelfAttention | CrossAttention) and (of := _turning(attention, name, part)) is not None:
+    if (
+        isinstance(attention, AcrossHeadsSelfAttention | AcrossHeadsCrossAttention)
+        and (of := _turning(attention, name, part)) is not None
+    ):
         num_rows, num_heads = of
         _pair(rows[:num_rows], num_heads)
 
 
-def _turning(attention: SelfAttention | CrossAttention, name: str, part: str) -> tuple[int, int] | None:
+def _turning(
+    attention: AcrossHeadsSelfAttention | AcrossHeadsCrossAttention, name: str, part: str
+) -> tuple[int, int] | None:
     """(rows, heads) of a parameter that turn: q and k, and their norms; None for others."""
     dim = attention.norm_q.weight.shape[0]
     # A text has no positions, so the attention over it turns nothing.
     if ".cross_attention." in name:
         return None
     if part in ("norm_q", "norm_k", "q"):
-        return dim, attention.num_heads
-    return {"qkv": (2 * dim, 2 * attention.num_heads), "kv": (dim, attention.num_heads)}.get(part)
+        return dim, attention.attention.num_heads
+    return {"qkv": (2 * dim, 2 * attention.attention.num_heads), "kv": (dim, attention.attention.num_heads)}.get(part)
 
 
 def _pair(rows: torch.Tensor, num_heads: int) -> None:

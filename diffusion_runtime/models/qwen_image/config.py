@@ -13,8 +13,8 @@ _SIDE = 2
 PATCH = (1, _SIDE, _SIDE)
 # Channels of a head that carry (frame, row, column), where config.json does not say.
 _AXES = (16, 56, 56)
-# What checkpoints for layered images have, and those for editing from 2511 on.
-_MUST_BE_FALSE = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+# What checkpoints for layered images have.
+_MUST_BE_FALSE = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
 _KEYS = (
     "patch_size",
     "in_channels",
@@ -24,6 +24,7 @@ _KEYS = (
     "num_attention_heads",
     "joint_attention_dim",
     "axes_dims_rope",
+    "zero_cond_t",
     # In published files, and read by nothing.
     "pooled_projection_dim",
     *_MUST_BE_FALSE,
@@ -35,7 +36,8 @@ class QwenImageTransformerConfig:
     """Sizes of a Qwen-Image transformer.
 
     text_dim: of the language model's hidden states. axes: channels of a head that carry each axis of the rotary
-    positions. num_waves: of the sinusoidal timestep. eps: of every norm.
+    positions. references_at_zero: whether the tokens of images to edit are at timestep 0 (zero_cond_t, from
+    Qwen-Image-Edit-2511 on). num_waves: of the sinusoidal timestep. eps: of every norm.
     """
 
     num_layers: int
@@ -44,6 +46,7 @@ class QwenImageTransformerConfig:
     num_channels: int
     text_dim: int
     axes: tuple[int, ...]
+    references_at_zero: bool = False
     num_waves: int = 256
     eps: float = 1e-6
 
@@ -67,7 +70,7 @@ def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
     file.refuse_unknown(_KEYS)
     for key in _MUST_BE_FALSE:
         if file.flag(key, False):
-            raise file.error(key, "false, as in Qwen-Image, Qwen-Image-Edit and Qwen-Image-Edit-2509", True)
+            raise file.error(key, "false, as in Qwen-Image and Qwen-Image-Edit; `--backend diffusers` runs it", True)
     if file.whole_number("patch_size") != _SIDE:
         raise file.error("patch_size", str(_SIDE), file.values["patch_size"])
     in_channels, out_channels = file.whole_number("in_channels"), file.whole_number("out_channels")
@@ -88,6 +91,7 @@ def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
         num_channels=out_channels,
         text_dim=file.whole_number("joint_attention_dim"),
         axes=axes,
+        references_at_zero=file.flag("zero_cond_t", False),
     )
 
 

@@ -62,7 +62,7 @@ class Editing:
 
     @property
     def references(self) -> ReferenceImages:
-        return ReferenceImages(self.most, partial(scaled_to, AREA), sets_size=True)
+        return ReferenceImages(self.most, partial(scaled_to, AREA), sized_by=-1)
 
     def load_text_encoder(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> PictureLanguageEncoder:
         """The hidden states of the folder's Qwen2.5-VL. Raises ModelLoadError."""

@@ -16,7 +16,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.denoising.guidance import extrapolate
-from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
+from diffusion_runtime.layers.double_stream import ApartTokens, DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
@@ -82,7 +82,8 @@ class QwenImageTransformer(DiffusionTransformer):
             grid, x.shape[1] - num_tokens, text.shape[1], inputs.text.lengths, tile=context.sharding.tile
         )
         joint = context.with_layout(layout)
-        blocks = (overwriting(block, conditioning, rotations, joint) for block in self.blocks)
+        apart = self._references_apart(x.shape[1] - num_tokens, timestep)
+        blocks = (overwriting(block, conditioning, rotations, joint, apart) for block in self.blocks)
         entering = x
         x, _ = context.run_blocks(
             blocks,
@@ -94,6 +95,12 @@ class QwenImageTransformer(DiffusionTransformer):
         tokens = self.out(modulated_layer_norm(x[:, :num_tokens], shift, scale, self.config.eps))
         tokens = context.sharding.gather(tokens, layout.num_grid_tokens)
         return unpatchify(tokens, grid, self.geometry.patch, channels_first=True).to(latents.dtype)
+
+    def _references_apart(self, num_references: int, timestep: torch.Tensor) -> ApartTokens | None:
+        """The tokens of references at timestep 0, in a model that was trained with them there."""
+        if not num_references or not self.config.references_at_zero:
+            return None
+        return ApartTokens(num_references, F.silu(self.timestep_embedding(torch.zeros_like(timestep))))
 
     def combine_guidance(self, cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
         """The extrapolation, every token of it as long as the conditional branch's."""

@@ -186,8 +186,8 @@ def _mode(autoencoder: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def as_pixels(image: torch.Tensor) -> torch.Tensor:
-    """[height, width, 3], uint8, as [3, height, width] in [-1, 1], float32."""
-    return image.to(torch.float32).div(127.5).sub(1.0).permute(2, 0, 1)
+    """[..., height, width, 3], uint8, as [3, ..., height, width] in [-1, 1], float32."""
+    return image.to(torch.float32).div(127.5).sub(1.0).movedim(-1, 0)
 
 
 def _exact_encoders(autoencoder: Any, *, one_frame: bool) -> list[FusedEncoder]:

@@ -10,6 +10,7 @@ from diffusion_runtime.model_folder import (
     INDEX_FILE,
     AnyFolder,
     ConfigFile,
+    component_class,
     read_config,
     read_index,
 )
@@ -40,6 +41,11 @@ _KEYS = (
     "added_kv_proj_dim",
     "pos_embed_seq_len",
 )
+# Of VACE alone: the blocks that have a control block beside them, and the channels of what those read.
+_CONTROL_KEYS = ("vace_layers", "vace_in_channels")
+CONTROL_CLASS = "WanVACETransformer3DModel"
+TRANSFORMER_CLASSES = ("WanTransformer3DModel", CONTROL_CLASS)
+CONTROL_PIPELINE = "WanVACEPipeline"
 # The pipelines of folders that make videos from text, and from an image; the second name of the former is FastVideo's
 # where the sampler is dmd, which diffusers has no class for.
 TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline")
@@ -56,6 +62,7 @@ class WanTransformerConfig:
     condition_channels: of the mask and the encoded images that stand beside the latents in image-to-video models.
     image_dim: width of an image encoder's tokens, None without one; num_placed_tokens: how many tokens of two images
     have a learned position, None where there is one image.
+    control_layers: in VACE, the blocks that have a control block beside them; control_channels: of what those read.
     """
 
     num_layers: int
@@ -72,6 +79,8 @@ class WanTransformerConfig:
     condition_channels: int = 0
     image_dim: int | None = None
     num_placed_tokens: int | None = None
+    control_layers: tuple[int, ...] = ()
+    control_channels: int = 0
 
     @property
     def dim(self) -> int:
@@ -132,7 +141,8 @@ def read_pipeline_config(folder: AnyFolder) -> WanPipelineConfig:
 def read_transformer_config(folder: AnyFolder, component: str = "transformer") -> WanTransformerConfig:
     """config.json of a transformer in a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, component)
-    file.refuse_unknown(_KEYS)
+    is_controlled = component_class(folder, component)[1] == CONTROL_CLASS
+    file.refuse_unknown((*_KEYS, *_CONTROL_KEYS) if is_controlled else _KEYS)
     qk_norm = file.values.get("qk_norm", _QK_NORM)
     if qk_norm != _QK_NORM:
         raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
@@ -147,8 +157,13 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
             raise file.error(key, "an even number", value)
     num_heads = file.whole_number("num_attention_heads")
     image_dim, num_placed_tokens = _read_image_tokens(file, num_heads * head_dim, in_channels - num_channels)
+    num_layers = file.layer_count("num_layers")
+    if is_controlled and in_channels != num_channels:
+        raise file.error(
+            "in_channels", f"{num_channels}, the out_channels, in a model with control blocks", in_channels
+        )
     return WanTransformerConfig(
-        num_layers=file.layer_count("num_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         head_dim=head_dim,
         ffn_dim=file.whole_number("ffn_dim"),
@@ -161,7 +176,18 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
         condition_channels=in_channels - num_channels,
         image_dim=image_dim,
         num_placed_tokens=num_placed_tokens,
+        control_layers=_read_control_layers(file, num_layers) if is_controlled else (),
+        control_channels=file.whole_number("vace_in_channels", 96) if is_controlled else 0,
     )
+
+
+def _read_control_layers(file: ConfigFile, num_layers: int) -> tuple[int, ...]:
+    """The blocks with a control block, in their order; the first block is one of them."""
+    layers = file.values.get("vace_layers", [0, 5, 10, 15, 20, 25, 30, 35])
+    rising = isinstance(layers, list) and all(type(layer) is int for layer in layers) and sorted(set(layers)) == layers
+    if not rising or not layers or layers[0] != 0 or layers[-1] >= num_layers:
+        raise file.error("vace_layers", f"a list of rising block numbers from 0, below {num_layers}", layers)
+    return tuple(layers)
 
 
 def _read_image_tokens(file: ConfigFile, dim: int, condition_channels: int) -> tuple[int | None, int | None]:
@@ -198,6 +224,13 @@ def read_geometry(folder: AnyFolder) -> LatentGeometry:
             f"equal numbers (text to video), or {temporal_factor} of a mask and {num_channels} of encoded images more "
             "(image to video); `--backend diffusers` runs what diffusers has a pipeline for"
         )
+    spatial_factor = file.whole_number("scale_factor_spatial", 8)
+    of_control = 2 * num_channels + spatial_factor**2
+    if transformer.control_layers and transformer.control_channels != of_control:
+        raise ModelLoadError(
+            f"{path}: key 'vace_in_channels': expected {of_control}: {num_channels} of what is kept, {num_channels} of "
+            f"what is made anew and {spatial_factor**2} of the mask; got {transformer.control_channels}"
+        )
     if read_pipeline_config(folder).keeps_first_frame and transformer.patch[0] != 1:
         raise ModelLoadError(
             f"{path}: key 'patch_size': expected 1 latent frame a token in a model that starts from an image, got "
@@ -205,7 +238,7 @@ def read_geometry(folder: AnyFolder) -> LatentGeometry:
         )
     return LatentGeometry(
         num_channels=num_channels,
-        spatial_factor=file.whole_number("scale_factor_spatial", 8),
+        spatial_factor=spatial_factor,
         temporal_factor=temporal_factor,
         patch=transformer.patch,
     )
@@ -224,6 +257,14 @@ def check_pipeline(folder: AnyFolder) -> None:
             "takes its image beside the latents"
         )
     starts_from_image = config.condition_channels > 0 or pipeline.keeps_first_frame
+    if (name == CONTROL_PIPELINE) != bool(config.control_layers):
+        expected = CONTROL_PIPELINE if config.control_layers else f"{TEXT_PIPELINES[0]} or {IMAGE_PIPELINE}"
+        raise ModelLoadError(
+            f"{path}: key '_class_name': expected {expected}, got {shown(name)}: the transformer is a "
+            f"{component_class(folder, 'transformer')[1]}"
+        )
+    if name == CONTROL_PIPELINE and (pipeline.keeps_first_frame or config.image_dim is not None):
+        raise ModelLoadError(f"{path}: key '_class_name': {name} takes no first frame and no image encoder")
     if name == IMAGE_PIPELINE and not starts_from_image:
         raise ModelLoadError(
             f"{path}: key '_class_name': expected {TEXT_PIPELINES[0]}, got {shown(name)}: a transformer with "

@@ -15,7 +15,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.layers.embeddings import ImageEmbedding
-from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.layers.linear import Linear, LinearInput
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.models.wan.config import WanTransformerConfig
@@ -27,6 +27,22 @@ IMAGE_ROLE = "wan.image_cross"
 # Of a text or of an image's tokens, for one block: both [B, L or I, heads, head_dim]. They depend on nothing that
 # changes from step to step.
 KeysAndValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BlockPlace:
+    """Where a block stands, for its attention layers. index of num_blocks, of its kind; path: the module's in its
+    model; self_role, text_role: of its attention to the grid and to the text."""
+
+    index: int
+    num_blocks: int
+    path: str
+    self_role: str = "self"
+    text_role: str = "cross"
+
+    def layer(self, role: str, part: str) -> LayerInfo:
+        """Of one of its attention layers. part: the layer's path in the block."""
+        return LayerInfo(self.index, self.num_blocks, role, f"{self.path}.{part}")
 
 
 @dataclass(frozen=True)
@@ -57,17 +73,16 @@ class WanImageCrossAttention(nn.Module):
     # By `keys_and_values`, and not by forward.
     read_once = ("kv", "norm_k")
 
-    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
+    def __init__(self, config: WanTransformerConfig, place: BlockPlace, policy: AttentionPolicy) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
         self.kv = Linear(config.dim, 2 * config.dim)
         self.norm_k = RMSNorm(config.dim, config.eps)
-        layer = LayerInfo(index, config.num_layers, IMAGE_ROLE, f"{prefix}blocks.{index}.cross_attention.image")
+        layer = place.layer(IMAGE_ROLE, "cross_attention.image")
         self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
 
     def keys_and_values(self, image: torch.Tensor) -> KeysAndValues:
         """Of an image's tokens [B, I, D]."""
-        k, v = norm_and_rotate(self.kv(image).unflatten(-1, (2, self.num_heads, -1)), (self.norm_k,), None)
+        k, v = norm_and_rotate(self.kv(image).unflatten(-1, (2, self.attention.num_heads, -1)), (self.norm_k,), None)
         return k, v
 
 
@@ -77,28 +92,28 @@ class WanCrossAttention(nn.Module):
     # By `keys_and_values`, and not by forward.
     read_once = ("kv", "norm_k")
 
-    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
+    def __init__(self, config: WanTransformerConfig, place: BlockPlace, policy: AttentionPolicy) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
         self.q = Linear(config.dim, config.dim)
         self.kv = Linear(config.dim, 2 * config.dim)
         self.norm_q = RMSNorm(config.dim, config.eps)
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.out = Linear(config.dim, config.dim)
-        layer = LayerInfo(index, config.num_layers, "cross", f"{prefix}blocks.{index}.cross_attention")
+        layer = place.layer(place.text_role, "cross_attention")
         self.attention = LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
-        self.image = None if config.image_dim is None else WanImageCrossAttention(config, index, policy, prefix)
+        self.image = None if config.image_dim is None else WanImageCrossAttention(config, place, policy)
 
     def keys_and_values(self, text: torch.Tensor) -> KeysAndValues:
         """Of text [B, L, D]."""
-        k, v = norm_and_rotate(self.kv(text).unflatten(-1, (2, self.num_heads, -1)), (self.norm_k,), None)
+        k, v = norm_and_rotate(self.kv(text).unflatten(-1, (2, self.attention.num_heads, -1)), (self.norm_k,), None)
         return k, v
 
     def forward(
-        self, x: torch.Tensor, keys: CrossKeys, context: AttentionContext, image_context: AttentionContext | None
+        self, x: LinearInput, keys: CrossKeys, context: AttentionContext, image_context: AttentionContext | None
     ) -> torch.Tensor:
-        """x: [B, S, D]; context.layout: the text; image_context.layout: the tokens of the image."""
-        (q,) = norm_and_rotate(self.q(x).unflatten(-1, (1, self.num_heads, -1)), (self.norm_q,), None)
+        """x: [B, S, D], which may be quantised where q takes that; context.layout: the text; image_context.layout: the
+        tokens of the image."""
+        (q,) = norm_and_rotate(self.q(x).unflatten(-1, (1, self.attention.num_heads, -1)), (self.norm_q,), None)
         attended = self.attention(q, *keys.text, context)
         if self.image is not None and keys.image is not None:
             attended = attended + self.image.attention(q, *keys.image, image_context)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -17,7 +19,7 @@ COMPONENTS = ("transformer", "transformer_2")
 
 
 class WanExperts(DiffusionTransformer):
-    """Expert 0 predicts at timesteps from `boundary` (in [0, 1000]) up, expert 1 below it."""
+    """Expert 0 predicts at timesteps from `boundary` (in [0, 1000]) up, expert 1 below it. make: the class of both."""
 
     def __init__(
         self,
@@ -25,12 +27,13 @@ class WanExperts(DiffusionTransformer):
         geometry: LatentGeometry,
         policy: AttentionPolicy,
         boundary: float,
+        make: Callable[..., WanTransformer] = WanTransformer,
     ) -> None:
         super().__init__()
         self.geometry = geometry
         self.boundary = boundary
         self.experts = nn.ModuleList(
-            WanTransformer(config, geometry, policy, prefix=f"experts.{index}.") for index, config in enumerate(configs)
+            make(config, geometry, policy, prefix=f"experts.{index}.") for index, config in enumerate(configs)
         )
 
     @property

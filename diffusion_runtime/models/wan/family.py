@@ -1,5 +1,5 @@
 """The Wan family: text to video by one transformer or by two experts (2.2 A14B), image to video by either (I2V, FLF2V),
-and by one that does both (2.2 TI2V)."""
+by one that does both (2.2 TI2V), and with control blocks (VACE)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DiffusionTransformer, ImageConditioner
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
+from diffusion_runtime.models.video_control import FILES, VideoControl
 from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.clip_condition import load_clip_conditioner
+from diffusion_runtime.models.wan.codec import load_image_conditioner
 from diffusion_runtime.models.wan.config import (
+    CONTROL_PIPELINE,
     GATE,
     IMAGE_PIPELINE,
     TEXT_PIPELINES,
+    TRANSFORMER_CLASSES,
     WanTransformerConfig,
     check_pipeline,
     read_geometry,
@@ -36,6 +40,8 @@ from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.experts import COMPONENTS, WanExperts
 from diffusion_runtime.models.wan.lora_names import LORA_NAMES
 from diffusion_runtime.models.wan.transformer import WanTransformer
+from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
+from diffusion_runtime.models.wan.vace_condition import WanControlConditioner
 from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, stays_float32, transformer_pieces
 from diffusion_runtime.text_encoders.clip_image import check_clip_image_encoder
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -71,7 +77,24 @@ def _check_parts(folder: AnyFolder) -> None:
 
 def _adapt(model: _Model) -> _Model:
     """What the folder's pipeline asks for: two experts, or images to start from and to end with."""
-    return _with_experts(_with_images(model))
+    return _with_experts(_with_control(_with_images(model)))
+
+
+def _with_control(model: _Model) -> _Model:
+    if not model.config.control_layers:
+        return model
+    control = VideoControl(len(model.config.control_layers), model.geometry)
+
+    def load_conditioner(device: torch.device, dtype: torch.dtype) -> ImageConditioner:
+        return WanControlConditioner(load_image_conditioner(model.folder, device, dtype, one_frame=False), control)
+
+    return dataclasses.replace(
+        model,
+        images=FILES,
+        control=control,
+        make_transformer=lambda policy: WanVaceTransformer(model.config, model.geometry, policy),
+        load_image_conditioner=load_conditioner,
+    )
 
 
 def _with_images(model: _Model) -> _Model:
@@ -105,15 +128,22 @@ def _with_experts(model: _Model) -> _Model:
         return model
     boundary = pipeline.boundary
     second = read_transformer_config(model.folder, COMPONENTS[1])
-    if (second.num_channels, second.images) != (model.config.num_channels, model.config.images):
+    file = model.folder / COMPONENTS[1] / "config.json"
+    if second.in_channels != model.config.in_channels:
         raise ModelLoadError(
-            f"{model.folder / COMPONENTS[1] / 'config.json'}: key 'in_channels': expected the inputs of the first "
-            f"expert, {model.config.in_channels} channels, got {second.in_channels}"
+            f"{file}: key 'in_channels': expected the inputs of the first expert, {model.config.in_channels} channels, "
+            f"got {second.in_channels}"
+        )
+    if _inputs_of(second) != _inputs_of(model.config):
+        raise ModelLoadError(
+            f"{file}: expected the images and control blocks of the first expert, {_inputs_of(model.config)}, got "
+            f"{_inputs_of(second)}"
         )
     configs = dict(zip(COMPONENTS, (model.config, second), strict=True))
 
     def experts(policy: AttentionPolicy) -> WanExperts:
-        return WanExperts((model.config, second), model.geometry, policy, boundary)
+        make = WanVaceTransformer if model.control is not None else WanTransformer
+        return WanExperts((model.config, second), model.geometry, policy, boundary, make)
 
     return dataclasses.replace(
         model,
@@ -123,6 +153,10 @@ def _with_experts(model: _Model) -> _Model:
         modules=_experts_of,
         pieces=lambda component: _pieces_with_gates(configs[component]),
     )
+
+
+def _inputs_of(config: WanTransformerConfig) -> tuple[object, ...]:
+    return config.num_channels, config.images, config.control_layers
 
 
 def _experts_of(transformer: DiffusionTransformer) -> Mapping[str, nn.Module]:
@@ -143,11 +177,17 @@ def _pieces_with_gates(config: WanTransformerConfig) -> Mapping[str, tuple[Piece
 
 FAMILY = ModelFamily(
     name="wan",
-    transformer_classes=("WanTransformer3DModel",),
-    pipeline_classes=(*TEXT_PIPELINES, IMAGE_PIPELINE),
+    transformer_classes=TRANSFORMER_CLASSES,
+    pipeline_classes=(*TEXT_PIPELINES, IMAGE_PIPELINE, CONTROL_PIPELINE),
     index_keys=("boundary_ratio", "expand_timesteps"),
     diffusers_components=(codec.AUTOENCODER,),
-    roles=(("self", "self"), ("cross", "cross"), (IMAGE_ROLE, "cross")),
+    roles=(
+        ("self", "self"),
+        ("cross", "cross"),
+        (IMAGE_ROLE, "cross"),
+        (CONTROL_SELF_ROLE, "self"),
+        (CONTROL_TEXT_ROLE, "cross"),
+    ),
     shares_decoding=True,
     has_tiles=True,
     decodes_fast=True,
@@ -162,7 +202,7 @@ FAMILY = ModelFamily(
     text_shapes=lambda _, config: TextShapes(
         ((MAX_TOKENS, config.text_dim),),
         image=None if config.image_dim is None else (config.num_placed_tokens or _NUM_IMAGE_TOKENS, config.image_dim),
-        condition_channels=config.condition_channels,
+        condition_channels=config.condition_channels or config.control_channels,
     ),
     load_text_encoder=_load_text_encoder,
     text_library=umt5_library,

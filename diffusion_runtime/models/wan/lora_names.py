@@ -15,6 +15,16 @@ _IMAGE_EMBEDDER = {
     "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
 }
 _IMAGE = "the image attention of Wan 2.1 I2V"
+_CONTROL = "the control blocks of VACE"
+_BLOCK = {
+    **{f"self_attn.{name}": f"attn1.{part}" for name, part in _PARTS.items()},
+    **{f"cross_attn.{name}": f"attn2.{part}" for name, part in _PARTS.items()},
+    "norm3": "norm2",
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+    "modulation": "scale_shift_table",
+}
+_CONTROL_BLOCK = {**_BLOCK, "before_proj": "proj_in", "after_proj": "proj_out"}
 
 LORA_NAMES = LoraNames(
     title="Wan",
@@ -23,16 +33,14 @@ LORA_NAMES = LoraNames(
             "blocks.{}",
             "blocks.{}",
             {
-                **{f"self_attn.{name}": f"attn1.{part}" for name, part in _PARTS.items()},
-                **{f"cross_attn.{name}": f"attn2.{part}" for name, part in (_PARTS | _IMAGE_PARTS).items()},
-                "norm3": "norm2",
-                "ffn.0": "ffn.net.0.proj",
-                "ffn.2": "ffn.net.2",
-                "modulation": "scale_shift_table",
+                **_BLOCK,
+                **{f"cross_attn.{name}": f"attn2.{part}" for name, part in _IMAGE_PARTS.items()},
                 f"self_attn.{GATE}": GATE,
             },
         ),
+        **block_names("vace_blocks.{}", "vace_blocks.{}", _CONTROL_BLOCK),
         "patch_embedding": "patch_embedding",
+        "vace_patch_embedding": "vace_patch_embedding",
         "time_embedding.0": "condition_embedder.time_embedder.linear_1",
         "time_embedding.2": "condition_embedder.time_embedder.linear_2",
         "time_projection.1": "condition_embedder.time_proj",
@@ -45,6 +53,8 @@ LORA_NAMES = LoraNames(
     absent={
         **{f"blocks.{{}}.attn2.{part}": _IMAGE for part in _IMAGE_PARTS.values()},
         **dict.fromkeys(_IMAGE_EMBEDDER.values(), _IMAGE),
+        **{f"vace_blocks.{{}}.{part}": _CONTROL for part in _CONTROL_BLOCK.values()},
+        "vace_patch_embedding": _CONTROL,
     },
     resized={"patch_embedding": "the patch embedding of a model with other inputs (text to video, or image to video)"},
     widths=frozenset({1536, 3072, 5120}),

@@ -24,27 +24,28 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.block_stack import ModulatedInput, RunBlock, Streams, overwriting
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.kernels.modulated_norm.api import Branch
+from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
 from diffusion_runtime.layers.held_weights import held_weights
-from diffusion_runtime.layers.linear import FeedForward, Linear
-from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm
+from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
+from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm, norm_for
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
-from diffusion_runtime.layers.rope import grid_rotations, norm_and_rotate
+from diffusion_runtime.layers.rope import grid_rotations
+from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.cross_attention import (
+    BlockPlace,
     CrossKeys,
     KeysAndValues,
     WanCrossAttention,
     WanImageEmbedding,
 )
 from diffusion_runtime.parallel.sharding import SequenceSharding
-from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 
@@ -54,26 +55,31 @@ class WanSelfAttention(nn.Module):
     gate: weighs the coarse branch of Video Sparse Attention, in checkpoints that were trained with it.
     """
 
-    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str) -> None:
+    def __init__(self, config: WanTransformerConfig, place: BlockPlace, policy: AttentionPolicy) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
         self.qkv = Linear(config.dim, 3 * config.dim)
         self.norm_q = RMSNorm(config.dim, config.eps)
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.out = Linear(config.dim, config.dim)
         self.gate = Linear(config.dim, config.dim) if config.has_gate else None
-        layer = LayerInfo(index, config.num_layers, "self", f"{prefix}blocks.{index}.self_attention")
+        layer = place.layer(place.self_role, "self_attention")
         self.attention = USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
 
-    def forward(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """x: [B, S, D]; rotations: [S, head_dim / 2], complex; context.layout: the grid."""
-        packed = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
+    @property
+    def input_layers(self) -> tuple[Linear, ...]:
+        """That read x."""
+        return (self.qkv,) if self.gate is None else (self.qkv, self.gate)
+
+    def forward(self, x: LinearInput, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """x: [B, S, D], which may be quantised where input_layers take that; rotations: [S, head_dim / 2], complex;
+        context.layout: the grid."""
+        product = self.qkv(x).unflatten(-1, (3, self.attention.num_heads, -1))
         gate = None
-        if self.gate is not None and self.attention.takes_gate(q, context):
+        if self.gate is not None and self.attention.takes_gate(product, context):
             # From the same input as q, k and v, without norm, rotation or activation.
-            gate = self.gate(x).unflatten(-1, (self.num_heads, -1))
-        attended = self.attention(q, k, v, context, gate=gate)
+            gate = self.gate(x).unflatten(-1, (self.attention.num_heads, -1))
+        norms = self.norm_q, self.norm_k
+        attended = rotated_attention(self.attention, product, norms, rotations, context, gate=gate)
         out: torch.Tensor = self.out(attended.flatten(2))
         return out
 
@@ -81,54 +87,56 @@ class WanSelfAttention(nn.Module):
 class WanBlock(nn.Module):
     """modulation: six rows of D, the layer's own part of (shift, scale, gate) for attention and feed-forward."""
 
-    def __init__(self, config: WanTransformerConfig, index: int, policy: AttentionPolicy, prefix: str = "") -> None:
+    def __init__(self, config: WanTransformerConfig, place: BlockPlace, policy: AttentionPolicy) -> None:
         super().__init__()
         self.eps = config.eps
         self.modulation = nn.Parameter(torch.zeros(6, config.dim))
-        self.self_attention = WanSelfAttention(config, index, policy, prefix)
+        self.self_attention = WanSelfAttention(config, place, policy)
         self.cross_norm = LayerNorm(config.dim, config.eps) if config.norm_cross else None
-        self.cross_attention = WanCrossAttention(config, index, policy, prefix)
+        self.cross_attention = WanCrossAttention(config, place, policy)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, x: torch.Tensor, inputs: _BlockInputs, keys: CrossKeys) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: BlockInputs, keys: CrossKeys) -> torch.Tensor:
         """x: [B, S, D], overwritten and returned. keys: of text and image, for this block."""
         runs = [(run.tokens, (self.modulation + run.time).unbind(1)) for run in inputs.runs]
-        branch = _modulated(x, [(tokens, rows[0], rows[1]) for tokens, rows in runs], self.eps)
-        branch = self.self_attention(branch, inputs.rotations, inputs.grid_context)
+        shifts = [(tokens, rows[0], rows[1]) for tokens, rows in runs]
+        modulated = _modulated(self.self_attention.input_layers, x, shifts, self.eps)
+        branch = self.self_attention(modulated, inputs.rotations, inputs.grid_context)
         normalized = self._cross_normed(x, branch, [(tokens, rows[2]) for tokens, rows in runs])
         branch = self.cross_attention(normalized, keys, inputs.text_context, inputs.image_context)
-        branch = _modulated(x, [(tokens, rows[3], rows[4]) for tokens, rows in runs], self.eps, branch)
-        branch = self.feed_forward(branch)
+        shifts = [(tokens, rows[3], rows[4]) for tokens, rows in runs]
+        modulated = _modulated((self.feed_forward.up,), x, shifts, self.eps, branch)
+        branch = self.feed_forward(modulated)
         for tokens, rows in runs:
             add_gated_(x[:, tokens], branch[:, tokens], rows[5])
         return x
 
     def _cross_normed(
         self, x: torch.Tensor, branch: torch.Tensor, gates: Sequence[tuple[slice, torch.Tensor]]
-    ) -> torch.Tensor:
+    ) -> LinearInput:
         """x += branch * gate, then the norm of the cross-attention, where there is one. gates: with their tokens."""
-        normalized = x
-        if self.cross_norm is not None and len(gates) == 1:
-            normalized = self.cross_norm(x, Branch(branch, gates[0][1]))
-        else:
-            for tokens, gate in gates:
-                add_gated_(x[:, tokens], branch[:, tokens], gate)
-            if self.cross_norm is not None:
-                normalized = self.cross_norm(x)
-        return normalized
+        norm, layers = self.cross_norm, (self.cross_attention.q,)
+        if norm is not None and len(gates) == 1:
+            return norm_for(layers, x, norm.as_norm, branch=Branch(branch, gates[0][1]))
+        for tokens, gate in gates:
+            add_gated_(x[:, tokens], branch[:, tokens], gate)
+        return x if norm is None else norm_for(layers, x, norm.as_norm)
 
 
 def _modulated(
+    layers: Sequence[Linear],
     x: torch.Tensor,
     runs: Sequence[tuple[slice, torch.Tensor, torch.Tensor]],
     eps: float,
     branch: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """modulated_layer_norm of x [B, S, D] with a (tokens, shift, scale) for each run of its tokens. branch: added to x
-    first, in place."""
+) -> LinearInput:
+    """modulated_layer_norm of x [B, S, D] with a (tokens, shift, scale) for each run of its tokens, as the input of
+    `layers`. branch: added to x first, in place."""
     if len(runs) == 1:
         ((_, shift, scale),) = runs
-        return modulated_layer_norm(x, shift, scale, eps, branch=None if branch is None else Branch(branch))
+        added = None if branch is None else Branch(branch)
+        return norm_for(layers, x, Norm("layer", eps), shift=shift, scale=scale, branch=added)
+    # The runs share one tensor, in x's dtype: an image's tokens are one of 21 to 31 frames, and few models have them.
     out = torch.empty_like(x)
     for tokens, shift, scale in runs:
         added = None if branch is None else Branch(branch[:, tokens])
@@ -147,7 +155,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _BlockInputs:
+class BlockInputs:
     """What every block of one forward pass reads.
 
     runs: of tokens that share a timestep, in order.
@@ -178,9 +186,15 @@ class WanTransformer(DiffusionTransformer):
         self.time_projection = Linear(config.dim, 6 * config.dim)
         self.text_embedding = TextEmbedding(config.text_dim, config.dim)
         self.image_embedding = None if config.image_dim is None else WanImageEmbedding(config)
-        self.blocks = nn.ModuleList(WanBlock(config, index, policy, prefix) for index in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            self.make_block(BlockPlace(index, config.num_layers, f"{prefix}blocks.{index}"), policy)
+            for index in range(config.num_layers)
+        )
         self.out_modulation = nn.Parameter(torch.zeros(2, config.dim))
         self.out = Linear(config.dim, config.patch_channels)
+
+    def make_block(self, place: BlockPlace, policy: AttentionPolicy) -> WanBlock:
+        return WanBlock(self.config, place, policy)
 
     @property
     def num_blocks(self) -> int:
@@ -194,14 +208,15 @@ class WanTransformer(DiffusionTransformer):
         grid = self.geometry.grid(latents.shape)
         text = inputs.text.embeddings
         dtype = self.out.weight.dtype
-        if inputs.image is None or self.config.condition_channels:
+        image = self.image_of(inputs)
+        if image is None or self.config.condition_channels:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
             context = self.in_token_order(context, grid, latents.device)
         sharding = context.sharding
-        x = sharding.shard(self.patch_embedding(self._with_image(latents, inputs.image).to(dtype)))
-        image_tokens = self._image_tokens(inputs.image)
-        block_inputs = _BlockInputs(
-            runs=self._runs(timestep, grid, inputs.image, sharding),
+        x = sharding.shard(self.patch_embedding(self._with_image(latents, image).to(dtype)))
+        image_tokens = self._image_tokens(image)
+        block_inputs = BlockInputs(
+            runs=self._runs(timestep, grid, image, sharding),
             rotations=self._rotations(grid, context),
             grid_context=context.with_layout(TokenLayout(grid, tile=sharding.tile)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
@@ -209,15 +224,36 @@ class WanTransformer(DiffusionTransformer):
             if image_tokens is None
             else context.with_layout(TokenLayout.text(image_tokens.shape[1])),
         )
-        keys = map(CrossKeys, self._text_keys(text, context), self._image_keys(image_tokens, context))
-        blocks = (overwriting(block, block_inputs, of_block) for block, of_block in zip(self.blocks, keys, strict=True))
-        (x,) = context.run_blocks(blocks, (x,), math.prod(grid), lambda: self._modulated_input(timestep))
+        keys = tuple(map(CrossKeys, self._text_keys(text, context), self._image_keys(image_tokens, context)))
+        x, *_ = context.run_blocks(
+            self.run_blocks_of(block_inputs, keys, inputs),
+            self.streams(x, inputs, sharding),
+            math.prod(grid),
+            lambda: self._modulated_input(timestep),
+        )
         runs = []
         for run in block_inputs.runs:
             shift, scale = (self.out_modulation + run.embedding[:, None].float()).unbind(1)
             runs.append((run.tokens, shift, scale))
-        tokens = sharding.gather(self.out(_modulated(x, runs, self.config.eps)), math.prod(grid))
+        tokens = sharding.gather(self.out(_modulated((self.out,), x, runs, self.config.eps)), math.prod(grid))
         return unpatchify(tokens, grid, self.config.patch).to(latents.dtype)
+
+    def image_of(self, inputs: DenoiserInputs) -> ImageCondition | None:
+        """What stands in the latents or beside them."""
+        return inputs.image
+
+    def streams(self, x: torch.Tensor, inputs: DenoiserInputs, sharding: SequenceSharding) -> Streams:
+        """What goes from block to block. x: the grid's tokens [B, S, D] of this process."""
+        return (x,)
+
+    def run_blocks_of(
+        self,
+        block_inputs: BlockInputs,
+        keys: Sequence[CrossKeys],
+        inputs: DenoiserInputs,
+    ) -> Sequence[RunBlock]:
+        """The blocks with all that they read. keys: of every one of `text_blocks`."""
+        return [overwriting(block, block_inputs, of_block) for block, of_block in zip(self.blocks, keys, strict=True)]
 
     def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
         """Without the lengths of the text, whose padding is attended to."""
@@ -298,7 +334,7 @@ class WanTransformer(DiffusionTransformer):
         def project() -> tuple[KeysAndValues, ...]:
             text = self.text_embedding(embeddings.to(self.out.weight.dtype))
             projected = []
-            for block in self._blocks():
+            for block in self.text_blocks():
                 with held_weights(block.cross_attention):
                     projected.append(block.cross_attention.keys_and_values(text))
             return tuple(projected)
@@ -309,7 +345,7 @@ class WanTransformer(DiffusionTransformer):
         """Every block's keys and values of an image encoder's tokens [B, I, image_dim]."""
         embedding = self.image_embedding
         if tokens is None or embedding is None:
-            return (None,) * self.num_blocks
+            return (None,) * len(self.text_blocks())
 
         def project() -> tuple[KeysAndValues, ...]:
             image = embedding(tokens.to(self.out.weight.dtype))
@@ -321,6 +357,10 @@ class WanTransformer(DiffusionTransformer):
             return tuple(projected)
 
         return cached_for_prompt("image_projection", tokens, context, project)
+
+    def text_blocks(self) -> Sequence[WanBlock]:
+        """Whatever attends to the text."""
+        return tuple(self._blocks())
 
     def _blocks(self) -> Iterator[WanBlock]:
         return (block for block in self.blocks if isinstance(block, WanBlock))

@@ -6,6 +6,7 @@ patch convolution is a linear map of the same numbers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from diffusion_runtime.models.checkpoint import Piece
@@ -47,8 +48,24 @@ def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, .
     pieces.update(linear_pieces("out", [("proj_out", config.patch_channels)], dim))
     pieces.update(_image_embedding("image_embedding", f"{embedder}.image_embedder", config))
     for index in range(config.num_layers):
-        pieces.update(_block(f"blocks.{index}", config))
+        pieces.update(_block(f"blocks.{index}", f"blocks.{index}", config))
+    pieces.update(_control(config))
     return pieces
+
+
+def _control(config: WanTransformerConfig) -> Iterator[NamedPieces]:
+    """Of VACE. Control blocks are numbered there; here each is a part of the block that its hint is added to."""
+    if not config.control_layers:
+        return
+    dim = config.dim
+    shape = (dim, config.control_channels, *config.patch)
+    yield "control_embedding.projection.weight", (Piece("vace_patch_embedding.weight", shape),)
+    yield "control_embedding.projection.bias", (Piece("vace_patch_embedding.bias", (dim,)),)
+    yield from linear_pieces("control_in", [("vace_blocks.0.proj_in", dim)], dim)
+    plain = dataclasses.replace(config, has_gate=False)
+    for number, index in enumerate(config.control_layers):
+        yield from _block(f"blocks.{index}.control", f"vace_blocks.{number}", plain)
+        yield from linear_pieces(f"blocks.{index}.hint", [(f"vace_blocks.{number}.proj_out", dim)], dim)
 
 
 def _image_embedding(ours: str, theirs: str, config: WanTransformerConfig) -> Iterator[NamedPieces]:
@@ -63,15 +80,16 @@ def _image_embedding(ours: str, theirs: str, config: WanTransformerConfig) -> It
         yield f"{ours}.positions", (Piece(f"{theirs}.pos_embed", (1, config.num_placed_tokens, image_dim)),)
 
 
-def _block(name: str, config: WanTransformerConfig) -> Iterator[NamedPieces]:
+def _block(block: str, stored: str, config: WanTransformerConfig) -> Iterator[NamedPieces]:
+    """block: our name of it; stored: the checkpoint's."""
     dim = config.dim
-    yield f"{name}.modulation", (Piece(f"{name}.scale_shift_table", (1, 6, dim)),)
-    ours, theirs = f"{name}.self_attention", f"{name}.attn1"
+    yield f"{block}.modulation", (Piece(f"{stored}.scale_shift_table", (1, 6, dim)),)
+    ours, theirs = f"{block}.self_attention", f"{stored}.attn1"
     yield from linear_pieces(f"{ours}.qkv", [(f"{theirs}.{name}", dim) for name in ("to_q", "to_k", "to_v")], dim)
     yield from _attention_rest(ours, theirs, dim)
     if config.has_gate:
-        yield from linear_pieces(f"{ours}.gate", [(f"{name}.{GATE}", dim)], dim)
-    ours, theirs = f"{name}.cross_attention", f"{name}.attn2"
+        yield from linear_pieces(f"{ours}.gate", [(f"{stored}.{GATE}", dim)], dim)
+    ours, theirs = f"{block}.cross_attention", f"{stored}.attn2"
     yield from linear_pieces(f"{ours}.q", [(f"{theirs}.to_q", dim)], dim)
     yield from linear_pieces(f"{ours}.kv", [(f"{theirs}.to_k", dim), (f"{theirs}.to_v", dim)], dim)
     yield from _attention_rest(ours, theirs, dim)
@@ -80,9 +98,9 @@ def _block(name: str, config: WanTransformerConfig) -> Iterator[NamedPieces]:
         yield from linear_pieces(f"{ours}.image.kv", added, dim)
         yield f"{ours}.image.norm_k.weight", (Piece(f"{theirs}.norm_added_k.weight", (dim,)),)
     if config.norm_cross:
-        yield f"{name}.cross_norm.weight", (Piece(f"{name}.norm2.weight", (dim,)),)
-        yield f"{name}.cross_norm.bias", (Piece(f"{name}.norm2.bias", (dim,)),)
-    yield from feed_forward_pieces(f"{name}.feed_forward", f"{name}.ffn", dim, config.ffn_dim)
+        yield f"{block}.cross_norm.weight", (Piece(f"{stored}.norm2.weight", (dim,)),)
+        yield f"{block}.cross_norm.bias", (Piece(f"{stored}.norm2.bias", (dim,)),)
+    yield from feed_forward_pieces(f"{block}.feed_forward", f"{stored}.ffn", dim, config.ffn_dim)
 
 
 def _attention_rest(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:

@@ -25,10 +25,12 @@ from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.held_weights import held_weights
-from diffusion_runtime.layers.linear import GatedFeedForward, Linear
+from diffusion_runtime.layers.linear import GatedFeedForward, Linear, LinearInput
+from diffusion_runtime.layers.modulation import norm_for
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
-from diffusion_runtime.layers.rope import norm_and_rotate, position_rotations
+from diffusion_runtime.layers.rope import position_rotations
+from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.z_image.config import TOKEN_MULTIPLE, ZImageTransformerConfig
@@ -44,18 +46,17 @@ class ZImageAttention(nn.Module):
 
     def __init__(self, config: ZImageTransformerConfig, attention: AttentionLayer) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
         self.qkv = Linear(config.dim, 3 * config.dim, bias=False)
         self.norm_q = RMSNorm(config.head_dim, config.qk_eps)
         self.norm_k = RMSNorm(config.head_dim, config.qk_eps)
         self.out = Linear(config.dim, config.dim, bias=False)
         self.attention = attention
 
-    def forward(self, x: torch.Tensor, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x: LinearInput, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x: [B, tokens, D]; rotations: [B or nothing, tokens, head_dim / 2], complex."""
-        packed = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
-        out: torch.Tensor = self.out(self.attention(q, k, v, context).flatten(2))
+        product = self.qkv(x).unflatten(-1, (3, self.attention.num_heads, -1))
+        attended = rotated_attention(self.attention, product, (self.norm_q, self.norm_k), rotations, context)
+        out: torch.Tensor = self.out(attended.flatten(2))
         return out
 
 
@@ -84,10 +85,10 @@ class ZImageBlock(nn.Module):
         if self.modulation is not None:
             scale, gate, ffn_scale, ffn_gate = self._rows(self.modulation, conditioning)
             gate, ffn_gate = gate.tanh(), ffn_gate.tanh()
-        normalized = modulated_norm(x, self.attention_norm.as_norm, scale=scale)
+        normalized = norm_for((self.self_attention.qkv,), x, self.attention_norm.as_norm, scale=scale)
         branch = self.self_attention(normalized, rotations, context)
         attended = Branch(branch, gate, self.attention_out_norm.as_norm)
-        normalized = modulated_norm(x, self.ffn_norm.as_norm, scale=ffn_scale, branch=attended)
+        normalized = norm_for((self.feed_forward.up,), x, self.ffn_norm.as_norm, scale=ffn_scale, branch=attended)
         return add_branch_(x, Branch(self.feed_forward(normalized), ffn_gate, self.ffn_out_norm.as_norm))
 
     def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:

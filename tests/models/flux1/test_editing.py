@@ -37,7 +37,7 @@ SIZES = ((16, 32), (24, 24), (32, 16))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_flux1(tmp_path_factory.mktemp("models") / "kontext", edits=True)
+    return write_tiny_flux1(tmp_path_factory.mktemp("models") / "kontext", pipeline_class="FluxKontextPipeline")
 
 
 @pytest.fixture(scope="module")

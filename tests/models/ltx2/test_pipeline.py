@@ -16,7 +16,7 @@ import torch
 from diffusers import LTX2Pipeline
 from family_parity import load_theirs, record_latents
 from tables import table
-from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, TINY_SIZES, write_tiny_ltx2
+from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, ONE_SCALE, TINY_SIZES, write_tiny_ltx2
 from warm_python import run_python
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
@@ -27,17 +27,6 @@ from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 
 PROMPTS = ("a red circle moving left", "two objects, a blue star and a green ring on a striped background .")
 NEGATIVE_PROMPTS = ("a yellow square", "")
-ONE_SCALE: dict[str, Any] = {
-    "stg_scale": 0.0,
-    "modality_scale": 1.0,
-    "guidance_rescale": 0.0,
-    "audio_guidance_scale": None,
-    "audio_stg_scale": None,
-    "audio_modality_scale": None,
-    "audio_guidance_rescale": None,
-    "spatio_temporal_guidance_blocks": None,
-}
-
 Pair = tuple[Pipeline, LTX2Pipeline]
 
 

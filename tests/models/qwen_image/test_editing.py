@@ -3,6 +3,7 @@ prompt, and whose latents stand beside the noise."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImag
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from family_parity import assert_equal_runs, load_transformer, record_latents, relative
 from PIL import Image
+from tables import table
 from tiny_qwen_image import TINY_SIZES, write_tiny_qwen_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.errors import ModelLoadError, RequestError
+from diffusion_runtime.layers.compiled_blocks import CompiledBlocks
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.models.geometry import ClipSize
@@ -31,7 +34,8 @@ from diffusion_runtime.text_encoders.picture_patches import read_patch_preparati
 
 PROMPTS = ("a red circle moving left", "two objects: a blue star, and a green ring.")
 NEGATIVE = "a yellow square"
-PIPELINES = {"one": QwenImageEditPipeline, "several": QwenImageEditPlusPipeline}
+# The last one's references are at timestep 0, as in Qwen-Image-Edit-2511.
+PIPELINES = {"one": QwenImageEditPipeline, "several": QwenImageEditPlusPipeline, "at zero": QwenImageEditPlusPipeline}
 # Pictures of so much fewer pixels than the published models'.
 SMALLER = 64
 FolderOf = Callable[[str], Path]
@@ -46,6 +50,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
         if kind not in folders:
             path = tmp_path_factory.mktemp("models") / kind
             folders[kind] = write_tiny_qwen_image(path, edits=PIPELINES[kind].__name__)
+            if kind == "at zero":
+                config = path / "transformer" / "config.json"
+                config.write_text(json.dumps({**json.loads(config.read_text()), "zero_cond_t": True}))
         return folders[kind]
 
     return folder
@@ -162,6 +169,7 @@ def test_a_generation_equals_diffusers(
     compare(folder_of("one"), "one", [request(image_path=pictures[0], height=None, width=None)], kept)
     compare(folder_of("several"), "several", [request(image_path=pictures, guidance_mode="two_pass")], kept)
     compare(folder_of("several"), "several", [request(image_path=pictures[1])], kept)
+    compare(folder_of("at zero"), "at zero", [request(image_path=pictures)], kept)
 
 
 def test_the_conditions_are_what_diffusers_makes_of_prompt_and_pictures(
@@ -191,9 +199,10 @@ def test_the_conditions_are_what_diffusers_makes_of_prompt_and_pictures(
             assert torch.equal(one[:, index, :real], other[-3:, index, :real])
 
 
-def test_a_forward_pass_equals_diffusers(folder_of: FolderOf) -> None:
-    ours = load_transformer(FAMILY, folder_of("several"))
-    theirs = QwenImageTransformer2DModel.from_pretrained(folder_of("several") / "transformer").eval()
+@table("kind", ["several", "at zero"])
+def test_a_forward_pass_equals_diffusers(folder_of: FolderOf, kind: str) -> None:
+    ours = load_transformer(FAMILY, folder_of(kind))
+    theirs = QwenImageTransformer2DModel.from_pretrained(folder_of(kind) / "transformer").eval()
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -220,6 +229,10 @@ def test_a_forward_pass_equals_diffusers(folder_of: FolderOf) -> None:
         ).sample[:, : packed[0].shape[1]]
     expected = QwenImageEditPlusPipeline._unpack_latents(velocity, 8, 12, vae_scale_factor=1)
     assert relative(found, expected) < 1e-5
+    blocks = CompiledBlocks("eager")
+    blocks.compile(ours)
+    context = AttentionContext(is_compiled=True)
+    assert relative(ours(parts[0], timestep, inputs, context), found) < 1e-5
 
 
 def test_pictures_become_the_patches_of_transformers(folder_of: FolderOf) -> None:

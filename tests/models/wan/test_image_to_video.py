@@ -279,7 +279,11 @@ def test_what_cannot_be_made_of_images_is_said_before_the_weights_load(
         (TOKENS, pictures, "last_image_path: this model takes no image to end with"),
         (TWO_EXPERTS, last, "image_path: this model makes videos from an image"),
         (TWO_IMAGES, first, "last_image_path: this model makes videos between two images"),
-        (TWO_IMAGES, {**pictures, "num_frames": 1}, "last_image_path: a clip of one frame has no other to end with"),
+        (
+            TWO_IMAGES,
+            {**pictures, "num_frames": 1},
+            "num_frames: expected 5 or more for a video between two images, got 1",
+        ),
         (TWO_IMAGES, {**first, "last_image_path": str(wide)}, r"last_image_path: .*wide.png is 96 x 32"),
         (TWO_IMAGES, {**first, "last_image_path": "none.png"}, "last_image_path: none.png: no such file"),
     ):

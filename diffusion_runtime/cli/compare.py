@@ -1,0 +1,241 @@
+"""`compare`: one prompt set and the same seeds under several settings, each beside the first."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diffusion_runtime.cli import options
+from diffusion_runtime.cli.compare_settings import OUTPUT_FLAGS, parse_settings
+from diffusion_runtime.cli.generate import flags_of
+from diffusion_runtime.cli.generate import generate as generate_verb
+from diffusion_runtime.cli.tables import figures_table
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.errors import ConfigError, OutputError
+
+if TYPE_CHECKING:
+    from diffusion_runtime.comparison.compare import SaveClip
+    from diffusion_runtime.comparison.result import Comparison
+    from diffusion_runtime.media import GeneratedMedia
+    from diffusion_runtime.request import GenerationRequest
+
+EPILOG = """[bold]Examples[/]
+
+diffusion-runtime compare "a red circle" --setting "dense:" --setting "6 steps: --num-inference-steps 6"
+
+diffusion-runtime compare --prompt-file prompts.txt --setting a.yaml --setting b.yaml --html page.html
+
+diffusion-runtime compare "a ring" --seed 1-4 --setting "dense:" --setting "cache: --step-cache easycache" --json
+"""
+_COMPARE = "What to compare"
+
+
+def compare(context: typer.Context, **given: Any) -> None:
+    """Compare settings: the same prompts, seeds and sizes under each, beside the first.
+
+    Latents by step, PSNR, SSIM, LPIPS, time by stage, memory; and the first setting with
+    fewer steps at the same time. Flags as in generate are shared by all settings.
+    """
+    del context
+    html, threshold, warm_up = (given.pop(name) for name in ("html", "threshold", "warm_up"))
+    texts, folder, file_format = (given.pop(name) for name in ("setting", "output_path", "file_format"))
+    as_json = given["as_json"]
+    terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"])
+    if not threshold > 0:
+        raise ConfigError(f"--threshold: expected a number above 0, got {threshold:g}")
+    missing = dict.fromkeys(OUTPUT_FLAGS)
+    shared = flags_of({**missing, **given})
+    with terminal.log():
+        # Before torch is imported: wrong flags are said at once.
+        parsed = parse_settings(texts or (), shared, inspect.signature(generate_verb))
+        for note in dict.fromkeys(note for _, settings in parsed for note in settings.notes):
+            terminal.warn(note)
+        page = _checked_page(html)
+        from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
+
+        tune_cpu_allocator()
+        from diffusion_runtime.comparison.compare import Choices
+        from diffusion_runtime.comparison.compare import compare as compare_settings
+        from diffusion_runtime.comparison.setting import Setting
+
+        settings = []
+        for name, each in parsed:
+            # A preset of the file is in the requests; any other is the model's, which says so where it is not.
+            preset = None if each.preset in each.file_presets else each.preset
+            settings.append(Setting(name, each.runtime, each.requests, preset))
+        result = compare_settings(
+            settings, terminal, Choices(threshold, warm_up, page is not None), _saver(folder, file_format)
+        )
+        if page is not None:
+            from diffusion_runtime.comparison.page import write_page
+
+            write_page(result, page)
+            terminal.say(f"wrote {page} ({page.stat().st_size / 1e6:.1f} MB)")
+    if as_json:
+        put_on_stdout(json_text(result.to_dict()))
+    else:
+        show(result)
+    raise typer.Exit(result.exit_code)
+
+
+def show(result: Comparison) -> None:
+    """Two tables of at most 100 columns, and what the figures are of."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from diffusion_runtime.memory_size import size_text
+
+    console = Console(highlight=False, file=sys.stdout)
+    quality, cost = [], []
+    for row in result.rows:
+        name = f"  in its time: {row.num_steps or 'fewer'} steps" if row.kind == "fewer_steps" else row.name
+        share = row.computed_share
+        steps = "-" if row.num_steps is None else str(row.num_steps)
+        if share is not None and share < 1:
+            steps += f" x {share:.2f}"
+        over = row.first_step_over(result.threshold)
+        known = any(value is not None for value in row.latent_l2)
+        first = "-" if row.kind == "reference" or not known else "none" if over is None else str(over)
+        figures = [_figure(row.metric(key), digits) for key, digits in (("psnr_db", 1), ("ssim", 3), ("lpips", 3))]
+        speedup = result.speedup(row)
+        faster = "-" if speedup is None else f"{speedup:.2f}x"
+        quality.append((name, steps, _figure(row.final_latent_l2, 3), first, *figures, faster))
+        times = [_figure(row.seconds.get(stage), 2) for stage in ("text", "denoise", "decode")]
+        peak = row.peak_memory.get("device", row.peak_memory.get("machine"))
+        memory = "-" if peak is None else size_text(peak)
+        times += [_figure(row.seconds_per_step, 3), _figure(row.total_seconds, 2), _figure(row.density, 2)]
+        cost.append((name, *times, memory))
+    console.print(Text(f"{len(result.reference.clips)} clips each, beside {result.reference.name}", style="bold"))
+    over_name = f"first step\nover {result.threshold:g}"
+    columns = ("setting", "steps", "latent L2", over_name, "PSNR, dB", "SSIM", "LPIPS", "speed")
+    console.print(figures_table(columns, quality), soft_wrap=True)
+    console.print()
+    columns = ("seconds of one clip", "text", "denoise", "decode", "per step", "total", "density", "memory")
+    console.print(figures_table(columns, cost), soft_wrap=True)
+    console.print()
+    for row in result.rows:
+        if row.state != "measured":
+            console.print(Text(f"{row.name}: {row.state.replace('_', ' ')}: {row.reason}"))
+    for name, reason in result.unavailable.items():
+        console.print(Text(f"{name.upper()}: {reason}"))
+    for remark in result.remarks:
+        console.print(Text(remark))
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _checked_page(path: Path | None) -> Path | None:
+    """Raises OutputError before minutes of work for a page that could not be written after them."""
+    if path is None:
+        return None
+    from diffusion_runtime.media.publish import temporary_file
+    from diffusion_runtime.untrusted.files import check_place
+
+    check_place(str(path), "--html")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_file(path.parent):
+            pass
+    except OSError as error:
+        raise OutputError(f"--html {path}: cannot be written: {error.strerror or error}") from error
+    if path.is_dir():
+        raise OutputError(f"--html {path}: it is a folder; give the name of a file in it")
+    return path
+
+
+def _saver(folder: str | None, file_format: str | None) -> SaveClip:
+    """Saves each clip as FOLDER/SETTING/PROMPT-seedN.mp4 where a folder was given."""
+    from diffusion_runtime.session.outputs import Outputs, slug
+
+    if folder is None:
+        if file_format is not None:
+            raise ConfigError("--format: clips are saved where --output-path FOLDER names a folder; add it")
+        return lambda *_: None
+    outputs = Outputs.parse(f"{folder.rstrip('/')}/", file_format)
+    outputs.prepare()
+
+    def save(name: str, request: GenerationRequest, media: GeneratedMedia) -> str:
+        own = Outputs(outputs.folder / slug(name), None, outputs.file_format)
+        return str(media.save(own.target(request), overwrite=False))
+
+    return save
+
+
+def _option(text: str, name: str, metavar: str, panel: str = _COMPARE) -> Any:
+    return typer.Option(name, help=text, metavar=metavar, rich_help_panel=panel)
+
+
+def _signature() -> inspect.Signature:
+    """--setting and its like, then the flags of `generate` without those of one file."""
+
+    def parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    kept = [each for name, each in inspect.signature(generate_verb).parameters.items() if name not in OUTPUT_FLAGS]
+    context, prompts, *others = kept
+    own = [
+        parameter(
+            "setting",
+            None,
+            Annotated[
+                list[str] | None,
+                typer.Option(
+                    "--setting",
+                    help="A name and flags of generate, or a config file; again for each. The first is the reference.",
+                    metavar="NAME: FLAGS|FILE.yaml",
+                    rich_help_panel=_COMPARE,
+                    show_default=False,
+                ),
+            ],
+        ),
+        parameter(
+            "threshold",
+            0.1,
+            Annotated[float, _option("Name the first step whose latents differ by more.", "--threshold", "X")],
+        ),
+        parameter(
+            "warm_up",
+            None,
+            Annotated[
+                bool | None,
+                typer.Option(
+                    "--warm-up/--no-warm-up",
+                    help="Make the first clip twice and time the second. Default: where there is one clip; of several, "
+                    "the first is not timed.",
+                    rich_help_panel=_COMPARE,
+                    show_default=False,
+                ),
+            ],
+        ),
+    ]
+    output = [
+        parameter(
+            "html", None, Annotated[Path | None, _option("Write a page too.", "--html", "FILE.html", options.OUTPUT)]
+        ),
+        parameter(
+            "output_path",
+            None,
+            Annotated[
+                str | None,
+                typer.Option(
+                    "--output-path",
+                    "-o",
+                    help="Save the clips: FOLDER/SETTING/.",
+                    metavar="FOLDER",
+                    rich_help_panel=options.OUTPUT,
+                ),
+            ],
+        ),
+        parameter("file_format", None, options.Format),
+    ]
+    return inspect.Signature([context, prompts, *own, *others, *output])
+
+
+compare.__signature__ = _signature()  # type: ignore[attr-defined]
+compare.__annotations__ = {item.name: item.annotation for item in _signature().parameters.values()}

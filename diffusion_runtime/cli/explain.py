@@ -1,0 +1,146 @@
+"""`explain`: what a generation would run, by layer and step, and what it would cost. Loads no weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diffusion_runtime.cli import options
+from diffusion_runtime.cli.generate import flags_of
+from diffusion_runtime.cli.generate import generate as generate_verb
+from diffusion_runtime.cli.tables import facts_table, plain_table
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+
+if TYPE_CHECKING:
+    from diffusion_runtime.cli.settings import Settings
+    from diffusion_runtime.explanation.explanation import Explanation
+    from diffusion_runtime.loading.interface import Prepared
+    from diffusion_runtime.request import GenerationRequest
+
+EPILOG = """[bold]Examples[/]
+
+diffusion-runtime explain --model-path wan2.1-t2v-14b --attention-backend video_sparse_attn
+
+diffusion-runtime explain --attention-config attention.yaml --html plan.html
+
+diffusion-runtime explain --model-path flux.1-dev --height 2048 --width 2048 --json
+"""
+# Flags of `generate` that are about what it writes.
+_NOT_HERE = ("output_path", "file_format", "resume", "dry_run", "profile")
+_ANY_PROMPT = "a prompt"
+
+
+def explain(context: typer.Context, **given: Any) -> None:
+    """Show what a generation would run and cost; no weight is read.
+
+    The backend of every layer and step, why, what each computes of the pairs,
+    operations, memory, and where the time is expected to go. Flags as in generate.
+    """
+    del context
+    html, as_json = given.pop("html"), given["as_json"]
+    terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"])
+    missing = dict.fromkeys(_NOT_HERE)
+    flags = flags_of({**missing, **given})
+    with terminal.log():
+        explanation, others = _explain(flags, terminal)
+    if html is not None:
+        from diffusion_runtime.explanation.page import write_page
+
+        write_page(explanation, html)
+        terminal.say(f"wrote {html}")
+    if as_json:
+        put_on_stdout(json_text(explanation.to_dict()))
+        return
+    show(explanation, terminal)
+    if others:
+        terminal.say(f"This is the first of {others + 1} requests.")
+
+
+def _explain(flags: Any, terminal: Terminal) -> tuple[Explanation, int]:
+    """Of the first request; and how many others there are."""
+    import dataclasses
+
+    from diffusion_runtime.cli.settings import resolve_settings
+    from diffusion_runtime.explanation.explanation import explain as explain_request
+    from diffusion_runtime.loading import prepare
+
+    if not flags.prompts and not flags.repeat and not flags.config:
+        flags = dataclasses.replace(flags, prompts=(_ANY_PROMPT,))
+    settings = resolve_settings(flags)
+    for note in settings.notes:
+        terminal.warn(note)
+    prepared = prepare(settings.runtime, is_dry_run=True)
+    request = _resolved(prepared, settings)
+    prepared = prepared.planned_for([request])
+    return explain_request(prepared, request), len(settings.requests) - 1
+
+
+def _resolved(prepared: Prepared, settings: Settings) -> GenerationRequest:
+    return prepared.rules.resolve(settings.requests[0], settings.preset_for(prepared.rules.presets))
+
+
+def show(explanation: Explanation, terminal: Terminal) -> None:
+    """Tables of at most 100 columns."""
+    from diffusion_runtime.cli.dry_run import attention_plan
+    from diffusion_runtime.explanation.text_map import schedule_map
+
+    description, request = explanation.description, explanation.request
+    frames, height, width = explanation.grid
+    text = f" and {explanation.num_text_tokens} of text" if explanation.num_text_tokens else ""
+    facts: Sequence[tuple[str, object]] = [
+        ("model", f"{description.config.model_path} ({description.family})"),
+        ("device", f"{description.device}, {description.dtype}"),
+        ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
+        ("tokens", f"{frames * height * width} in a grid of {frames} x {height} x {width}{text}"),
+        ("forward passes", f"{explanation.num_forwards} in {explanation.num_steps} steps"),
+    ]
+    terminal.show(facts_table(facts, "\nWhat would run"))
+    terminal.show(attention_plan(description))
+    drawn = schedule_map(explanation.schedule)
+    rows = [(row.role, row.layers, letters) for row in drawn.rows for letters in _wrapped(row.letters)]
+    terminal.show(plain_table(("role", "layers", "steps, one letter each"), rows, "Attention by layer and step"))
+    terminal.show(facts_table(list(drawn.legend.items()), ""))
+    at_most = "at most " if explanation.is_bound else ""
+    parts = [
+        (part.name, _tera(part.operations), at_most + _tera(part.kept), f"{part.share:.0%}")
+        for part in explanation.parts
+    ]
+    terminal.show(
+        plain_table(("part", "T operations", "computed", "expected time"), parts, "What the request would cost")
+    )
+    terminal.say("Expected time: by what one H200 reached in bfloat16; `bench generate` measures it.")
+    if description.memory is not None:
+        terminal.show(facts_table(description.memory.rows(), "Memory that it would take"))
+
+
+def _wrapped(letters: str, width: int = 60) -> list[str]:
+    return [letters[start : start + width] for start in range(0, len(letters), width)]
+
+
+def _tera(operations: float) -> str:
+    return "-" if not operations else f"{operations / 1e12:.4g}"
+
+
+def _signature() -> inspect.Signature:
+    """The flags of `generate`, without those of files that are written, and --html."""
+    kept = [
+        parameter for name, parameter in inspect.signature(generate_verb).parameters.items() if name not in _NOT_HERE
+    ]
+    html = inspect.Parameter(
+        "html",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            Path | None,
+            typer.Option("--html", help="Write it as a page too.", metavar="FILE.html", rich_help_panel=options.OUTPUT),
+        ],
+    )
+    return inspect.Signature([*kept, html])
+
+
+explain.__signature__ = _signature()  # type: ignore[attr-defined]
+explain.__annotations__ = {item.name: item.annotation for item in _signature().parameters.values()}

@@ -1,0 +1,97 @@
+"""What an attention report says besides its rows, as lines for the terminal: steps of a step cache, quantised linear
+layers, CUDA graphs, skip-softmax, the libraries' own attention, notes.
+
+A report may come from a stranger's file and hold anything, so every value is read with its type checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from diffusion_runtime.attention_report import GraphReplays, SkipRow, skipped_lines
+from diffusion_runtime.cli.tables import MAX_CELL_CHARACTERS, mappings_in
+
+_STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
+
+
+def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """reports: of AttentionReport.to_dict(). Each remark stands once; counts are summed over the reports."""
+    steps = (_describe_steps(row) for row in _rows(reports, "steps"))
+    libraries = (
+        f"{_text(item, 'component')}: attention of {_text(item, 'library')} ({_text(item, 'implementation')}), not "
+        "chosen here"
+        for item in _rows(reports, "libraries")
+    )
+    notes = (f"note: {note}" for report in reports if isinstance(found := report.get("notes"), list) for note in found)
+    return list(
+        dict.fromkeys(
+            [*steps, *_products(reports), *_graphs(reports), *skipped_lines(_skipped(reports)), *libraries, *notes]
+        )
+    )
+
+
+def _rows(reports: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
+    for report in reports:
+        yield from mappings_in(report.get(name))
+
+
+def _products(reports: Iterable[Mapping[str, Any]]) -> list[str]:
+    counts: dict[str, int] = {}
+    for row in _rows(reports, "products"):
+        how = _text(row, "implementation")
+        counts[how] = counts.get(how, 0) + _number(row.get("count"))
+    return [f"quantised linear layers: {count} x {how}" for how, count in counts.items()]
+
+
+def _graphs(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for name in ("graphs", "decoder_graphs"):
+        found = [value for report in reports if isinstance(value := report.get(name), Mapping)]
+        if not found:
+            continue
+        eager: dict[str, int] = {}
+        for value in found:
+            reasons = value.get("eager")
+            for reason, count in reasons.items() if isinstance(reasons, Mapping) else ():
+                reason = str(reason)[:MAX_CELL_CHARACTERS]
+                eager[reason] = eager.get(reason, 0) + _number(count)
+        yield str(
+            GraphReplays(
+                num_forwards=sum(_number(value.get("num_forwards")) for value in found),
+                num_replayed=sum(_number(value.get("num_replayed")) for value in found),
+                # Of the pipeline, which the generations of a batch share.
+                num_graphs=_number(found[-1].get("num_graphs")),
+                pool_bytes=_number(found[-1].get("pool_bytes")),
+                eager=eager,
+                unit=_text(found[-1], "unit"),
+            )
+        )
+
+
+def _skipped(reports: Iterable[Mapping[str, Any]]) -> list[SkipRow]:
+    sums: dict[tuple[str, int], list[int]] = {}
+    for row in _rows(reports, "skipped"):
+        counts = sums.setdefault((_text(row, "role"), _number(row.get("layer"))), [0, 0])
+        counts[0] += _number(row.get("num_visited"))
+        counts[1] += _number(row.get("num_skipped"))
+    return [SkipRow(role, layer, *counts) for (role, layer), counts in sums.items()]
+
+
+def _describe_steps(row: Mapping[str, Any]) -> str:
+    """row: of StepRow."""
+    methods = row.get("reused_by")
+    by = ", ".join(map(str, methods))[:MAX_CELL_CHARACTERS] if isinstance(methods, list) and methods else "nothing"
+    text = "steps of {branch}, expert {expert}: {num_computed} computed ({computed}), {num_reused} reused".format(
+        **{name: _text(row, name) for name in _STEP_FIELDS}
+    )
+    error = row.get("largest_error")
+    at_most = f", largest accumulated error {error:.3g}" if isinstance(error, float) else ""
+    return text + (f" by {by} ({_text(row, 'reused')}){at_most}" if _text(row, "num_reused") != "0" else "")
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    return str(row.get(name, "?"))[:MAX_CELL_CHARACTERS]
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0

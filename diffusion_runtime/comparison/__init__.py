@@ -1,0 +1,1 @@
+"""Comparison of settings: the same prompts and seeds under several, in quality and in time (`compare`)."""

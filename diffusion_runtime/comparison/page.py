@@ -1,0 +1,119 @@
+"""The comparison as one self-contained HTML page: clips side by side under one clock, plots, figures."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from diffusion_runtime.comparison.plots import colour_of, divergence_plot, quality_plot
+from diffusion_runtime.comparison.result import Comparison, Row
+from diffusion_runtime.errors import OutputError
+from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.memory_size import size_text
+
+
+def write_page(result: Comparison, path: Path) -> None:
+    """The whole page or none. Raises OutputError."""
+    text = render(result)
+    try:
+        with temporary_file(path.parent) as partial:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+    except OSError as error:
+        raise OutputError(f"--html {path}: cannot be written: {error.strerror or error}") from error
+
+
+def render(result: Comparison) -> str:
+    environment = Environment(
+        loader=PackageLoader("diffusion_runtime.comparison", "."), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template("page.html.jinja").render(_values(result))
+
+
+def _values(result: Comparison) -> dict[str, Any]:
+    rows, colours = result.rows, colour_of(result.rows)
+    letters = [_letter(position) for position in range(len(rows))]
+    request = result.reference.request
+    assert request is not None
+    assert result.reference.runtime is not None
+    model = result.reference.runtime.model_path
+    return {
+        "title": f"{model}: settings beside {result.reference.name}",
+        "size": f"{request.num_frames} frame(s) of {request.width} x {request.height}",
+        "device": result.device,
+        "num_frames": request.num_frames,
+        "fps": request.fps or 1,
+        "is_video": (request.num_frames or 1) > 1,
+        "threshold": result.threshold,
+        "groups": [
+            {
+                "prompt": clip.prompt,
+                "seed": clip.seed,
+                "clips": [
+                    _clip(row, letters[position], colours[position], index)
+                    for position, row in enumerate(rows)
+                    if row.clips
+                ],
+            }
+            for index, clip in enumerate(result.reference.clips)
+        ],
+        "rows": [_row(result, row, letters[position], colours[position]) for position, row in enumerate(rows)],
+        "divergence": divergence_plot(result, letters),
+        "quality": quality_plot(result, letters),
+        "remarks": [
+            *(f"{row.name}: {row.state.replace('_', ' ')}: {row.reason}" for row in rows if row.state != "measured"),
+            *(f"{name.upper()}: {reason}" for name, reason in result.unavailable.items()),
+            *result.remarks,
+        ],
+    }
+
+
+def _letter(position: int) -> str:
+    number, letter = divmod(position, len(ascii_uppercase))
+    return ascii_uppercase[letter] + (str(number + 1) if number else "")
+
+
+def _clip(row: Row, letter: str, colour: str, index: int) -> Mapping[str, Any]:
+    clip = row.clips[index]
+    source = ""
+    if clip.picture is not None:
+        source = f"data:{clip.picture_type};base64,{base64.b64encode(clip.picture).decode('ascii')}"
+    psnr = clip.metrics.get("psnr_db")
+    return {
+        "letter": letter,
+        "colour": colour,
+        "name": row.name,
+        "source": source,
+        "note": "reference" if psnr is None else f"{psnr:.1f} dB",
+    }
+
+
+def _row(result: Comparison, row: Row, letter: str, colour: str) -> Mapping[str, Any]:
+    over = row.first_step_over(result.threshold)
+    speedup = result.speedup(row)
+    peak = row.peak_memory.get("device", row.peak_memory.get("machine"))
+    values = [
+        "-" if row.num_steps is None else str(row.num_steps),
+        _figure(row.final_latent_l2, 3),
+        "-" if over is None else str(over),
+        _figure(row.metric("psnr_db"), 1),
+        _figure(row.metric("ssim"), 3),
+        _figure(row.metric("lpips"), 3),
+        *(_figure(row.seconds.get(stage), 2) for stage in ("text", "denoise", "decode")),
+        _figure(row.total_seconds, 2),
+        "-" if speedup is None else f"{speedup:.2f}x",
+        _figure(row.density, 2),
+        "-" if peak is None else size_text(peak),
+    ]
+    beside = f", in the time of {row.beside}" if row.kind == "fewer_steps" else ""
+    return {"letter": letter, "colour": colour, "name": row.name + beside, "values": values}
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

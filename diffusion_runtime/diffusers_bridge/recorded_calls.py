@@ -1,0 +1,208 @@
+"""Attention calls of diffusers' processors as operators of a graph: what torch.compile traces of an attached module.
+
+A processor is traced with two of its globals replaced: diffusers' dispatcher and torch's scaled_dot_product_attention
+are functions here that record one operator. When the graph runs, the operator makes the same call within a run of the
+module, where it is intercepted as in an eager model. So a block compiles with fullgraph=True, and one graph serves all
+layers: the module reaches the operator as a handle.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from diffusion_runtime.attention.handles import HandleTable
+from diffusion_runtime.errors import ConfigError
+
+_DISPATCHER, _SDPA = "dispatch_attention_fn", "scaled_dot_product_attention"
+
+# (the call, its number within one run of the module, the masks that the module was given) -> out as the call's
+RunCall: TypeAlias = Callable[[Callable[[Any], torch.Tensor], int, Sequence[torch.Tensor]], torch.Tensor]
+
+
+class RecordedModule(Protocol):
+    """A module whose calls are recorded."""
+
+    def run_call(
+        self, call: Callable[[object], torch.Tensor], number: int, masks: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The result of one attention call, intercepted. call: makes it, with a value for the `backend` of diffusers'
+        dispatcher; number: within one run of the module; masks: that the module was given."""
+
+
+# The modules that compiled blocks contain.
+MODULES: HandleTable[RecordedModule] = HandleTable()
+
+
+@torch.library.custom_op("diffusion_runtime::module_attention", mutates_args=())
+def module_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    given: Sequence[torch.Tensor],
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    number: int,
+    is_dispatched: bool,
+    module: torch.Tensor,
+) -> torch.Tensor:
+    """One attention call of a module, contiguous. q, k, v: [batch, seq, heads, head_dim] of a call to the dispatcher
+    (is_dispatched), [batch, heads, seq, head_dim] of one to torch. module: its handle."""
+
+    def call(backend: Any) -> torch.Tensor:
+        out: torch.Tensor
+        if is_dispatched:
+            from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+            out = dispatch_attention_fn(q, k, v, mask, dropout, causal, scale, gqa, backend=backend)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+        return out
+
+    return MODULES.find(module).run_call(call, number, given).contiguous()
+
+
+@module_attention.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,  # noqa: ARG001
+    v: torch.Tensor,
+    mask: torch.Tensor | None,  # noqa: ARG001
+    given: Sequence[torch.Tensor],  # noqa: ARG001
+    dropout: float,  # noqa: ARG001
+    causal: bool,  # noqa: ARG001
+    scale: float | None,  # noqa: ARG001
+    gqa: bool,  # noqa: ARG001
+    number: int,  # noqa: ARG001
+    is_dispatched: bool,  # noqa: ARG001
+    module: torch.Tensor,  # noqa: ARG001
+) -> torch.Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+class _Trace:
+    """The module that is traced now, from its call to its return: how the recording functions learn whose call it is.
+
+    torch.compile takes what is written here into account while it traces, and leaves it as it was; a graph reads
+    nothing of it.
+    """
+
+    def __init__(self) -> None:
+        # Of the object from the start: a graph is guarded by what its attributes are before it runs.
+        self.module: torch.Tensor | None = None
+        self.masks: tuple[torch.Tensor, ...] = ()
+        self.num_calls = 0
+
+
+_NOW = _Trace()
+
+
+def recorded(function: object) -> Callable[..., Any] | None:
+    """The `__call__` of a processor with its attention calls recorded; None where it makes none itself."""
+    if not isinstance(function, types.FunctionType) or inspect.unwrap(function) is not function:
+        return None
+    names, known = set(function.__code__.co_names), function.__globals__
+    replaced: dict[str, object] = {}
+    if _DISPATCHER in names and _DISPATCHER in known:
+        replaced[_DISPATCHER] = _record_dispatched
+    if _SDPA in names:
+        replaced |= {name: _functional() for name in names & known.keys() if known[name] is F}
+    if not replaced:
+        return None
+    scope = {**known, **replaced}
+    # By its name torch.compile would take the globals of the module itself, and guard those.
+    scope.pop("__name__", None)
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+@functools.cache
+def _functional() -> types.ModuleType:
+    """torch.nn.functional with one function replaced."""
+    module = types.ModuleType(F.__name__)
+    module.__dict__.update({**vars(F), _SDPA: _record_sdpa})
+    return module
+
+
+def call_recorded(
+    function: Callable[..., Any],
+    module: torch.Tensor,
+    masks: tuple[torch.Tensor, ...],
+    processor: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """While torch.compile traces: `function`, of `recorded`, for a module by its handle. masks: that it is given."""
+    before = _NOW.module, _NOW.masks, _NOW.num_calls
+    _NOW.module, _NOW.masks, _NOW.num_calls = module, masks, 0
+    result = function(processor, *args, **kwargs)
+    if _NOW.num_calls == 0:
+        raise ConfigError("attach: a compiled attention module made no call of attention")
+    _NOW.module, _NOW.masks, _NOW.num_calls = before
+    return result
+
+
+def _record(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    is_dispatched: bool,
+) -> torch.Tensor:
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise ConfigError("attach: a compiled module hides pairs by a BlockMask, which no operator takes")
+    assert _NOW.module is not None
+    number = _NOW.num_calls
+    _NOW.num_calls = number + 1
+    out: torch.Tensor = module_attention(
+        query, key, value, mask, _NOW.masks, dropout, causal, scale, gqa, number, is_dispatched, _NOW.module
+    )
+    return out
+
+
+def _record_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch.nn.functional.scaled_dot_product_attention."""
+    return _record(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False)
+
+
+def _record_dispatched(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    attention_kwargs: dict[str, Any] | None = None,
+    *,
+    backend: Any = None,  # noqa: ARG001 - the module's own
+    parallel_config: Any = None,
+) -> torch.Tensor:
+    """diffusers' dispatch_attention_fn."""
+    if attention_kwargs or parallel_config is not None:
+        raise ConfigError("attach: a compiled module calls diffusers' dispatcher with options that no operator takes")
+    return _record(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, True)

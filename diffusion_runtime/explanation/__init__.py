@@ -1,0 +1,1 @@
+"""Explanation of a generation before it runs: attention by layer and step, operations, memory, expected time."""

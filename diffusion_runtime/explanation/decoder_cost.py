@@ -1,0 +1,65 @@
+"""Floating-point operations of decoding a clip, counted on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder
+from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
+from diffusion_runtime.models.autoencoder import COMPONENT
+from diffusion_runtime.models.decoder_memory import decode_latents
+from diffusion_runtime.models.family import Model
+from diffusion_runtime.models.memory_demand import PlannedRequest
+
+# Latent frames after which every further one costs as much as the last.
+_FRAMES_UNTIL_STEADY = 3
+
+
+def count_decoding(model: Model[Any, Any], planned: PlannedRequest, device: torch.device) -> float:
+    """Of one sample. device: meta."""
+    size = planned.size
+    channels, frames, height, width = model.geometry.latent_shape(size.height, size.width, size.num_frames)
+    component = next(each for each in model.family.diffusers_components if each.name == COMPONENT)
+    module = component.build_decoding_half(model.folder)
+    if isinstance(module, CausalVideoAutoencoder):
+        counted = min(frames, _FRAMES_UNTIL_STEADY)
+        counts = [
+            _count(_streaming(module, torch.empty(1, channels, number, height, width, device=device)))
+            for number in range(1, counted + 1)
+        ]
+        further = counts[-1] - counts[-2] if counted > 1 else 0.0
+        num_further: int = frames - counted
+        return counts[-1] + num_further * further
+    module = component.build(model.folder)
+    module.use_tiling = False
+    convolutions = [each for each in module.decoder.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
+    is_video = any(isinstance(each, nn.Conv3d) for each in convolutions)
+    factor = getattr(module, "spatial_compression_ratio", None)
+    factor = int(factor or 2 ** (len(module.config.block_out_channels) - 1))
+    shape = [
+        1,
+        convolutions[0].in_channels,
+        *([frames] if is_video else []),
+        size.height // factor,
+        size.width // factor,
+    ]
+    latents = torch.empty(shape, device=device)
+    return _count(lambda: decode_latents(module, latents))
+
+
+def _streaming(module: CausalVideoAutoencoder, latents: torch.Tensor) -> Any:
+    def run() -> None:
+        for _ in ChannelsFirstDecoder(module, is_eager=True).decode(latents):
+            pass
+
+    return run
+
+
+def _count(run: Any) -> float:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        run()
+    return float(sum(counter.get_flop_counts().get("Global", {}).values()))

@@ -1,0 +1,214 @@
+"""What a generation would run and what it would cost, by layer and step, known without a weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.description import PipelineDescription
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.explanation.decoder_cost import count_decoding
+from diffusion_runtime.explanation.forward_cost import AttentionCost, ForwardCost, count_forward
+from diffusion_runtime.loading.interface import Prepared
+from diffusion_runtime.loading.memory_planning import planned_batch
+from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.models.memory_demand import PlannedRequest, forward_on_meta
+from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.token_layout import Extent
+
+SCHEMA = "diffusion_runtime.explain/1"
+
+# Operations per second that each part reached on one H200 in bfloat16 at Wan 2.1 1.3B's shapes (docs/benchmarks.md):
+# linear products, dense attention by FlashAttention-4, the block-sparse kernel in 4x4x4 tiles, the decoder.
+_RATES = {"linear layers": 760e12, "dense": 680e12, "sparse": 430e12, "decode": 250e12}
+# Norms, modulation and rotations take this much beside the products and attention of a step, with fused kernels.
+_REST = 0.08
+
+
+@dataclass(frozen=True)
+class LayerSchedule:
+    """Attention of one layer over the steps of a request.
+
+    backends: by step, `video_sparse_attn`, or `video_sparse_attn: dense torch_sdpa` where a rule of its options makes
+    the call dense. density: by step, the share of pairs that is computed; None where the content decides.
+    """
+
+    role: str
+    index: int
+    backends: tuple[str, ...]
+    density: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """operations: of the whole request, as dense attention would need them; kept: that are computed, at most, where the
+    content decides how many are left out. share: of the time that is expected, in [0, 1]."""
+
+    name: str
+    operations: float
+    kept: float
+    share: float
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Consecutive steps of one size. cost: of one forward pass; schedule: by layer, of these steps alone."""
+
+    cost: ForwardCost
+    steps: range
+    schedule: tuple[LayerSchedule, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """grid: tokens (frames, height, width) at full size; num_text_tokens: that self-attention sees beside them.
+    num_forwards: passes of the request: of every step and guidance branch, whatever step caches leave out. is_bound:
+    whether the kept operations are an upper bound, because the content decides what some layers leave out."""
+
+    description: PipelineDescription
+    request: GenerationRequest
+    grid: Extent
+    num_text_tokens: int
+    num_steps: int
+    num_forwards: int
+    schedule: tuple[LayerSchedule, ...]
+    parts: tuple[PartCost, ...]
+    is_bound: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        memory = self.description.memory
+        return {
+            "schema": SCHEMA,
+            **{key: value for key, value in self.description.to_dict().items() if key != "schema"},
+            "request": self.request.to_dict(),
+            "grid": list(self.grid),
+            "num_text_tokens": self.num_text_tokens,
+            "num_steps": self.num_steps,
+            "num_forwards": self.num_forwards,
+            "schedule": [
+                {**asdict(row), "backends": list(row.backends), "density": list(row.density)} for row in self.schedule
+            ],
+            "parts": [asdict(part) for part in self.parts],
+            "kept_is_upper_bound": self.is_bound,
+            "memory": None if memory is None else memory.to_dict(),
+        }
+
+
+def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
+    """prepared: a native model; request: resolved by its rules. Reads no weights.
+
+    Raises ConfigError for a model that diffusers' own pipeline runs: its layers are known once it is loaded.
+    """
+    if not isinstance(prepared, PreparedModel):
+        raise ConfigError(
+            "explain: diffusers' own pipeline runs this model, and its attention is known once its weights are loaded; "
+            "generate --dry-run says what is known before"
+        )
+    settings = BatchSettings.of([request], prepared.rules)
+    planned = planned_batch(prepared.rules, [request])
+    num_steps = settings.num_steps
+    branches = 2 if planned.is_guided and not planned.is_batched else 1
+    stages: list[_Stage] = []
+    for size, count in settings.step_sizes():
+        forward = forward_on_meta(
+            prepared.model, prepared.transformer, prepared.dtype, dataclasses.replace(planned, size=size)
+        )
+        # The first pass projects the text, too.
+        forward()
+        cost = count_forward([prepared.transformer], forward)
+        steps = range(stages[-1].steps.stop if stages else 0, num_steps)[:count]
+        stages.append(_Stage(cost, steps, tuple(_schedule_of(each, steps, num_steps) for each in cost.attention)))
+    shape = prepared.model.geometry.latent_shape(planned.size.height, planned.size.width, planned.size.num_frames)
+    largest = stages[-1].cost
+    widest = max((each.layout for each in largest.attention if each.layout is not None), key=_num_grid, default=None)
+    text = 0 if widest is None else widest.num_text_tokens
+    schedule = tuple(_joined(rows) for rows in zip(*(stage.schedule for stage in stages), strict=True))
+    return Explanation(
+        description=prepared.description,
+        request=request,
+        grid=prepared.model.geometry.grid(shape),
+        num_text_tokens=text,
+        num_steps=num_steps,
+        num_forwards=num_steps * branches,
+        schedule=schedule,
+        parts=_parts(prepared, planned, stages, branches),
+        is_bound=any(each is None for row in schedule for each in row.density),
+    )
+
+
+def _num_grid(layout: Any) -> int:
+    return int(layout.num_grid_tokens)
+
+
+def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
+    """One layer's schedules of consecutive steps."""
+    backends = tuple(each for row in rows for each in row.backends)
+    return LayerSchedule(rows[0].role, rows[0].index, backends, tuple(each for row in rows for each in row.density))
+
+
+def _schedule_of(cost: AttentionCost, steps: range, num_steps: int) -> LayerSchedule:
+    backends, density = [], []
+    for index in steps:
+        step = StepInfo(index=index, num_steps=num_steps)
+        resolved = cost.layer.resolved_at(step, cost.layout)
+        share = resolved.backend.expected_density(resolved.options, cost.layout, cost.layer.layer, step)
+        is_dense = resolved.dense is not None and share == 1.0
+        dense = f": dense {resolved.dense.backend.name}" if is_dense and resolved.dense is not None else ""
+        backends.append(resolved.decision.backend + dense)
+        density.append(share)
+    return LayerSchedule(cost.role, cost.index, tuple(backends), tuple(density))
+
+
+def _parts(
+    prepared: PreparedModel,
+    planned: PlannedRequest,
+    stages: Sequence[_Stage],
+    branches: int,
+) -> tuple[PartCost, ...]:
+    """Of the whole request: linear layers, attention by role, the rest of the steps, decoding."""
+    seconds: dict[str, float] = {}
+    operations: dict[str, list[float]] = {}
+
+    def add(name: str, dense: float, kept: float, time: float) -> None:
+        found = operations.setdefault(name, [0.0, 0.0])
+        found[0] += dense
+        found[1] += kept
+        seconds[name] = seconds.get(name, 0.0) + time
+
+    products = sum(stage.cost.products * len(stage.steps) for stage in stages) * branches
+    add("linear layers", products, products, products / _RATES["linear layers"])
+    for stage in stages:
+        for each, row in zip(stage.cost.attention, stage.schedule, strict=True):
+            dense = each.operations * len(stage.steps) * branches
+            shares = [_kept_share(each, share) for share in row.density]
+            kept = dense * sum(shares) / len(shares)
+            rates = [_RATES["dense" if share == 1.0 else "sparse"] for share in row.density]
+            time = sum(dense / len(shares) * share / rate for share, rate in zip(shares, rates, strict=True))
+            add(f"attention, {each.role}", dense, kept, time)
+    add("norms, modulation, rotations", 0.0, 0.0, _REST / (1 - _REST) * sum(seconds.values()))
+    decoding = count_decoding(prepared.model, planned, torch.device("meta"))
+    add("decode", decoding, decoding, decoding / _RATES["decode"])
+    total = sum(seconds.values())
+    return tuple(PartCost(name, dense, kept, seconds[name] / total) for name, (dense, kept) in operations.items())
+
+
+def _kept_share(cost: AttentionCost, density: float | None) -> float:
+    """Of all pairs of a call, text included, which sparse methods keep whole. density: of the grid's, None for all."""
+    if density is None or cost.layout is None or not cost.layout.num_grid_tokens:
+        return 1.0
+    grid = cost.layout.num_grid_tokens**2 / max(1, cost.num_pairs)
+    return 1.0 - min(1.0, grid) * (1.0 - density)
+
+
+def layer_map(schedule: Sequence[LayerSchedule]) -> Mapping[str, Sequence[LayerSchedule]]:
+    """The schedule by role, in the order in which roles first run."""
+    rows: dict[str, list[LayerSchedule]] = {}
+    for row in schedule:
+        rows.setdefault(row.role, []).append(row)
+    return rows

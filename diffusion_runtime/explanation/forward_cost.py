@@ -1,0 +1,90 @@
+"""Floating-point operations of one forward pass, by part, counted on the meta device: no weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion_runtime.attention.context import AttentionContext
+from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.token_layout import TokenLayout
+
+# What torch counts and is no attention, which is counted here, whatever computes it.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_addmm_activation")
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Calls of one attention layer in one forward pass of one guidance branch.
+
+    index: of the layer within its role. num_pairs: pairs of a query and a key that the layout leaves visible, of one
+    sample. operations: of dense attention, 4 x pairs x heads x head_dim, of all calls together. layout: of the largest
+    call; None where a layer is told nothing of its tokens.
+    """
+
+    layer: AttentionLayer
+    num_calls: int
+    num_pairs: int
+    operations: float
+    layout: TokenLayout | None
+
+    @property
+    def role(self) -> str:
+        return self.layer.layer.role
+
+    @property
+    def index(self) -> int:
+        return self.layer.layer.index
+
+
+@dataclass(frozen=True)
+class ForwardCost:
+    """One forward pass. products: operations of linear layers and convolutions; attention: by layer, in the order in
+    which they run."""
+
+    products: float
+    attention: tuple[AttentionCost, ...]
+
+
+def count_forward(modules: Iterable[nn.Module], run: Callable[[], object]) -> ForwardCost:
+    """What `run`, one forward pass on the meta device, computes. modules: whose attention layers are counted."""
+    calls: dict[AttentionLayer, list[tuple[int, float, TokenLayout | None]]] = {}
+    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, AttentionLayer)]
+    handles = [layer.register_forward_pre_hook(lambda of, given: _note(calls, of, *given)) for layer in layers]
+    try:
+        with FlopCounterMode(display=False) as counter:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    counts: Counter[str] = Counter()
+    for operator, count in counter.get_flop_counts().get("Global", {}).items():
+        counts[str(operator).rpartition(".")[2]] += int(count)
+    return ForwardCost(float(sum(counts[name] for name in _PRODUCTS)), tuple(_costs(calls)))
+
+
+def _note(calls: dict[Any, list[Any]], layer: Any, *given: Any) -> None:
+    q, k = given[:2]
+    context = next((each for each in given if isinstance(each, AttentionContext)), None)
+    layout = None if context is None else context.layout
+    batch, num_queries, num_heads, head_dim = q.shape
+    keys = sum(_num_keys(layout, sample, k.shape[1]) for sample in range(batch))
+    pairs = num_queries * keys // batch
+    calls.setdefault(layer, []).append((pairs, 4.0 * num_queries * keys * num_heads * head_dim, layout))
+
+
+def _num_keys(layout: TokenLayout | None, sample: int, num_keys: int) -> int:
+    if layout is None:
+        return num_keys
+    return sum(stop - start for start, stop in layout.key_ranges(sample))
+
+
+def _costs(calls: dict[AttentionLayer, list[tuple[int, float, TokenLayout | None]]]) -> Iterable[AttentionCost]:
+    for layer, found in calls.items():
+        largest = max(found, key=lambda call: call[0])
+        yield AttentionCost(layer, len(found), largest[0], sum(call[1] for call in found), largest[2])

@@ -1,0 +1,107 @@
+"""The explanation as one HTML page without scripts or outside resources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from diffusion_runtime.attention_report import index_ranges
+from diffusion_runtime.errors import OutputError
+from diffusion_runtime.explanation.explanation import Explanation, LayerSchedule, layer_map
+from diffusion_runtime.explanation.text_map import describe
+
+_CELL = 12
+# Colours from few pairs to all of them (ColorBrewer Blues, light to dark), and of a density that the content decides.
+_SCALE = ("#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b")
+_BY_CONTENT = "#fd8d3c"
+NOTE = "Expected time: by what one H200 reached in bfloat16; `diffusion-runtime bench generate` measures it."
+
+
+def write_page(explanation: Explanation, path: Path) -> None:
+    """Raises OutputError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(explanation), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"--html {path}: cannot be written: {error.strerror or error}") from error
+
+
+def render(explanation: Explanation) -> str:
+    environment = Environment(
+        loader=PackageLoader("diffusion_runtime.explanation", "."), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template("page.html.jinja").render(_values(explanation))
+
+
+def _values(explanation: Explanation) -> dict[str, Any]:
+    description, request = explanation.description, explanation.request
+    frames, height, width = explanation.grid
+    return {
+        "title": f"{description.config.model_path}: what would run",
+        "facts": [
+            ("device", f"{description.device}, {description.dtype}"),
+            ("size", f"{request.num_frames} frame(s) of {request.width} x {request.height}"),
+            ("tokens", f"{frames} x {height} x {width} and {explanation.num_text_tokens} of text"),
+            ("forward passes", f"{explanation.num_forwards} in {explanation.num_steps} steps"),
+        ],
+        "attention": [
+            {
+                "role": row.role,
+                "when": row.when,
+                "layers": index_ranges(row.layers),
+                "backend": " ".join(filter(None, [row.decision.backend, str(row.decision.options or "")])),
+                "why": [
+                    f"{row.decision.source}: {row.decision.reason}",
+                    *(f"not {name}: {reason}" for name, reason in row.decision.rejected),
+                ],
+            }
+            for row in description.attention
+        ],
+        "maps": [_map(role, rows) for role, rows in layer_map(explanation.schedule).items()],
+        "num_steps": explanation.num_steps,
+        "legend": [
+            (_SCALE[0], "few pairs"),
+            (_SCALE[-1], "all pairs"),
+            (_BY_CONTENT, "the content decides"),
+        ],
+        "parts": [
+            {
+                "name": part.name,
+                "operations": f"{part.operations / 1e12:.4g}",
+                "kept": ("at most " if explanation.is_bound else "") + f"{part.kept / 1e12:.4g}",
+                "percent": round(100 * part.share),
+            }
+            for part in explanation.parts
+        ],
+        "note": NOTE,
+        "memory": [] if description.memory is None else description.memory.rows(),
+    }
+
+
+def _map(role: str, rows: Any) -> Mapping[str, Any]:
+    cells = [
+        {
+            "x": step * _CELL,
+            "y": line * _CELL,
+            "fill": _colour(row.density[step]),
+            "text": f"layer {row.index}, step {step}: {describe(row.backends[step], row.density[step])}",
+        }
+        for line, row in enumerate(rows)
+        for step in range(len(row.backends))
+    ]
+    first: LayerSchedule = rows[0]
+    return {
+        "role": role,
+        "cell": _CELL,
+        "width": _CELL * len(first.backends),
+        "height": _CELL * len(rows),
+        "num_layers": len(rows),
+        "cells": cells,
+    }
+
+
+def _colour(density: float | None) -> str:
+    return _BY_CONTENT if density is None else _SCALE[min(len(_SCALE) - 1, int(density * len(_SCALE)))]

@@ -1,0 +1,65 @@
+"""The schedule of attention as text: one letter per step, layers with equal rows together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_lowercase, ascii_uppercase
+
+from diffusion_runtime.attention_report import index_ranges
+from diffusion_runtime.explanation.explanation import LayerSchedule
+
+# A role with more than these ways is shown by them and `?`.
+_LETTERS = ascii_uppercase + ascii_lowercase
+
+
+@dataclass(frozen=True)
+class MapRow:
+    """letters: one per step; layers: whose steps these are, as ranges."""
+
+    role: str
+    layers: str
+    letters: str
+
+
+@dataclass(frozen=True)
+class ScheduleMap:
+    """legend: letter -> backend and density."""
+
+    rows: tuple[MapRow, ...]
+    legend: Mapping[str, str]
+
+
+def schedule_map(schedule: Sequence[LayerSchedule]) -> ScheduleMap:
+    legend: dict[str, str] = {}
+    rows = []
+    for role, equal in _equal_layers(schedule):
+        first = equal[0]
+        letters = [
+            _letter(legend, describe(backend, density))
+            for backend, density in zip(first.backends, first.density, strict=True)
+        ]
+        rows.append(MapRow(role, index_ranges(row.index for row in equal), "".join(letters)))
+    return ScheduleMap(tuple(rows), {letter: text for text, letter in legend.items()})
+
+
+def describe(backend: str, density: float | None) -> str:
+    """`video_sparse_attn, 0.10 of the pairs`."""
+    if density is None:
+        return f"{backend}, the content decides how many pairs"
+    return backend if density == 1.0 else f"{backend}, {density:.3g} of the pairs"
+
+
+def _equal_layers(schedule: Sequence[LayerSchedule]) -> Iterator[tuple[str, list[LayerSchedule]]]:
+    """Layers of one role with the same steps."""
+    groups: dict[tuple[str, tuple[str, ...], tuple[float | None, ...]], list[LayerSchedule]] = {}
+    for row in schedule:
+        groups.setdefault((row.role, row.backends, row.density), []).append(row)
+    for (role, _, _), rows in groups.items():
+        yield role, rows
+
+
+def _letter(legend: dict[str, str], text: str) -> str:
+    if text not in legend:
+        legend[text] = _LETTERS[len(legend)] if len(legend) < len(_LETTERS) else "?"
+    return legend[text]

@@ -1,0 +1,112 @@
+"""Runs of tokens that share a timestep: adaLN where the tokens of a first image are at timestep 0, and the rest is not.
+
+A run is a slice of the tokens with rows of its own. One run of all tokens is computed in the passes of
+layers/modulation.py, so that a video from text alone has its bits. Shapes: B batch, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm
+from diffusion_runtime.layers.linear import Linear, LinearInput
+from diffusion_runtime.layers.modulation import add_gated_, norm_for
+from diffusion_runtime.parallel.sharding import SequenceSharding
+
+# (tokens, shift, scale): rows [B, D], float32.
+ShiftsAndScales = Sequence[tuple[slice, torch.Tensor, torch.Tensor]]
+# (tokens, gate): rows [B, D], float32.
+Gates = Sequence[tuple[slice, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Consecutive tokens that share a timestep. rows: of the timestep, which every block adds to its own, [B, rows, D],
+    float32. embedding: of the timestep, [B, D]."""
+
+    tokens: slice
+    rows: torch.Tensor
+    embedding: torch.Tensor
+
+
+# (tokens, rows of a run: [B, D] each, float32).
+RowsOfRun = tuple[slice, tuple[torch.Tensor, ...]]
+
+
+def rows_by_run(own: torch.Tensor, runs: Sequence[TokenRun], rows: slice = slice(None)) -> list[RowsOfRun]:
+    """A block's own rows [rows, D] with those of the timestep added, for each run. rows: which of them."""
+    return [(run.tokens, (own[rows] + run.rows[:, rows]).unbind(1)) for run in runs]
+
+
+def embedding_by_run(own: torch.Tensor, runs: Sequence[TokenRun]) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Shift and scale of the last norm for each run: a model's own [2, D] with the timestep's embedding added."""
+    added = [(run.tokens, (own + run.embedding[:, None].float()).unbind(1)) for run in runs]
+    return [(tokens, shift, scale) for tokens, (shift, scale) in added]
+
+
+# (timestep [B]) -> its rows and its embedding, as TimestepModulation gives them.
+TimestepRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def token_runs(
+    timestep: torch.Tensor,
+    rows_of: TimestepRows,
+    grid: tuple[int, int, int],
+    sharding: SequenceSharding,
+    *,
+    has_image: bool,
+) -> tuple[TokenRun, ...]:
+    """Those of the tokens of a grid that this process holds: one run, or with the first frame, an image, at timestep 0
+    before the rest. timestep: [B]. The tokens of an image are a range in raster order alone."""
+    if not has_image:
+        # Of any length, so that one compiled block serves clips of every size.
+        return (TokenRun(slice(None), *rows_of(timestep)),)
+    num_tokens, num_image_tokens = math.prod(grid), grid[1] * grid[2]
+    parts = (
+        (sharding.local(slice(0, num_image_tokens), num_tokens), torch.zeros_like(timestep)),
+        (sharding.local(slice(num_image_tokens, num_tokens), num_tokens), timestep),
+    )
+    return tuple(TokenRun(tokens, *rows_of(time)) for tokens, time in parts if tokens.start < tokens.stop)
+
+
+def modulated_by_run(x: torch.Tensor, norm: Norm, runs: ShiftsAndScales) -> torch.Tensor:
+    """norm(x) * (1 + scale) + shift of x [B, S, D], a new tensor, by the rows of each run."""
+    if len(runs) == 1:
+        ((_, shift, scale),) = runs
+        return modulated_norm(x, norm, shift=shift, scale=scale)
+    out = torch.empty_like(x)
+    for tokens, shift, scale in runs:
+        modulated_norm(x[:, tokens], norm, shift=shift, scale=scale, out=out[:, tokens])
+    return out
+
+
+def modulated_for(layers: Sequence[Linear], x: torch.Tensor, norm: Norm, runs: ShiftsAndScales) -> LinearInput:
+    """modulated_by_run as the input of `layers`: see norm_for."""
+    if len(runs) == 1:
+        ((_, shift, scale),) = runs
+        return norm_for(layers, x, norm, shift=shift, scale=scale)
+    return modulated_by_run(x, norm, runs)
+
+
+def add_gated_by_run_(x: torch.Tensor, branch: torch.Tensor, gates: Gates) -> None:
+    """x += branch * gate, by the gate of each run. x, branch: [B, S, D]."""
+    if len(gates) == 1:
+        add_gated_(x, branch, gates[0][1])
+        return
+    for tokens, gate in gates:
+        add_gated_(x[:, tokens], branch[:, tokens], gate)
+
+
+def normed_after_branch(
+    x: torch.Tensor, branch: torch.Tensor, gates: Gates, norm: Norm, *, layers: Sequence[Linear]
+) -> LinearInput:
+    """norm(x) after x += branch * gate, by the gate of each run; in one pass where there is one. layers: whose
+    input it is, see norm_for."""
+    if len(gates) == 1:
+        return norm_for(layers, x, norm, branch=Branch(branch, gates[0][1]))
+    add_gated_by_run_(x, branch, gates)
+    return norm_for(layers, x, norm)

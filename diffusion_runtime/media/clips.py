@@ -1,0 +1,212 @@
+"""Reads control videos and their masks: the frames of a video file, an animation, an array or a still image.
+
+Files may be untrusted: ffmpeg is told which container to expect and opens no other file; frames of any size are counted
+before one is decoded to memory, and scaled one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import subprocess
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy
+import numpy.typing
+
+from diffusion_runtime.errors import RequestError, first_line
+from diffusion_runtime.media.images import FORMATS, MAX_PIXELS, UnfitPicture, frame_in_srgb
+from diffusion_runtime.untrusted.files import check_file, named
+
+MAX_CLIP_BYTES = 16 * 1024**3
+# Of a frame of a video: twice 8K.
+MAX_FRAME_PIXELS = 2 * 7680 * 4320
+# Seconds for the frames of a clip; decoding 81 frames of 4K takes 5 on two cores.
+_TIMEOUT = 600
+
+# By suffix: what ffmpeg is to expect. A playlist, which names other files, is none of them.
+_CONTAINERS = {".mp4": "mov", ".m4v": "mov", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
+_PICTURES = (".gif", ".webp", ".png", ".apng", ".jpg", ".jpeg")
+SUFFIXES = (*_CONTAINERS, *_PICTURES, ".npy")
+
+
+@dataclass(frozen=True)
+class ClipFacts:
+    """A file's frames. width, height: in pixels, upright; num_frames: at most one more than was asked for, so that a
+    longer file shows. fps: None where the file does not say it, or has one frame. remarks: what is not used as it
+    stands in the file."""
+
+    width: int
+    height: int
+    num_frames: int
+    fps: float | None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def is_still(self) -> bool:
+        return self.num_frames == 1
+
+
+def inspect_clip(path: str, field: str, most: int) -> ClipFacts:
+    """What stands in a file, of which `most` frames and one more are decoded and none is kept. field: of the request,
+    for messages. Raises RequestError for a file that is missing, damaged, of no known format or too large."""
+    source = check_file(path, field, max_bytes=MAX_CLIP_BYTES, error=RequestError)
+    state = os.stat(source)
+    return _facts(path, field, most, (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+def read_clip(
+    path: str, field: str, num_frames: int, height: int, width: int, *, grey: bool = False
+) -> numpy.typing.NDArray[numpy.uint8]:
+    """The first frames of a file that `inspect_clip` passed, scaled by Lanczos' filter: uint8, [num_frames, height,
+    width, 3], or [num_frames, height, width] of brightness. Raises what it raises, and for fewer frames."""
+    from PIL import Image
+
+    facts = inspect_clip(path, field, num_frames)
+    frames = []
+    with contextlib.closing(_frames(path, field, facts, num_frames)) as pictures:
+        for picture in pictures:
+            scaled = (picture.convert("L") if grey else picture).resize((width, height), Image.Resampling.LANCZOS)
+            frames.append(numpy.asarray(scaled, dtype=numpy.uint8))
+    if len(frames) < num_frames:
+        raise RequestError(f"{named(field, path)}: expected {num_frames} frames, got {len(frames)}")
+    return numpy.stack(frames)
+
+
+def read_pictures(path: str, field: str, most: int) -> list[Any]:
+    """The first frames of a file as Pillow's RGB images of its own size, `most` or as many as there are. Raises what
+    `inspect_clip` raises."""
+    facts = inspect_clip(path, field, most)
+    with contextlib.closing(_frames(path, field, facts, most)) as pictures:
+        return list(pictures)
+
+
+# A dry run, the checks of every prompt and the report ask again and again; a changed file is another entry.
+@functools.lru_cache(maxsize=64)
+def _facts(path: str, field: str, most: int, _state: tuple[int, ...]) -> ClipFacts:
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise RequestError(f"{named(field, path)}: expected a file that ends in {', '.join(SUFFIXES)}")
+    with _readable(path, field):
+        if suffix in _CONTAINERS:
+            return _video_facts(path, most)
+        if suffix == ".npy":
+            array = _array(path)
+            return ClipFacts(array.shape[2], array.shape[1], min(array.shape[0], most + 1), None)
+        return _animation_facts(path, most)
+
+
+@contextlib.contextmanager
+def _readable(path: str, field: str) -> Iterator[None]:
+    try:
+        yield
+    except UnfitPicture as error:
+        raise RequestError(f"{named(field, path)} {error}") from error
+    except RequestError:
+        raise
+    # Any exception: a decoder may raise anything on untrusted bytes.
+    except Exception as error:
+        kind = Path(path).suffix.lower().removeprefix(".")
+        raise RequestError(f"{named(field, path)}: is not a readable {kind}: {first_line(error)}") from error
+
+
+def _frames(path: str, field: str, facts: ClipFacts, most: int) -> Generator[Any, None, None]:
+    """The first frames as Pillow's RGB images."""
+    from PIL import Image
+
+    suffix = Path(path).suffix.lower()
+    with _readable(path, field):
+        if suffix in _CONTAINERS:
+            yield from _video_frames(path, facts, most)
+        elif suffix == ".npy":
+            yield from (Image.fromarray(numpy.array(frame)) for frame in itertools.islice(_array(path), most))
+        else:
+            yield from (frame for frame, _, _ in itertools.islice(_animation(path), most))
+
+
+def _command(path: str, most: int, *output: str) -> list[str]:
+    import imageio_ffmpeg
+
+    container = _CONTAINERS[Path(path).suffix.lower()]
+    return [
+        imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
+        "-max_pixels", str(MAX_FRAME_PIXELS), "-f", container, "-i", f"file:{Path(path).resolve()}",
+        # Every frame once, whatever its time.
+        "-map", "0:v:0", "-fps_mode", "passthrough", "-frames:v", str(most),
+        "-sws_flags", "bicubic+accurate_rnd+full_chroma_int", "-pix_fmt", "rgb24", *output, "pipe:1",
+    ]  # fmt: skip
+
+
+def _video_facts(path: str, most: int) -> ClipFacts:
+    """Of ffmpeg's list of decoded frames: a header, and for each its stream, times, size and checksum."""
+    done = subprocess.run(
+        _command(path, most + 1, "-f", "framecrc"), capture_output=True, timeout=_TIMEOUT, start_new_session=True
+    )
+    lines = done.stdout.decode("ascii", errors="replace").splitlines()
+    header = dict(line[1:].split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
+    times = [int(line.split(",")[2]) for line in lines if line and not line.startswith("#")]
+    if not times or "dimensions 0" not in header:
+        messages = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ValueError(messages[-1] if messages else "it has no frames")
+    width, height = map(int, header["dimensions 0"].split("x"))
+    fps = None
+    if len(times) > 1 and times[-1] > times[0]:
+        fps = float((len(times) - 1) / ((times[-1] - times[0]) * Fraction(header.get("tb 0", "1/1"))))
+    # What could not be decoded is missing; frames before it may be enough.
+    cut = ("it is damaged: the frames up to there are used",) if done.returncode else ()
+    return ClipFacts(width, height, len(times), fps, cut)
+
+
+def _video_frames(path: str, facts: ClipFacts, most: int) -> Iterator[Any]:
+    from PIL import Image
+
+    size = facts.width * facts.height * 3
+    command = _command(path, most, "-f", "rawvideo")
+    # A session of its own: Ctrl-C reaches this process alone, which then ends ffmpeg.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            while len(frame := process.stdout.read(size)) == size:
+                yield Image.frombytes("RGB", (facts.width, facts.height), frame)
+        finally:
+            process.kill()
+
+
+def _animation_facts(path: str, most: int) -> ClipFacts:
+    count, milliseconds, size, remarks = 0, 0.0, (0, 0), dict[str, None]()
+    for frame, duration, notes in itertools.islice(_animation(path), most + 1):
+        count, milliseconds, size = count + 1, milliseconds + duration, frame.size
+        remarks.update(dict.fromkeys(notes))
+    fps = 1000 * count / milliseconds if count > 1 and milliseconds > 0 else None
+    return ClipFacts(*size, count, fps, tuple(remarks))
+
+
+def _animation(path: str) -> Iterator[tuple[Any, float, tuple[str, ...]]]:
+    """Every frame of a file of Pillow's, how long it is shown in milliseconds, and remarks."""
+    from PIL import Image, ImageSequence
+
+    with Image.open(path, formats=FORMATS) as image:
+        if image.width * image.height > min(MAX_PIXELS, MAX_FRAME_PIXELS):
+            raise ValueError(f"{image.width} x {image.height} pixels, more than {min(MAX_PIXELS, MAX_FRAME_PIXELS)}")
+        for frame in ImageSequence.Iterator(image):
+            converted, remarks = frame_in_srgb(frame)
+            yield converted, float(frame.info.get("duration", 0)), remarks
+
+
+def _array(path: str) -> numpy.typing.NDArray[numpy.uint8]:
+    # Memory-mapped, so that a header that claims terabytes costs nothing; never a pickle.
+    array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, numpy.ndarray) or array.dtype != numpy.uint8 or array.ndim != 4 or array.shape[3] != 3:
+        raise ValueError("expected uint8 frames [num_frames, height, width, 3]")
+    if not math.prod(array.shape[:3]) or array.shape[1] * array.shape[2] > MAX_FRAME_PIXELS:
+        raise ValueError(f"frames of {array.shape[2]} x {array.shape[1]}, {array.shape[0]} of them")
+    return array

@@ -1,0 +1,48 @@
+"""An image as the first latent frame of a video, by the encoder of diffusers' autoencoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention_report import LibraryAttention
+from diffusion_runtime.layers.convolution import OneDnnConvolutions
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
+
+
+class FirstFrameConditioner(FrameConditioner):
+    """The most likely latents of an image, (raw - latents_mean) / latents_std * scaling_factor, in float32.
+
+    autoencoder: diffusers' module, whose `latents_mean` and `latents_std` are of every channel.
+    """
+
+    library = "diffusers"
+
+    def __init__(self, autoencoder: Any, scaling_factor: float) -> None:
+        self._autoencoder = autoencoder
+        self._scaling_factor = scaling_factor
+
+    @property
+    def libraries(self) -> tuple[LibraryAttention, ...]:
+        """See ImageConditioner.libraries."""
+        implementation = f"{type(self._autoencoder).__name__}'s encoder"
+        return (LibraryAttention("vae encoder", self.library, implementation),)
+
+    def encode(
+        self,
+        image: torch.Tensor,
+        size: ClipSize,  # noqa: ARG002
+        last_image: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> ImageCondition:
+        """See FrameConditioner.encode."""
+        weight = next(self._autoencoder.parameters())
+        pixels = image.to(weight.device, torch.float32).div(127.5).sub(1.0).permute(2, 0, 1)[None, :, None]
+        with torch.inference_mode(), OneDnnConvolutions():
+            mode: torch.Tensor = self._autoencoder.encode(pixels.to(weight.dtype)).latent_dist.mode()
+        mean, std = (
+            statistic.to(weight.device, torch.float32).view(1, -1, 1, 1, 1)
+            for statistic in (self._autoencoder.latents_mean, self._autoencoder.latents_std)
+        )
+        return ImageCondition((mode.float() - mean) / std * self._scaling_factor)

@@ -1,0 +1,89 @@
+"""FLUX.1 Fill, Canny and Depth (Black Forest Labs, 2024): an image of the size of what is made, encoded beside the
+latents; of Fill with the part that is repainted masked out, and the mask behind it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from diffusion_runtime.attention_report import LibraryAttention
+from diffusion_runtime.media.images import read_image, read_mask
+from diffusion_runtime.model_folder import AnyFolder, read_index
+from diffusion_runtime.models.flux1.config import CONTROL, FILL
+from diffusion_runtime.models.flux1.editing import load_encoder
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
+from diffusion_runtime.models.reference_images import Encode, Size, as_pixels
+from diffusion_runtime.request import GenerationRequest, image_paths
+
+# Pixels of the largest image that keeps its size: FLUX.1 makes up to two megapixels.
+AREA = 2 * 1024 * 1024
+# The size of an image in whole tokens.
+_MULTIPLE = 16
+
+
+def size_made(size: Size) -> Size:
+    """Of what is made of an image, where a request says none: that of the image, in whole tokens, scaled down to two
+    megapixels."""
+    scale = min(1.0, math.sqrt(AREA / (size[0] * size[1])))
+    height, width = (max(_MULTIPLE, int(side * scale) // _MULTIPLE * _MULTIPLE) for side in size)
+    return height, width
+
+
+@dataclass(frozen=True)
+class Control:
+    """What a pipeline makes of images. published: the model whose request values are its defaults. masks: whether a
+    part of the image is repainted."""
+
+    published: str
+    masks: bool
+
+    @property
+    def images(self) -> dict[str, bool]:
+        """See Model.images."""
+        return {"image_path": True, **({"mask_path": True} if self.masks else {})}
+
+    def load_conditioner(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ControlConditioner:
+        """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+        encode, name = load_encoder(folder, device, dtype)
+        return ControlConditioner(encode, name, masks=self.masks)
+
+
+# Canny and Depth differ in their weights alone.
+PIPELINES = {FILL: Control("flux.1-fill-dev", masks=True), CONTROL: Control("flux.1-canny-dev", masks=False)}
+
+
+def control_of(folder: AnyFolder) -> Control | None:
+    """What a folder's pipeline makes of images; None for one that puts none beside the latents."""
+    return PIPELINES.get(str(read_index(folder).get("_class_name")))
+
+
+class ControlConditioner(ImageConditioner):
+    """What stands beside the latents. implementation: what encodes, for the report."""
+
+    def __init__(self, encode: Encode, implementation: str, *, masks: bool) -> None:
+        self._encode = encode
+        self._implementation = implementation
+        self._masks = masks
+
+    @property
+    def libraries(self) -> tuple[LibraryAttention, ...]:
+        """See ImageConditioner.libraries."""
+        return (LibraryAttention("vae encoder", "diffusers", self._implementation),)
+
+    def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
+        """See ImageConditioner.condition. The mode of the encoder's distribution, of which diffusers draws a sample."""
+        (path,) = image_paths(request, "image_path")
+        pixels = as_pixels(torch.from_numpy(read_image(path, size.height, size.width)))
+        if not self._masks:
+            return ImageCondition(self._encode(pixels))
+        (mask_path,) = image_paths(request, "mask_path")
+        mask = torch.from_numpy(read_mask(mask_path, size.height, size.width))[None, None].float()
+        latents = self._encode(pixels * (1 - mask))
+        factor = size.height // latents.shape[-2]
+        # Every pixel of the mask that a latent covers is a channel of its own.
+        of_pixels = F.pixel_unshuffle(mask, factor)[:, :, None].to(latents.device)
+        return ImageCondition(torch.cat([latents, of_pixels], dim=1))

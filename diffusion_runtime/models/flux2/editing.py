@@ -1,0 +1,55 @@
+"""FLUX.2's reference images (Black Forest Labs, 2025): of any number of pictures, whose tokens stand beside those of
+the noise, each at a place of its own on the first axis of the positions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.models.flux2.codec import load_encoder
+from diffusion_runtime.models.reference_images import ReferenceConditioner, ReferenceImages, Size
+
+# Larger pictures are scaled down to it; smaller ones stay as they are.
+AREA = 1024 * 1024
+# Of an image, as its authors' pipelines check it.
+_SHORTEST_SIDE, _MOST_UNEQUAL = 64, 8
+# What its authors recommend for [dev] and allow for [klein], by docs.bfl.ai.
+MOST_DEV, MOST_KLEIN = 6, 4
+
+
+def scaled_down(size: Size) -> Size:
+    """The size of the picture that is made of an image: a megapixel of its ratio at most."""
+    height, width = size
+    if height * width <= AREA:
+        return size
+    scale = math.sqrt(AREA / (height * width))
+    return int(height * scale), int(width * scale)
+
+
+def refusal(size: Size) -> str | None:
+    """Why an image of this size is not used."""
+    if min(size) < _SHORTEST_SIDE:
+        return f"expected sides of at least {_SHORTEST_SIDE} pixels; scale it up"
+    if max(size) > _MOST_UNEQUAL * min(size):
+        return f"expected sides of a ratio of {_MOST_UNEQUAL} : 1 at most; crop it"
+    return None
+
+
+def references(most: int, multiple: int) -> ReferenceImages:
+    """most: how many a model takes. multiple: pixels along each side of a token."""
+
+    def cropped(size: Size) -> Size:
+        height, width = (side // multiple * multiple for side in size)
+        return height, width
+
+    return ReferenceImages(most, scaled_down, cropped, refusal, sized_by=0, usual=0)
+
+
+def load_conditioner(
+    images: ReferenceImages, folder: AnyFolder, device: torch.device, dtype: torch.dtype
+) -> ReferenceConditioner:
+    """The encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    encode, name = load_encoder(folder, device, dtype)
+    return ReferenceConditioner(images, encode, "diffusers", name)

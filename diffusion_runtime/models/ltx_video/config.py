@@ -1,0 +1,121 @@
+"""Config of an LTX-Video folder: its transformer and latents, read from json and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diffusion_runtime.errors import shown
+from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_config, read_index
+from diffusion_runtime.models.autoencoder import COMPONENT
+from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
+
+TEXT_PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"
+
+_HIDDEN_RATIO = 4
+# What published models have; no other value has weights.
+_FIXED: dict[str, object] = {
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "qk_norm": "rms_norm_across_heads",
+    "activation_fn": "gelu-approximate",
+    "norm_elementwise_affine": False,
+    "attention_bias": True,
+    "attention_out_bias": True,
+}
+_READ_ELSEWHERE = (
+    "in_channels",
+    "out_channels",
+    "num_attention_heads",
+    "attention_head_dim",
+    "cross_attention_dim",
+    "num_layers",
+    "norm_eps",
+    "caption_channels",
+)
+
+
+@dataclass(frozen=True)
+class LTXVideoConfig:
+    """Sizes of an LTX-Video transformer.
+
+    num_channels: of a token of latents. text_dim: of the text embeddings. eps: of the norms before attention and
+    feed-forward.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_layers: int
+    num_channels: int
+    text_dim: int
+    eps: float
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def ffn_dim(self) -> int:
+        return _HIDDEN_RATIO * self.dim
+
+
+def read_transformer_config(folder: AnyFolder) -> LTXVideoConfig:
+    """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "transformer")
+    file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
+    for key, fixed in _FIXED.items():
+        value = file.values.get(key, fixed)
+        if value != fixed or type(value) is not type(fixed):
+            raise file.error(key, f"{shown(fixed)}, the only value that this family runs natively", value)
+    num_channels = file.whole_number("in_channels")
+    out_channels = file.values.get("out_channels")
+    if out_channels not in (None, num_channels):
+        raise file.error("out_channels", f"{num_channels}, the number of in_channels", out_channels)
+    config = LTXVideoConfig(
+        num_heads=file.whole_number("num_attention_heads"),
+        head_dim=file.whole_number("attention_head_dim"),
+        num_layers=file.layer_count("num_layers"),
+        num_channels=num_channels,
+        text_dim=file.whole_number("caption_channels"),
+        eps=file.number("norm_eps", 1e-6),
+    )
+    if config.head_dim % 2:
+        raise file.error("attention_head_dim", "an even number", config.head_dim)
+    text_dim = file.whole_number("cross_attention_dim")
+    if text_dim != config.dim:
+        raise file.error("cross_attention_dim", f"{config.dim}, the width of the transformer", text_dim)
+    return config
+
+
+def takes_conditions(folder: AnyFolder) -> bool:
+    """Whether the folder's pipeline is the one for conditions, whose schedule and positions are others."""
+    return read_index(folder).get("_class_name") == CONDITION_PIPELINE
+
+
+def decodes_at_a_timestep(folder: AnyFolder) -> bool:
+    """Whether the decoder takes a noise level, as since 0.9.1. Raises ModelLoadError."""
+    return read_config(folder, COMPONENT).flag("timestep_conditioning", False)
+
+
+def read_geometry(folder: AnyFolder) -> LTXVideoGeometry:
+    """From the configs of the transformer and the autoencoder. Raises ModelLoadError that names file and key."""
+    transformer, file = read_transformer_config(folder), read_config(folder, COMPONENT)
+    num_channels = file.whole_number("latent_channels", 128)
+    if num_channels != transformer.num_channels:
+        raise file.error("latent_channels", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
+    return LTXVideoGeometry(
+        num_channels=num_channels,
+        spatial_factor=_ratio(file, "spatial_compression_ratio", "patch_size", 4),
+        temporal_factor=_ratio(file, "temporal_compression_ratio", "patch_size_t", 1),
+        patch=(1, 1, 1),
+        first_is_one_frame=takes_conditions(folder),
+    )
+
+
+def _ratio(file: ConfigFile, key: str, patch_key: str, patch: int) -> int:
+    """Pixels or frames of a latent; older files leave the key to the patch and the blocks that halve."""
+    if file.values.get(key) is not None:
+        return file.whole_number(key)
+    halves = file.values.get("spatio_temporal_scaling", [True, True, True, False])
+    if not isinstance(halves, list) or not all(isinstance(each, bool) for each in halves):
+        raise file.error("spatio_temporal_scaling", "a list of true and false", halves)
+    return file.whole_number(patch_key, patch, maximum=64) << sum(halves[:10])

@@ -1,0 +1,114 @@
+"""The LTX-Video family, 0.9.0 to 0.9.8: its settings, and how the parts of such a folder are built and loaded.
+
+Text to video and, by every folder's transformer, a video that starts from an image. What a folder's pipeline says
+decides the schedule and the positions in time: that for conditions (0.9.7 and later) steps along a line and then a
+parabola. Not here: images and videos at other frames than the first, and noise on the image (image_cond_noise_scale).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from diffusion_runtime.denoising.flow_schedule import LinearQuadraticSigmas, token_shift
+from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.model_folder import AnyFolder
+from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.latent_upsampler import SecondStage
+from diffusion_runtime.models.ltx_video import codec
+from diffusion_runtime.models.ltx_video.config import (
+    CONDITION_PIPELINE,
+    IMAGE_PIPELINE,
+    TEXT_PIPELINE,
+    LTXVideoConfig,
+    decodes_at_a_timestep,
+    read_geometry,
+    read_transformer_config,
+    takes_conditions,
+)
+from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
+from diffusion_runtime.models.ltx_video.lora_names import LORA_NAMES
+from diffusion_runtime.models.ltx_video.transformer import LTXVideoTransformer
+from diffusion_runtime.models.ltx_video.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
+
+# Of T5, as each pipeline of diffusers pads a prompt. That for conditions hides the padding from T5 as well, which the
+# others let it see.
+_MAX_TOKENS, _MAX_TOKENS_WITH_CONDITIONS = 128, 256
+_Model = Model[LTXVideoConfig, LTXVideoGeometry]
+_DECODING = ("decode_timestep", "decode_noise_scale")
+
+
+def _max_tokens(folder: AnyFolder) -> int:
+    return _MAX_TOKENS_WITH_CONDITIONS if takes_conditions(folder) else _MAX_TOKENS
+
+
+def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> T5TextEncoder:
+    """T5, of whose tokens the transformer sees those of the prompt. Raises ModelLoadError."""
+    return load_t5(
+        folder,
+        device,
+        dtype,
+        max_tokens=_max_tokens(folder),
+        encoder="text_encoder",
+        tokenizer="tokenizer",
+        padding="hidden" if takes_conditions(folder) else "seen_by_t5",
+    )
+
+
+def _adapt(model: _Model) -> _Model:
+    """An image to start from; a decoder that takes a noise level; the schedule of the folder's pipeline."""
+    decodes_with_noise, schedule = decodes_at_a_timestep(model.folder), model.schedule
+    if takes_conditions(model.folder):
+        if model.scheduler.shifts_by_size:
+            raise ModelLoadError(
+                f"{model.scheduler.path}: use_dynamic_shifting: expected False beside {CONDITION_PIPELINE}, whose "
+                "noise levels do not follow the size; got True"
+            )
+        schedule = LinearQuadraticSigmas()
+    defaults = {**model.defaults, **(_CONDITION_DEFAULTS if takes_conditions(model.folder) else {})}
+    if not decodes_with_noise:
+        defaults = {key: value for key, value in defaults.items() if key not in _DECODING}
+    return dataclasses.replace(
+        model,
+        images={"image_path": False},
+        schedule=schedule,
+        defaults=defaults,
+        decodes_with_noise=decodes_with_noise,
+    )
+
+
+_CONDITION_DEFAULTS = published_defaults(
+    "ltx-video-0.9.7-dev", "num_inference_steps", "guidance_scale", "guidance_rescale"
+)
+
+FAMILY = ModelFamily(
+    name="ltx_video",
+    transformer_classes=("LTXVideoTransformer3DModel",),
+    # One transformer does all of it.
+    pipeline_classes=(TEXT_PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE),
+    diffusers_components=(codec.AUTOENCODER,),
+    roles=(("self", "self"), ("cross", "cross")),
+    defaults=published_defaults("ltx-video-0.9.1"),
+    read_config=read_transformer_config,
+    read_geometry=read_geometry,
+    read_schedule=token_shift,
+    transformer=LTXVideoTransformer,
+    pieces=transformer_pieces,
+    lora_names=LORA_NAMES,
+    request_fields=("guidance_rescale",),
+    stays_float32=stays_float32,
+    shared_heads=lambda config: config.num_heads,
+    text_shapes=lambda folder, config: TextShapes(((_max_tokens(folder), config.text_dim),)),
+    load_text_encoder=_load_text_encoder,
+    load_decoder=codec.load_decoder,
+    load_image_conditioner=codec.load_image_conditioner,
+    decodes_fast=True,
+    has_tiles=True,
+    # The last four of ten steps; of the distilled models, those of their authors' examples.
+    second_stage=SecondStage(codec.UPSAMPLER, LinearQuadraticSigmas().sigmas(10)[6:], (0.909, 0.725, 0.421)),
+    check_parts=codec.check_decoding,
+    adapt=_adapt,
+)

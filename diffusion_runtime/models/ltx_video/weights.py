@@ -1,0 +1,52 @@
+"""Weight map: which tensors of a diffusers LTX-Video checkpoint make up each of ours.
+
+Projections that read the same input are one tensor here: q, k, v of self-attention; k, v of cross-attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diffusion_runtime.models.checkpoint import Piece
+from diffusion_runtime.models.ltx_video.config import LTXVideoConfig
+from diffusion_runtime.models.ltx_video.transformer import NUM_WAVES
+from diffusion_runtime.models.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
+
+
+def stays_float32(name: str) -> bool:
+    """Whether our parameter `name` is kept in float32 when the model is loaded in another dtype: rows that are added to
+    float32 rows of the timestep."""
+    return name.rpartition(".")[2] in ("modulation", "out_modulation")
+
+
+def transformer_pieces(config: LTXVideoConfig) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    return dict(_all_pieces(config))
+
+
+def _all_pieces(config: LTXVideoConfig) -> Iterator[NamedPieces]:
+    dim = config.dim
+    yield from linear_pieces("embedding", [("proj_in", dim)], config.num_channels)
+    yield from two_layer_pieces("text_embedding", "caption_projection", config.text_dim, dim)
+    yield from two_layer_pieces("time.embedding", "time_embed.emb.timestep_embedder", NUM_WAVES, dim)
+    yield from linear_pieces("time.projection", [("time_embed.linear", 6 * dim)], dim)
+    yield "out_modulation", (Piece("scale_shift_table", (2, dim)),)
+    yield from linear_pieces("out", [("proj_out", config.num_channels)], dim)
+    for index in range(config.num_layers):
+        ours, theirs = f"blocks.{index}", f"transformer_blocks.{index}"
+        yield f"{ours}.modulation", (Piece(f"{theirs}.scale_shift_table", (6, dim)),)
+        mine, name = f"{ours}.self_attention", f"{theirs}.attn1"
+        yield from linear_pieces(f"{mine}.qkv", [(f"{name}.{part}", dim) for part in ("to_q", "to_k", "to_v")], dim)
+        yield from _attention_rest(mine, name, dim)
+        mine, name = f"{ours}.cross_attention", f"{theirs}.attn2"
+        yield from linear_pieces(f"{mine}.q", [(f"{name}.to_q", dim)], dim)
+        yield from linear_pieces(f"{mine}.kv", [(f"{name}.{part}", dim) for part in ("to_k", "to_v")], dim)
+        yield from _attention_rest(mine, name, dim)
+        yield from feed_forward_pieces(f"{ours}.feed_forward", f"{theirs}.ff", dim, config.ffn_dim)
+
+
+def _attention_rest(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
+    """Norms of q and k, and the projection after attention."""
+    for name in ("norm_q", "norm_k"):
+        yield f"{ours}.{name}.weight", (Piece(f"{theirs}.{name}.weight", (dim,)),)
+    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], dim)

@@ -1,0 +1,250 @@
+"""Text encoders and autoencoders from elsewhere than the model's folder (`--vae-path`, `--text-encoder-path`), and
+variants of its weights (`--variant`): a folder of links, so that whoever reads the component finds what was named."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError, shown
+from diffusion_runtime.model_folder import INDEX_FILE, ModelFolder, read_index, read_json
+from diffusion_runtime.models.autoencoder import DiffusersComponent
+from diffusion_runtime.models.file_kinds import describe_file, kind_of
+from diffusion_runtime.models.registry import lora_names_of_families
+from diffusion_runtime.models.tensor_files import SafetensorsFile
+from diffusion_runtime.models.weight_files import (
+    GGUF,
+    LINKS,
+    STEMS,
+    check_quantization_config,
+    find_weight_files,
+    has_variant,
+    listed,
+    refuse_quantised,
+)
+from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
+
+# The flag of each component that can be somewhere else.
+PART_KEYS = {"vae_path": "vae", "text_encoder_path": "text_encoder", "text_encoder_2_path": "text_encoder_2"}
+# What a config.json says without changing a number that is computed.
+_NOTES = ("architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "quantization_config")
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """path: as it was given. key: of the config, for messages; component: whose weights these are."""
+
+    path: str
+    key: str
+    component: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.key.replace('_', '-')}"
+
+
+def part_files(config: RuntimeConfig) -> tuple[PartFile, ...]:
+    """The components beside transformers whose weights a config names."""
+    return tuple(
+        PartFile(path, key, component)
+        for key, component in PART_KEYS.items()
+        if (path := getattr(config, key)) is not None
+    )
+
+
+def with_parts(
+    folder: ModelFolder, parts: Sequence[PartFile], variant: str | None, elsewhere: Sequence[str]
+) -> ModelFolder:
+    """The same folder with components from elsewhere, and with a variant of the weights of all others that have one.
+    elsewhere: components whose weights other flags name.
+
+    The settings stay the folder's. Raises ConfigError for a component that the model does not have and a path that is
+    none, ModelLoadError for files that are missing, damaged, quantised, or hold something else.
+    """
+    places = {part.component: _place_of(folder, part) for part in parts}
+    if variant is not None:
+        places |= _variants(folder, variant, (*places, *elsewhere))
+    return folder.with_parts(places) if places else folder
+
+
+def check_part(folder: ModelFolder, path: str, component: str, modules: Sequence[DiffusersComponent]) -> None:
+    """Raises what `with_parts` raises for a file that is no component of a model. component: `vae`, or `text_encoder`
+    for any of its text encoders. modules: of diffusers, that the model has."""
+    named = [
+        (key, name) for key, name in PART_KEYS.items() if name.startswith(component) and name in read_index(folder)
+    ]
+    errors: list[DiffusionRuntimeError] = []
+    for key, name in named:
+        try:
+            changed = with_parts(folder, [PartFile(path, key, name)], None, ())
+            for module in modules:
+                if module.name == name:
+                    module.check_weights(changed)
+            return
+        except DiffusionRuntimeError as error:
+            errors.append(error)
+    raise errors[0] if errors else ConfigError(f"{path}: the model has no {component}")
+
+
+def _place_of(folder: ModelFolder, part: PartFile) -> Path:
+    entry = read_index(folder).get(part.component)
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in STEMS:
+        raise ConfigError(f"{part.key}: the model has no {part.component}; leave out {part.flag}")
+    stem = STEMS[entry[0]]
+    path = check_place(Path(expand_home(part.path)), part.key)
+    own = folder.read_json(part.component, "config.json")
+    if not path.exists():
+        raise ModelLoadError(f"{part.key}: {path}: no such file or folder")
+    if path.is_dir():
+        if (path / INDEX_FILE).exists():
+            raise ModelLoadError(
+                f"{part.key}: {path} is the folder of a whole model: give {path / part.component}, or --model-path"
+            )
+        if (path / "config.json").is_file():
+            _check_settings(path / "config.json", own, part)
+        files = find_weight_files(path, stem)
+        links = {each.name: each for each in path.iterdir() if each.name.startswith(stem)}
+    else:
+        files, links = [path], {f"{stem}.safetensors": path}
+    for file in files:
+        _check_kind(file, part, own)
+    return _linked(part.component, folder, links)
+
+
+def _check_settings(path: Path, own: Mapping[str, Any], part: PartFile) -> None:
+    """Raises ModelLoadError where config.json beside the weights says something else than the model folder's, which is
+    the one that holds."""
+    given = read_json(path)
+    classes = given.get("_class_name"), own.get("_class_name")
+    if None not in classes and classes[0] != classes[1]:
+        raise ModelLoadError(
+            f"{part.key}: {path.parent} holds {shown(classes[0])}, expected {shown(classes[1])}: give the folder of "
+            "this component"
+        )
+    check_quantization_config(path.parent, part.component)
+    differing = [
+        f"{key} is {shown(value)}, here {shown(own[key])}"
+        for key, value in given.items()
+        if key in own and own[key] != value and not key.startswith("_") and key not in _NOTES
+    ]
+    if differing:
+        raise ModelLoadError(
+            f"{path}: {len(differing)} settings differ from the model's own: {listed(differing)}. {part.flag} takes "
+            "weights that were made for the model's settings; give the folder of the whole model by --model-path"
+        )
+
+
+def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> None:
+    """Raises ModelLoadError for a file that cannot be read, or that holds another kind of component."""
+    check_file(path, part.key, missing=ModelLoadError)
+    if path.suffix == GGUF:
+        raise ModelLoadError(
+            f"{path}: GGUF is read of a transformer alone (--transformer-path); give a safetensors file in bfloat16, "
+            "float16 or float32"
+        )
+    if path.suffix != ".safetensors":
+        raise ModelLoadError(
+            f"{path}: expected a .safetensors file; a pickle can run code when it is opened, and is never read"
+        )
+    with closing(SafetensorsFile(path)) as file:
+        refuse_quantised(path, {name: head.kind for name, head in file.heads.items()})
+        shapes = {name: head.shape for name, head in file.heads.items()}
+    kind = kind_of(tuple(shapes))
+    wanted = own.get("model_type")
+    is_shard = "-of-" in path.name
+    if part.component == "vae":
+        fits = is_shard or (kind is not None and kind.component == "vae")
+        expected = "an autoencoder"
+    else:
+        fits = is_shard or (kind is not None and bool(kind.component) and wanted in kind.model_types)
+        expected = f"the text encoder of the model, of model_type {wanted!r}"
+    if fits:
+        _check_width(path, part, own, shapes)
+        return
+    other = next(_flags_for(kind.component if kind else "", part), None)
+    advice = f"give it by {other}, or " if other else ""
+    raise ModelLoadError(
+        f"{part.key}: {path}: holds {describe_file(shapes, lora_names_of_families)}, expected {expected}: "
+        f"{advice}use the file of this component"
+    )
+
+
+# The embeddings of tokens, [vocabulary, width], as every text encoder of transformers has them.
+_EMBEDDINGS = ("shared.weight", "token_embedding.weight", "embed_tokens.weight")
+
+
+def _check_width(path: Path, part: PartFile, own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ModelLoadError for a text encoder of another size than the model's."""
+    text = own.get("text_config") or own
+    wanted = (text.get("vocab_size"), text.get("d_model", text.get("hidden_size")))
+    found = next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)), None)
+    is_text = part.component.startswith("text_encoder") and all(isinstance(size, int) for size in wanted)
+    if is_text and found is not None and found != wanted:
+        raise ModelLoadError(
+            f"{part.key}: {path}: holds {describe_file(shapes, lora_names_of_families)} with embeddings {list(found)}, "
+            f"expected {list(wanted)} (vocabulary, width): use the file of this model's own text encoder"
+        )
+
+
+def _flags_for(component: str, part: PartFile) -> Iterator[str]:
+    """The flags that take such a component, other than the one that was given."""
+    for key, other in PART_KEYS.items():
+        if component and other.startswith(component) and key != part.key:
+            yield f"--{key.replace('_', '-')}"
+
+
+def _variants(folder: ModelFolder, variant: str, elsewhere: Sequence[str]) -> dict[str, Path]:
+    """The components that have weights of a variant, by links under the plain names. Raises ConfigError where none
+    has."""
+    places: dict[str, Path] = {}
+    lacking = []
+    for component, entry in read_index(folder).items():
+        is_pair = isinstance(entry, list) and len(entry) == 2
+        if not is_pair or entry[0] not in STEMS or component in elsewhere or not (folder / component).is_dir():
+            continue
+        if not (folder / component / "config.json").is_file():
+            continue
+        stem = STEMS[entry[0]]
+        if not has_variant(folder / component, stem, variant):
+            lacking.append(component)
+            continue
+        links = {}
+        for path in (folder / component).iterdir():
+            name = path.name
+            if name == f"{stem}.{variant}.safetensors":
+                links[f"{stem}.safetensors"] = path
+            elif name == f"{stem}.safetensors.index.{variant}.json":
+                links[f"{stem}.safetensors.index.json"] = path
+            elif name.startswith(stem) and (f".{variant}." in name or f".{variant}-" in name):
+                links[name] = path
+        places[component] = _linked(component, folder, links)
+    if not places:
+        raise ConfigError(
+            f"variant: {shown(variant)}: no component of {folder} has such files ({listed(lacking)}): leave out "
+            "--variant, or download the files of that variant"
+        )
+    return places
+
+
+def _linked(component: str, folder: ModelFolder, links: Mapping[str, Path]) -> Path:
+    """A folder of a component's own json and texts with links to weights; it is deleted when the process ends."""
+    place = Path(_temporary().name) / f"{len(os.listdir(_temporary().name))}{LINKS}" / component
+    place.mkdir(parents=True)
+    for path in (folder / component).iterdir():
+        if path.suffix in (".json", ".txt", ".model", ".jinja") and ".safetensors.index" not in path.name:
+            (place / path.name).symlink_to(path.absolute())
+    for name, target in links.items():
+        (place / name).symlink_to(target.absolute())
+    return place
+
+
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="diffusion_runtime_parts_")

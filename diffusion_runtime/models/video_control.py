@@ -1,0 +1,111 @@
+"""Video control: reference images, a control video and its mask, of models with control blocks (VACE)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.media.clips import ClipFacts, inspect_clip
+from diffusion_runtime.media.images import MAX_STRETCH, open_picture
+from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
+from diffusion_runtime.request import GenerationRequest, image_paths
+
+# The request fields of files that such models take, and whether they need them.
+FILES = {"image_path": False, "video_path": False, "mask_path": False}
+Sides: TypeAlias = tuple[int, int]
+# Each is one latent frame more. Examples of VACE's authors have up to three; a folder with hundreds is a slip.
+MAX_REFERENCES = 16
+
+
+@dataclass(frozen=True)
+class VideoControl:
+    """num_blocks: control blocks, each of which may have a conditioning scale of its own."""
+
+    num_blocks: int
+    geometry: LatentGeometry
+
+    @property
+    def most(self) -> int:
+        """How many reference images a request may name."""
+        return MAX_REFERENCES
+
+    def num_references(self, request: GenerationRequest) -> int:
+        """The reference images of a request, each of which is a latent frame before those of the clip."""
+        return len(image_paths(request, "image_path"))
+
+    def check(self, request: GenerationRequest, size: ClipSize) -> None:
+        """Raises RequestError for inputs that cannot control a clip of this size."""
+        scales = request.conditioning_scale
+        if isinstance(scales, tuple) and len(scales) != self.num_blocks:
+            raise RequestError(
+                f"conditioning_scale: expected one number, or {self.num_blocks}, one for each control block of this "
+                f"model, got {len(scales)}"
+            )
+        for path in image_paths(request, "image_path"):
+            self.scaled_sizes(open_picture(path).size, path, size)
+        if request.video_path is None:
+            if request.mask_path is not None:
+                raise RequestError(
+                    "mask_path: a mask says what of a control video is made anew; give the video: --video-path FILE"
+                )
+            return
+        video = inspect_clip(request.video_path, "video_path", size.num_frames)
+        if not video.is_still:
+            self._check_length("video_path", request.video_path, video, size)
+        stretch = (video.width / video.height) / (size.width / size.height)
+        if not 1 - MAX_STRETCH <= stretch <= 1 / (1 - MAX_STRETCH):
+            raise RequestError(
+                f"video_path: {request.video_path} is {video.width} x {video.height} (width x height), the clip "
+                f"{size.width} x {size.height}: the ratio of the sides must agree within 10 %. Crop the video, or set "
+                "--height and --width to fit it"
+            )
+        if request.mask_path is None:
+            return
+        mask = inspect_clip(request.mask_path, "mask_path", size.num_frames)
+        if (mask.width, mask.height) != (video.width, video.height):
+            raise RequestError(
+                f"mask_path: {request.mask_path} is {mask.width} x {mask.height} (width x height), the control video "
+                f"{video.width} x {video.height}; a mask has the size of the video"
+            )
+        if not mask.is_still:
+            self._check_length("mask_path", request.mask_path, mask, size)
+
+    def scaled_sizes(self, sides: Sides, path: str, size: ClipSize) -> tuple[Sides, Sides]:
+        """Of a reference image, (width, height) in whole latents, and (height, width) inside of the clip's. Raises
+        RequestError for an image of which nothing would be left. sides: width and height."""
+        factor = self.geometry.spatial_factor
+        width, height = (side // factor * factor for side in sides)
+        if min(width, height) > 0:
+            scale = min(size.height / height, size.width / width)
+            inside = int(height * scale), int(width * scale)
+            if min(inside) > 0:
+                return (width, height), inside
+        raise RequestError(f"image_path: {path} is {sides[0]} x {sides[1]} (width x height): too narrow; crop it")
+
+    def remarks(self, request: GenerationRequest, size: ClipSize) -> Iterator[str]:
+        """What of the control video and its mask is not used as it stands there, as sentences."""
+        for field, path in (("video_path", request.video_path), ("mask_path", request.mask_path)):
+            if path is None:
+                continue
+            clip = inspect_clip(path, field, size.num_frames)
+            yield from (f"{field}: {path}: {remark}" for remark in clip.remarks)
+            if clip.is_still and field == "video_path" and size.num_frames > 1:
+                yield f"{field}: {path}: it has one frame, which stands for every frame of the clip"
+            if clip.num_frames > size.num_frames:
+                yield f"{field}: {path}: its first {size.num_frames} frames are used"
+            if clip.fps is not None and abs(clip.fps - size.fps) > 0.5:
+                yield (
+                    f"{field}: {path}: it has {clip.fps:.4g} frames per second, the clip {size.fps}: frame by frame, "
+                    f"what takes 1 s there takes {clip.fps / size.fps:.3g} s"
+                )
+
+    def _check_length(self, field: str, path: str, clip: ClipFacts, size: ClipSize) -> None:
+        if clip.num_frames < size.num_frames:
+            factor = self.geometry.temporal_factor
+            fitting = (clip.num_frames - 1) // factor * factor + 1
+            raise RequestError(
+                f"{field}: {path} has {clip.num_frames} frame{'s' * (clip.num_frames != 1)}, the clip "
+                f"{size.num_frames}; give a longer one, or --num-frames {fitting}"
+            )

@@ -1,0 +1,101 @@
+"""Fingerprints of weight files that a run names: whether a file is another one than when a recipe was made, known
+without reading all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from diffusion_runtime.config import LoraConfig, RuntimeConfig
+from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.models.latent_upsampler import upsampler_place
+from diffusion_runtime.models.lora.shipped import lora_path
+from diffusion_runtime.untrusted.files import expand_home, open_file
+
+# By the field of RuntimeConfig that names a file or a folder; of LoRA files in their order, None for one that is not on
+# this machine.
+Fingerprints: TypeAlias = dict[str, str | list[str | None]]
+
+_SUFFIXES = (".safetensors", ".gguf")
+# What is read of a file that is larger: its head, which lists the tensors, and pieces all over it. Weights of equal
+# shapes have equal heads and sizes; two trainings of one model differ in every piece.
+_HEAD, _PIECE, _NUM_PIECES = 2**20, 2**13, 256
+
+
+def weight_fingerprints(config: RuntimeConfig) -> Fingerprints:
+    """Of every weight file or folder beside the model's own that a config names and that is on this machine."""
+    found: Fingerprints = {}
+    for field in dataclasses.fields(config):
+        is_path = field.name.endswith("_path") and field.name != "model_path"
+        # Or the name of a published one, which is not a file here.
+        is_path |= field.name == "vae_decoder" and config.vae_decoder != "tiny"
+        value = getattr(config, field.name) if is_path else None
+        place = None if value is None else Path(expand_home(value))
+        if place is not None and field.name == "upsampler_path":
+            place = upsampler_place(place)
+        digest = None if place is None else fingerprint(place)
+        if digest is not None:
+            found[field.name] = digest
+    return with_loras(found, config.lora)
+
+
+def with_loras(fingerprints: Fingerprints, loras: Sequence[LoraConfig]) -> Fingerprints:
+    """The same with those of these LoRA files, instead of others."""
+    others = {name: digest for name, digest in fingerprints.items() if name != "lora"}
+    return {**others, "lora": [fingerprint(lora_path(lora.path)) for lora in loras]} if loras else others
+
+
+def changed_weights(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """The paths of weight files that were another file when a recipe was made, of those that a run still names.
+
+    then: a recipe, which may say anything; now: what `PipelineDescription.to_dict` says.
+    """
+    before = _by_path(then)
+    changed = [path for path, digest in _by_path(now).items() if before.get(path) not in (None, digest)]
+    return tuple(changed)
+
+
+def fingerprint(place: Path) -> str | None:
+    """SHA-256, in hexadecimal, of a file's size, head and pieces, of a folder those of its weight files; None where
+    there is none."""
+    digest = hashlib.sha256()
+    try:
+        is_folder = place.is_dir()
+        files = sorted(path for path in place.iterdir() if path.suffix in _SUFFIXES) if is_folder else [place]
+        for path in files:
+            with open_file(path) as file:
+                size = file.seek(0, 2)
+                digest.update(f"{path.name if is_folder else ''} {size};".encode())
+                for start, length in _parts(size):
+                    file.seek(start)
+                    digest.update(file.read(length))
+    except (DiffusionRuntimeError, OSError):
+        return None
+    return digest.hexdigest() if files else None
+
+
+def _parts(size: int) -> Sequence[tuple[int, int]]:
+    """(start, length) of what is read of a file."""
+    if size <= _HEAD + _NUM_PIECES * _PIECE:
+        return [(0, size)]
+    step = (size - _HEAD - _PIECE) / (_NUM_PIECES - 1)
+    return [(0, _HEAD), *((_HEAD + int(index * step), _PIECE) for index in range(_NUM_PIECES))]
+
+
+def _by_path(recipe: Mapping[str, Any]) -> dict[str, object]:
+    runtime, weights = recipe.get("runtime"), recipe.get("weights")
+    if not isinstance(runtime, Mapping) or not isinstance(weights, Mapping):
+        return {}
+    pairs = []
+    for name, digest in weights.items():
+        value = runtime.get(name)
+        if name == "lora" and isinstance(value, list) and isinstance(digest, list):
+            pairs += [
+                (lora.get("path"), each) for lora, each in zip(value, digest, strict=False) if isinstance(lora, Mapping)
+            ]
+        else:
+            pairs.append((value, digest))
+    return {path: digest for path, digest in pairs if isinstance(path, str)}

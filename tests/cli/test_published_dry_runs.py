@@ -1,0 +1,120 @@
+"""`generate --dry-run` of every published model: from the configs inside the package, without network and weights."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from published_configs import PUBLISHED, write_published
+from tables import table
+
+from diffusion_runtime.cli.app import run
+from diffusion_runtime.model_folder import ModelFolder
+from diffusion_runtime.models.model_sources import find_configs
+from diffusion_runtime.models.published import PublishedModel, published_models
+from diffusion_runtime.models.published_folders import packaged_folder
+from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MODELS = {model.name: model for model in published_models() if model.is_download}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No network, and nothing in the hub's cache."""
+    asked: list[object] = []
+
+    def refuse(_: socket.socket, address: object) -> None:
+        asked.append(address)
+        raise OSError("no network here")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    yield
+    assert asked == []
+
+
+def image(tmp_path: Path, model: PublishedModel) -> str:
+    """A picture of the model's own size."""
+    from PIL import Image
+
+    path = tmp_path / "image.png"
+    Image.new("RGB", (model.request.get("width", 64), model.request.get("height", 64)), "white").save(path)
+    return str(path)
+
+
+# Of these two activations are counted too, by a forward pass of every layer without memory: 0.5 to 2 s each.
+COUNTED = ("wan2.1-1.3b", "flux.1-dev")
+
+
+@table("name", MODELS)
+def test_a_published_model_is_planned_from_the_package(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[name]
+    if name not in COUNTED:
+        monkeypatch.setattr("diffusion_runtime.models.memory_demand.step_bytes", lambda *_: 1)
+        monkeypatch.setattr("diffusion_runtime.models.memory_demand.decoding_bytes", lambda *_, **__: 1)
+    images = [word for field in model.images for word in (f"--{field.replace('_', '-')}", image(tmp_path, model))]
+    arguments = ["generate", "x", "--model-path", name, "--device", "cpu", "--dtype", "bfloat16", *images]
+    assert run([*arguments, "--dry-run", "--json", "--output-path", str(tmp_path / "out")]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["folder"], plan["download_gb"]) == (None, model.download_gb)
+    request = plan["items"][0]["request"]
+    assert request["height"] > 0
+    assert request["width"] > 0
+    assert all(row["backend"] for row in plan["attention"])
+    assert {"self"} <= {row["role"] for row in plan["attention"]}
+    weights, memory = plan["memory"]["weights"], plan["memory"]
+    assert memory["notes"] == []
+    # Encoders of images and halves of autoencoders that nothing reads are the difference to all that is published.
+    transformers = sum(billions for part, billions in model.parameters if part.startswith("transformer"))
+    assert sum(size for part, size in weights.items() if part.startswith("transformer")) == pytest.approx(
+        2e9 * transformers, rel=0.05
+    )
+    assert memory["phases"]["denoise"] > sum(weights.values())
+
+
+def test_models_says_which_images_a_model_takes() -> None:
+    for model in MODELS.values():
+        folder = packaged_folder(model.model_path)
+        assert folder is not None, f"{model.name}: the json of its folder belongs into published_folders.yaml"
+        opened = ModelFolder(folder)
+        images = family_for_folder(opened).describe(opened).images
+        assert dict(images) == dict(model.images), f"{model.name}: `published: images:` in published.yaml"
+
+
+def test_encoders_have_the_sizes_that_are_published() -> None:
+    sizes: dict[str, int] = {}
+    for model in MODELS.values():
+        folder = packaged_folder(model.model_path)
+        assert folder is not None
+        index = PUBLISHED[model.model_path.rpartition("/")[2]]["model_index.json"]
+        for component, billions in model.parameters:
+            library, class_name = index[component]
+            if library == "transformers":
+                key = json.dumps([class_name, json.loads((folder / component / "config.json").read_text())])
+                if key not in sizes:
+                    sizes[key] = sum(shapes_by_config(folder / component, class_name).values())
+                assert sizes[key] == pytest.approx(1e9 * billions, rel=0.01), (model.name, component)
+
+
+def test_the_folder_in_the_hubs_cache_comes_first(tmp_path: Path) -> None:
+    hub_id = "black-forest-labs/FLUX.1-dev"
+    repository = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123")
+    # A part of the folder is none.
+    (snapshot / "model_index.json").write_text("{}")
+    assert find_configs("flux.1-dev") == find_configs(hub_id)
+    assert find_configs(hub_id).download_gb == MODELS["flux.1-dev"].download_gb
+    write_published(snapshot, "FLUX.1-dev")
+    assert find_configs("flux.1-dev").path.samefile(snapshot)
+    assert find_configs(hub_id).download_gb is None

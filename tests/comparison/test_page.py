@@ -1,0 +1,149 @@
+"""The page of a comparison, in a real browser: one clock, keyboard, small screens, contrast, nothing from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+from headless_browser import Page, browser_page, find_browser
+
+from diffusion_runtime import GenerationRequest
+from diffusion_runtime.attention_report import AttentionReport
+from diffusion_runtime.comparison.clip_pictures import encode_picture
+from diffusion_runtime.comparison.page import render, write_page
+from diffusion_runtime.comparison.result import Clip, Comparison, Row
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.media import GeneratedMedia
+
+FPS, NUM_FRAMES = 12, 25
+
+
+def clip(prompt: str, number: int, *, num_frames: int = NUM_FRAMES) -> Clip:
+    """A square that moves down."""
+    frames = numpy.full((num_frames, 64, 64, 3), 40 * number, numpy.uint8)
+    for index in range(num_frames):
+        frames[index, 2 * index : 2 * index + 8, 10:20] = (255, 255, 0)
+    picture, kind = encode_picture(GeneratedMedia(frames, FPS, {}, AttentionReport()))
+    metrics = {} if number == 0 else {"psnr_db": 30.0 - number, "ssim": None, "lpips": None}
+    distances = () if number == 0 else (0.01 * number, 0.2 * number)
+    return Clip(
+        prompt, 0, distances, None, metrics, {"denoise": 2.0 / (1 + number)}, picture=picture, picture_type=kind
+    )
+
+
+def comparison(prompt: str = "a yellow square", *, num_frames: int = NUM_FRAMES) -> Comparison:
+    request = GenerationRequest(prompt, height=64, width=64, num_frames=num_frames, fps=FPS, num_inference_steps=2)
+    rows = [
+        Row(name, kind, "measured", 2, beside, runtime=RuntimeConfig(), request=request,
+            clips=(clip(prompt, number, num_frames=num_frames), clip("another", number, num_frames=num_frames)))
+        for number, (name, kind, beside) in enumerate(
+            (("dense", "reference", None), ("sparse", "setting", None), ("dense, 1 steps", "fewer_steps", "sparse"))
+        )
+    ]  # fmt: skip
+    failed = Row("broken", "setting", "failed", reason="it cannot run")
+    return Comparison((*rows, failed), 0.1, "cpu", "0", {"ssim": "not installed"}, "float32", ("time: of one clip",))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    browser = find_browser()
+    if browser is None:
+        pytest.skip("no chromium was found on PATH")
+    folder = tmp_path_factory.mktemp("page")
+    write_page(comparison(), folder / "page.html")
+    (folder / "profile").mkdir()
+    with browser_page(browser, folder / "profile") as opened:
+        opened.open(folder / "page.html", 1200, 1600)
+        opened.wait("[...document.querySelectorAll('video')].every(v => v.readyState >= 2 && !v.seeking)")
+        yield opened
+
+
+# The frame that each clip shows, and the one that the clock names.
+FRAMES = f"[...document.querySelectorAll('video')].map(v => Math.floor(v.currentTime * {FPS}))"
+SETTLED = "[...document.querySelectorAll('video')].every(v => !v.seeking)"
+CLOCK = "document.getElementById('frame').value"
+
+
+def test_keys_move_all_clips_together(page: Page) -> None:
+    assert page.read("document.querySelectorAll('video').length") == 6
+    for _ in range(3):
+        page.press("ArrowRight", "ArrowRight", 39)
+    page.press("ArrowLeft", "ArrowLeft", 37)
+    page.wait(SETTLED)
+    assert page.read(FRAMES) == [2] * 6
+    assert page.read(CLOCK) == f"frame 3 of {NUM_FRAMES}"
+    page.read("seek.value = 10; seek.dispatchEvent(new Event('input'))")
+    page.wait(SETTLED)
+    assert page.read(FRAMES) == [10] * 6
+    # The pixels are those of the frame: the square has moved down.
+    top = page.read(
+        "(() => { const c = document.createElement('canvas'); c.width = c.height = 64; const d = c.getContext('2d');"
+        "d.drawImage(document.querySelector('video'), 0, 0); const p = d.getImageData(15, 0, 1, 64).data;"
+        "return [...Array(64).keys()].findIndex(y => p[4 * y] > 128) })()"
+    )
+    assert top == pytest.approx(20, abs=1)
+
+
+def test_space_plays_and_pauses(page: Page) -> None:
+    page.read("seek.value = 0; seek.dispatchEvent(new Event('input'))")
+    page.press(" ", "Space", 32, " ")
+    assert page.read("play.textContent") == "Pause"
+    page.wait("Number(seek.value) >= 3 && [...document.querySelectorAll('video')].every(v => v.currentTime > 0.2)")
+    page.press(" ", "Space", 32, " ")
+    assert page.read("play.textContent") == "Play"
+    page.wait(SETTLED)
+    assert len(set(page.read(FRAMES))) == 1
+    # On the button, the key presses the button: once.
+    page.read("play.focus()")
+    page.press(" ", "Space", 32, " ")
+    assert page.read("play.textContent") == "Pause"
+    page.read("play.click()")
+    assert page.read("[...document.querySelectorAll('video')].every(v => v.paused)")
+
+
+def test_it_fits_small_screens_and_can_be_read(page: Page) -> None:
+    page.resize(360, 800)
+    try:
+        assert page.read("document.documentElement.scrollWidth") <= 360
+        widths = page.read("[...document.querySelectorAll('video')].map(v => v.getBoundingClientRect().width)")
+        assert min(widths) >= 140
+    finally:
+        page.resize(1200, 1600)
+    # WCAG's contrast of text against what is behind it, the page's own white where nothing is.
+    ratios = page.read(
+        """(() => {
+        const rgb = text => text.match(/[\\d.]+/g).map(Number);
+        const linear = x => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4;
+        const light = c => { const [r, g, b] = c.map(x => linear(x / 255));
+          return .2126 * r + .7152 * g + .0722 * b };
+        const behind = e => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor);
+          if (c.length < 4 || c[3] > 0) return c } return [255, 255, 255] };
+        const texts = document.querySelectorAll('p, td, th, h1, h2, h3, li, figcaption, .mark, button, output, small');
+        return [...texts].map(e => {
+          const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+          return (a + .05) / (b + .05) }) })()"""
+    )
+    assert len(ratios) > 30
+    assert min(ratios) >= 4.5
+
+
+def test_nothing_comes_from_outside(page: Page) -> None:
+    page.read("1")
+    assert page.errors == []
+    assert page.urls
+    assert all(url.startswith(("data:", "file:")) for url in page.urls)
+    assert page.read("document.querySelectorAll('svg').length") == 2
+
+
+def test_texts_of_strangers_are_text(tmp_path: Path) -> None:
+    text = render(comparison("<script>alert(1)</script>"))
+    assert "<script>alert" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert "broken: failed: it cannot run" in text
+    # Images need no clock.
+    still = render(comparison(num_frames=1))
+    assert "<script" not in still
+    assert still.count("data:image/webp") == 6
+    write_page(comparison(num_frames=1), tmp_path / "page.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -1,0 +1,326 @@
+"""Folders in parts: `vae_path`, `text_encoder_path`, `variant`; names that files have, and what is said of others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from original_names import original_tensors
+from safetensors.torch import load_file, save_file
+from tables import table
+from tiny_families import WRITERS, small_request
+from tiny_models import write_tiny_wan
+
+from diffusion_runtime import RuntimeConfig, load_pipeline
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
+from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.models.autoencoder_names import _causal_names, _latent_diffusion_names
+
+VAE, ENCODER = "diffusion_pytorch_model.safetensors", "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def flux1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return WRITERS["flux1"](tmp_path_factory.mktemp("flux1") / "model")
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_wan(tmp_path_factory.mktemp("wan") / "model")
+
+
+def bare(folder: Path, place: Path, *components: str) -> Path:
+    """A copy without the weights of some components."""
+    copied = shutil.copytree(folder, place)
+    for component in components:
+        for path in (copied / component).glob("*.safetensors"):
+            path.unlink()
+    return copied
+
+
+def latents_and_frames(folder: Path, **paths: Any) -> torch.Tensor:
+    pipeline = load_pipeline(str(folder), device="cpu", **{key: str(path) for key, path in paths.items()})
+    return torch.as_tensor(pipeline(small_request(pipeline)).frames)
+
+
+def as_ldm(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The names and shapes of ae.safetensors: attention is a convolution of one pixel there."""
+    names = {theirs: ours for ours, theirs in _latent_diffusion_names(tensors).items()}
+    return {
+        names[name]: tensor[..., None, None].contiguous() if ".attentions." in name and tensor.dim() == 2 else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def test_schemes_are_those_that_diffusers_converts() -> None:
+    """Every tensor of the published sizes, there and back through diffusers' own converters."""
+    from diffusers import AutoencoderKL, AutoencoderKLWan
+    from diffusers.loaders import single_file_utils
+
+    with torch.device("meta"):
+        video = AutoencoderKLWan()
+        image = AutoencoderKL(
+            block_out_channels=(128, 256, 512, 512),
+            layers_per_block=2,
+            latent_channels=16,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+        )
+    names = _causal_names(list(video.state_dict()))
+    assert single_file_utils.convert_wan_vae_to_diffusers(dict(names)) == {name: name for name in names.values()}
+    assert "decoder.upsamples.3.time_conv.weight" in names
+    tensors = as_ldm({name: torch.empty(tensor.shape, device="meta") for name, tensor in image.state_dict().items()})
+    converted = single_file_utils.convert_ldm_vae_checkpoint(tensors, dict(image.config))
+    assert {name: tensor.shape for name, tensor in converted.items()} == {
+        name: tensor.shape for name, tensor in image.state_dict().items()
+    }
+
+
+def test_the_files_that_people_have_take_the_places_of_flux1s_parts(flux1: Path, tmp_path: Path) -> None:
+    """ae.safetensors, clip_l and t5xxl_fp16, with what ComfyUI adds; the same as whole folders."""
+    expected = latents_and_frames(flux1)
+    folder = bare(flux1, tmp_path / "bare", "vae", "text_encoder", "text_encoder_2")
+    save_file(as_ldm(load_file(flux1 / "vae" / VAE)), tmp_path / "ae.safetensors")
+    for component, name in (("text_encoder", "clip_l"), ("text_encoder_2", "t5xxl")):
+        tensors = load_file(flux1 / component / ENCODER)
+        if name == "t5xxl":
+            tensors["spiece_model"] = torch.zeros(5, dtype=torch.uint8)
+        else:
+            tensors = {f"text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in tensors.items()}
+            tensors["text_model.embeddings.position_ids"] = torch.arange(77)[None]
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    paths = {
+        "vae_path": tmp_path / "ae.safetensors",
+        "text_encoder_path": tmp_path / "clip_l.safetensors",
+        "text_encoder_2_path": tmp_path / "t5xxl.safetensors",
+    }
+    assert torch.equal(latents_and_frames(folder, **paths), expected)
+    folders = {key: flux1 / key.removesuffix("_path") for key in paths}
+    assert torch.equal(latents_and_frames(folder, **folders), expected)
+    recipe = load_pipeline(str(folder), device="cpu", **{key: str(path) for key, path in paths.items()}).recipe
+    assert {key: recipe["runtime"][key] for key in paths} == {key: str(path) for key, path in paths.items()}
+
+
+def test_a_plain_cast_to_eight_bits_is_read(flux1: Path, wan: Path, tmp_path: Path) -> None:
+    """t5xxl_fp8_e4m3fn and the like: what the numbers are, in the model's dtype; and mixed dtypes in one file."""
+    for folder, component, key in (
+        (flux1, "text_encoder_2", "text_encoder_2_path"),
+        (wan, "text_encoder", "text_encoder_path"),
+    ):
+        tensors = load_file(folder / component / ENCODER)
+        cast = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items() if "SelfAttention" in name}
+        half = {name: tensor.to(torch.float16) for name, tensor in tensors.items() if "DenseReluDense" in name}
+        save_file({**tensors, **half, **cast}, tmp_path / f"{folder.parent.name}-fp8.safetensors")
+        meant = {**tensors, **{name: tensor.float() for name, tensor in (half | cast).items()}}
+        save_file(meant, tmp_path / f"{folder.parent.name}.safetensors")
+        fp8, plain = (
+            latents_and_frames(folder, **{key: tmp_path / f"{folder.parent.name}{suffix}.safetensors"})
+            for suffix in ("-fp8", "")
+        )
+        assert torch.equal(fp8, plain)
+        assert not torch.equal(fp8, latents_and_frames(folder))
+
+
+def test_wans_own_names_and_a_sharded_folder(wan: Path, tmp_path: Path) -> None:
+    """Wan2.1_VAE.safetensors in float16 mixed with float32; a text encoder in shards under another name."""
+    tensors = load_file(wan / "vae" / VAE)
+    names = {theirs: ours for ours, theirs in _causal_names(tensors).items()}
+    stored = {names[name]: tensor for name, tensor in tensors.items()}
+    assert "decoder.middle.0.residual.2.weight" in stored
+    save_file(stored, tmp_path / "Wan2.1_VAE.safetensors")
+    encoder = load_file(wan / "text_encoder" / ENCODER)
+    halves = [dict(list(encoder.items())[start::2]) for start in (0, 1)]
+    shards = tmp_path / "encoder"
+    shards.mkdir()
+    for index, half in enumerate(halves):
+        save_file(half, shards / f"model-0000{index + 1}-of-00002.safetensors")
+    weight_map = {
+        name: f"model-0000{index + 1}-of-00002.safetensors" for index, half in enumerate(halves) for name in half
+    }
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    folder = bare(wan, tmp_path / "bare", "vae", "text_encoder")
+    frames = latents_and_frames(folder, vae_path=tmp_path / "Wan2.1_VAE.safetensors", text_encoder_path=shards)
+    assert torch.equal(frames, latents_and_frames(wan))
+
+
+def test_a_variant_is_read_where_a_component_has_one(wan: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(wan, tmp_path / "both")
+    half = {}
+    for component, stem in (("transformer", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        half[component] = {
+            name: tensor.half() for name, tensor in load_file(folder / component / f"{stem}.safetensors").items()
+        }
+        save_file(half[component], folder / component / f"{stem}.fp16.safetensors")
+    pipeline = load_pipeline(str(folder), device="cpu", variant="fp16")
+    weights = pipeline.transformer.state_dict()
+    plain = load_pipeline(str(wan), device="cpu").transformer.state_dict()
+    assert all(torch.equal(weights[name], plain[name].half().float()) for name in weights)
+    assert not all(torch.equal(weights[name], plain[name]) for name in weights)
+    assert pipeline.recipe["runtime"]["variant"] == "fp16"
+    with pytest.raises(ConfigError, match=r"variant: 'bf16': no component of .* has such files"):
+        inspect_pipeline(RuntimeConfig(str(folder), device="cpu", variant="bf16"))
+
+
+Given = Callable[[Path, Path], RuntimeConfig]
+
+
+def given(key: str, tensors: Callable[[Path], dict[str, torch.Tensor]], name: str = "given.safetensors") -> Given:
+    def make(folder: Path, place: Path) -> RuntimeConfig:
+        save_file(tensors(folder), place / name)
+        return RuntimeConfig(str(folder), device="cpu", **{key: str(place / name)})
+
+    return make
+
+
+def path_of(key: str, path: Callable[[Path], Path]) -> Given:
+    return lambda folder, _: RuntimeConfig(str(folder), device="cpu", **{key: str(path(folder))})
+
+
+def component(
+    name: str, **changed: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Path], dict[str, torch.Tensor]]:
+    def tensors(folder: Path) -> dict[str, torch.Tensor]:
+        own = load_file(next((folder / name).glob("*.safetensors")))
+        return {
+            each: next((change(tensor) for part, change in changed.items() if part in each), tensor)
+            for each, tensor in own.items()
+        }
+
+    return tensors
+
+
+def another_folder(folder: Path, place: Path) -> RuntimeConfig:
+    other = shutil.copytree(folder / "text_encoder_2", place / "other")
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**values, "num_heads": 2}))
+    return RuntimeConfig(str(folder), device="cpu", text_encoder_2_path=str(other))
+
+
+# How a file or folder is given to FLUX.1, and what is said of it.
+REFUSED: list[tuple[str, Given, type[DiffusionRuntimeError], str]] = [
+    (
+        "CLIP where T5 belongs",
+        given("text_encoder_2_path", component("text_encoder")),
+        ModelLoadError,
+        r"holds a CLIP text encoder, expected .*'t5': give it by --text-encoder-path, or",
+    ),
+    (
+        "T5 where CLIP belongs",
+        given("text_encoder_path", component("text_encoder_2")),
+        ModelLoadError,
+        r"holds a T5 text encoder, expected .*'clip_text_model': give it by --text-encoder-2-path, or",
+    ),
+    (
+        "a text encoder as VAE",
+        given("vae_path", component("text_encoder")),
+        ModelLoadError,
+        r"holds a CLIP text encoder, expected an autoencoder: give it by --text-encoder-path",
+    ),
+    (
+        "a transformer as VAE",
+        given("vae_path", lambda _: original_tensors("z_image")),
+        ModelLoadError,
+        r"holds the transformer of Z-Image, expected an autoencoder",
+    ),
+    (
+        "a LoRA as VAE",
+        given("vae_path", lambda _: {"a.lora_A.weight": torch.ones(1, 1)}),
+        ModelLoadError,
+        r"holds a LoRA, expected an autoencoder",
+    ),
+    (
+        "the VAE of another size",
+        given("vae_path", component("vae", conv_in=lambda each: each[:1])),
+        ModelLoadError,
+        r"given\.safetensors: the weights do not fit config\.json .*another shape",
+    ),
+    (
+        "half a VAE",
+        given(
+            "vae_path",
+            lambda folder: {name: each for name, each in component("vae")(folder).items() if "conv_out" not in name},
+        ),
+        ModelLoadError,
+        r"tensors are missing: decoder\.conv_out",
+    ),
+    (
+        "T5 of another width",
+        given("text_encoder_2_path", component("text_encoder_2", shared=lambda each: each[:, :8].clone())),
+        ModelLoadError,
+        r"holds a T5 text encoder with embeddings \[\d+, 8\], expected \[\d+, 32\]",
+    ),
+    (
+        "scaled fp8",
+        given(
+            "text_encoder_2_path",
+            lambda folder: {
+                **component("text_encoder_2", wo=lambda each: each.to(torch.float8_e4m3fn))(folder),
+                "a.scale_weight": torch.ones(1),
+            },
+        ),
+        ModelLoadError,
+        r"stored as F8_E4M3.*plain casts to 8-bit floats, without scales",
+    ),
+    (
+        "whole numbers",
+        given("text_encoder_2_path", component("text_encoder_2", wo=lambda each: each.to(torch.int64))),
+        ModelLoadError,
+        r"stored as I64, expected BF16, F16 or F32: .*wo\.weight",
+    ),
+    ("booleans", given("vae_path", component("vae", conv_in=lambda each: each > 0)), ModelLoadError, "stored as BOOL"),
+    (
+        "other settings",
+        another_folder,
+        ModelLoadError,
+        r"1 settings differ from the model's own: num_heads is 2, here 4",
+    ),
+    (
+        "a whole model",
+        path_of("vae_path", lambda folder: folder),
+        ModelLoadError,
+        r"folder of a whole model: give .*/vae",
+    ),
+    ("nothing", path_of("vae_path", lambda folder: folder / "lost"), ModelLoadError, "no such file or folder"),
+    ("GGUF", given("text_encoder_2_path", component("text_encoder_2"), "t5.gguf"), ModelLoadError, "GGUF is read of a"),
+    ("a pickle", given("vae_path", component("vae"), "ae.sft"), ModelLoadError, r"expected a \.safetensors file"),
+]
+
+
+@table(("name", "make", "error", "said"), REFUSED, [name for name, *_ in REFUSED])
+def test_what_cannot_be_a_part_says_what_it_is(
+    name: str, make: Given, error: type[DiffusionRuntimeError], said: str, flux1: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        inspect_pipeline(make(flux1, tmp_path))
+    # What was named, never the folder of links.
+    assert "diffusion_runtime_parts" not in str(caught.value)
+
+
+def test_a_component_that_a_model_lacks(wan: Path, tmp_path: Path) -> None:
+    config = RuntimeConfig(str(wan), device="cpu", text_encoder_2_path=str(wan / "text_encoder"))
+    with pytest.raises(ConfigError, match="text_encoder_2_path: the model has no text_encoder_2; leave out --text-enc"):
+        inspect_pipeline(config)
+    with pytest.raises(ConfigError, match="vae_path: diffusers' own pipeline reads the weights of its folder"):
+        inspect_pipeline(RuntimeConfig(str(wan), device="cpu", backend="diffusers", vae_path=str(wan / "vae")))
+
+
+def test_a_transformer_whose_weights_are_whole_numbers_is_refused(flux1: Path, tmp_path: Path) -> None:
+    make = given("transformer_path", component("transformer", proj_out=lambda each: each.to(torch.int32)))
+    with pytest.raises(ModelLoadError, match=r"stored as I32, expected BF16, F16 or F32: .*proj_out"):
+        inspect_pipeline(make(flux1, tmp_path))
+
+
+def test_a_variant_behind_diffusers_own_pipeline(wan: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(wan, tmp_path / "both")
+    path = folder / "transformer" / VAE
+    tensors = {name: 2 * tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    pipeline: Any = load_pipeline(str(folder), device="cpu", backend="diffusers", variant="fp16")
+    assert torch.equal(pipeline.pipeline.transformer.state_dict()["proj_out.bias"], tensors["proj_out.bias"])
+    with pytest.raises(ConfigError, match=r"variant: 'bf16': no component"):
+        inspect_pipeline(RuntimeConfig(str(folder), device="cpu", backend="diffusers", variant="bf16"))

@@ -1,0 +1,140 @@
+"""What `explain` says: operations counted by hand, densities as plans have them, and the same numbers in every form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tables import table
+
+from diffusion_runtime import GenerationRequest
+from diffusion_runtime.attention import RequestCache, TokenLayout
+from diffusion_runtime.attention.backends.interface import AttentionCall
+from diffusion_runtime.attention.backends.registry import find_backend
+from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.cli.app import run
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.explanation.explanation import Explanation, explain
+from diffusion_runtime.explanation.page import render
+from diffusion_runtime.explanation.text_map import schedule_map
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.options import build_options
+from diffusion_runtime.parallel.interface import AttentionInputs
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+
+GRID = (4, 8, 8)
+
+
+def explained(attention: object = None, **values: object) -> Explanation:
+    prepared = prepare(RuntimeConfig("shapes", device="cpu", attention_override=attention))
+    request = GenerationRequest("a red circle", height=64, width=64, num_frames=13, num_inference_steps=4, **values)
+    return explain(prepared, prepared.rules.resolve(request, None))
+
+
+def test_operations_are_those_of_the_layers() -> None:
+    """Of the embedded model: 6 layers, 4 heads of 64; a batch of both guidance branches."""
+    found = explained()
+    tokens = 4 * 4 * 4
+    assert found.grid == (4, 4, 4)
+    by_name = {part.name: part for part in found.parts}
+    assert by_name["attention, self"].operations == 4 * 6 * 2 * 4.0 * tokens * tokens * 4 * 64
+    assert by_name["attention, self"].kept == by_name["attention, self"].operations
+    # Query, key, value and output of both attentions, and the feed-forward layers, of every token.
+    dim, hidden = 256, 1024
+    per_token = 2 * (4 * dim * dim + 2 * dim * dim + 2 * dim * hidden)
+    products = 4 * 2 * 6 * tokens * per_token
+    assert by_name["linear layers"].operations == pytest.approx(products, rel=0.12)
+    assert sum(part.share for part in found.parts) == pytest.approx(1.0)
+
+
+@table(
+    ("backend", "options"),
+    [
+        ("torch_sdpa", {}),
+        ("video_sparse_attn", {"sparsity": 0.6, "tile_size": (4, 4, 4)}),
+        ("video_sparse_attn", {"sparsity": 0.6, "dense_first_steps": 2}),
+        ("sliding_tile_attn", {"window": (1, 3, 3), "tile_size": (2, 2, 2)}),
+        (
+            "vmoba_attn",
+            {"moba_select_mode": "topk", "first_full_step": 0, "temporal_topk": 2, "temporal_chunk_size": 1},
+        ),
+        ("skip_softmax", {"skip_threshold": 0.1}),
+    ],
+)
+def test_expected_density_is_that_of_the_plan(backend: str, options: dict[str, object]) -> None:
+    found = find_backend(backend)
+    assert found is not None
+    built = build_options(found.options_type, options, "options")
+    layout, layer, step = TokenLayout(GRID), LayerInfo(role="self", index=0, num_layers=6), StepInfo(1, 4)
+    expected = found.expected_density(built, layout, layer, step)
+    if backend == "torch_sdpa":
+        assert expected == 1.0
+        return
+    q, k, v = torch.randn(3, 1, layout.num_tokens, 2, 16)
+    call = AttentionCall(AttentionInputs(q, k, v, layout), built, layer, step, RequestCache())
+    plan = found.plan(call)
+    if expected is None:
+        assert backend == "skip_softmax"
+        return
+    if plan.row_mask is None:
+        pairs = float(plan.block_mask.float().mean())
+    else:
+        assert plan.row_counts is not None
+        pairs = float(plan.row_counts.of_rows.float().mean()) / plan.kv.num_blocks
+    assert expected == pytest.approx(1.0 if plan.is_dense else pairs)
+
+
+def test_steps_at_half_the_size_cost_what_they_compute() -> None:
+    """Of progressive resolution; a second stage is counted by the same sizes."""
+    found = explained(progressive_resolution="dct:A=100,beta=2")
+    steps = BatchSettings.of([found.request], prepare(RuntimeConfig("shapes", device="cpu")).rules).step_sizes()
+    assert [size.height for size, _ in steps] == [32, 64]
+    assert sum(count for _, count in steps) == found.num_steps == len(found.schedule[0].backends) == 4
+    pairs = sum(count * (4 * (size.height // 16) ** 2) ** 2 for size, count in steps)
+    by_name = {part.name: part for part in found.parts}
+    assert by_name["attention, self"].operations == 6 * 2 * 4.0 * pairs * 4 * 64
+    assert found.grid == (4, 4, 4)
+
+
+def test_schedules_are_drawn_by_layer_and_step() -> None:
+    rules = [{"steps": "0-1", "layers": "0-2", "backend": "torch_sdpa"}]
+    sparse = {"backend": "video_sparse_attn", "extra": {"sparsity": 0.5, "tile_size": [4, 4, 4]}}
+    found = explained({"per_role": {"self": sparse}, "schedule": rules}, guidance_mode="two_pass")
+    assert found.num_forwards == 8
+    drawn = schedule_map(found.schedule)
+    own = {row.layers: row.letters for row in drawn.rows if row.role == "self"}
+    assert own == {"0-2": "AABB", "3-5": "BBBB"}
+    assert drawn.legend["A"] == "torch_sdpa"
+    page = render(found)
+    assert page.count("<rect") == 4 * len(found.schedule)
+    assert "<script" not in page
+    assert "http" not in page
+
+
+def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "new" / "plan.html"
+    size = ["--height", "64", "--width", "64", "--num-frames", "5", "--device", "cpu", "--num-inference-steps", "3"]
+    assert run(["explain", *size, "--json", "--html", str(page)]) == 0
+    out, err = capsys.readouterr()
+    values = json.loads(out)
+    assert values["num_steps"] == 3
+    assert values["parts"][0]["name"] == "linear layers"
+    assert str(page) in err
+    assert "shapes: what would run" in page.read_text()
+    assert run(["explain", *size]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "Attention by layer and step" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert run(["explain", *size, "--html", str(tmp_path)]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_names_of_strangers_are_text_on_the_page() -> None:
+    import dataclasses
+
+    found = explained()
+    config = dataclasses.replace(found.description.config, model_path="<script>alert(1)</script>")
+    description = dataclasses.replace(found.description, config=config)
+    assert "<script" not in render(dataclasses.replace(found, description=description))
