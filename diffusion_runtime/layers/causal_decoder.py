@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -31,7 +31,7 @@ from diffusion_runtime.kernels.frame_upsampling.api import (
     upsample_channels_last,
 )
 from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
-from diffusion_runtime.layers.sample_decoder import SampleDecoder
+from diffusion_runtime.layers.sample_decoder import DecodeNext, SampleDecoder
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import with_neighbour_rows
@@ -46,6 +46,8 @@ class LatentFrameDecoder(SampleDecoder):
     are the processes that each decode a band of rows, from the top.
     """
 
+    keeps_history = True
+
     def __init__(self, autoencoder: Any) -> None:
         self._autoencoder = autoencoder
         self._network = autoencoder.decoder
@@ -55,33 +57,55 @@ class LatentFrameDecoder(SampleDecoder):
         doubled = [upsampler for upsampler in upsamplers if upsampler is not None and upsampler.mode == "upsample3d"]
         self.frames_factor = 1 << len(doubled)
 
+    def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
+        """See SampleDecoder.decode."""
+        with self.clip(ranks) as decode_next:
+            yield from decode_next(raw)
+
 
 class ModuleDecoder(LatentFrameDecoder):
     """The layers of diffusers' module, as its `decode` runs them: what the others are compared with."""
 
-    def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
-        """See SampleDecoder.decode."""
+    @contextmanager
+    def clip(self, ranks: RankGroup | None = None) -> Iterator[DecodeNext]:
+        """See SampleDecoder.clip."""
         # What each causal convolution has read, in their order: the module keeps it in this list.
         kept: list[Any] = [None] * sum(isinstance(module, nn.Conv3d) for module in self._network.modules())
         knows_first = "first_chunk" in inspect.signature(self._network.forward).parameters
-        with _beyond_bands(ranks):
-            latents = self._autoencoder.post_quant_conv(raw)
-        for index in range(latents.shape[2]):
-            first = {"first_chunk": index == 0} if knows_first else {}
+
+        def decode_next(raw: torch.Tensor) -> Iterator[torch.Tensor]:
+            nonlocal knows_first
             with _beyond_bands(ranks):
-                chunk = self._network(latents[:, :, index : index + 1], feat_cache=kept, feat_idx=[0], **first)
-            yield _unpatchify(chunk, self._patch_size).clamp(-1.0, 1.0)
+                latents = self._autoencoder.post_quant_conv(raw)
+            for index in range(latents.shape[2]):
+                # The module's own default is a later frame.
+                first = {"first_chunk": True} if knows_first else {}
+                knows_first = False
+                with _beyond_bands(ranks):
+                    chunk = self._network(latents[:, :, index : index + 1], feat_cache=kept, feat_idx=[0], **first)
+                yield _unpatchify(chunk, self._patch_size).clamp(-1.0, 1.0)
+
+        yield decode_next
 
 
 class CausalDecoder(LatentFrameDecoder, Generic[Activation]):
     """Decodes by layers of our own on the module's weights."""
 
-    def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
-        """See SampleDecoder.decode."""
-        latents = self.prepare(raw)
+    @contextmanager
+    def clip(self, ranks: RankGroup | None = None) -> Iterator[DecodeNext]:
+        """See SampleDecoder.clip."""
         histories: dict[nn.Module, torch.Tensor] = {}
-        for index in range(latents.shape[2]):
-            yield self.decode_frame(latents[:, :, index : index + 1], LatentFrame(index == 0, histories, ranks))
+        is_first = True
+
+        def decode_next(raw: torch.Tensor) -> Iterator[torch.Tensor]:
+            nonlocal is_first
+            latents = self.prepare(raw)
+            for index in range(latents.shape[2]):
+                frame = LatentFrame(is_first, histories, ranks)
+                is_first = False
+                yield self.decode_frame(latents[:, :, index : index + 1], frame)
+
+        yield decode_next
 
     def prepare(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw latents as the network takes them, all at once."""

@@ -10,17 +10,28 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
 
+# The frames of the next latents of a clip, chunk after chunk: as SampleDecoder.decode, after what came before.
+DecodeNext: TypeAlias = Callable[[torch.Tensor], Iterator[torch.Tensor]]
+
+
 class SampleDecoder(ABC):
-    """Latents of one sample to frames. frames_factor: frames that every latent frame but the first becomes."""
+    """Latents of one sample to frames.
+
+    frames_factor: frames that every latent frame but the first becomes. keeps_history: whether it goes from latent frame
+    to latent frame and keeps what its convolutions have read, so that a clip may come in pieces (`clip`).
+    """
 
     frames_factor: int
+    keeps_history: bool = False
 
     @abstractmethod
     def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
@@ -30,6 +41,11 @@ class SampleDecoder(ABC):
         processes that decode together; whether raw is then this one's band of rows or everything depends on the
         decoder.
         """
+
+    def clip(self, ranks: RankGroup | None = None) -> AbstractContextManager[DecodeNext]:
+        """One clip whose latents come in pieces: the frames are those of the whole clip. The histories of the
+        convolutions end with the context. Of decoders that `keeps_history`."""
+        raise NotImplementedError
 
 
 class WholeDecoder(SampleDecoder):

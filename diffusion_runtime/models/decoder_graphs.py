@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from diffusion_runtime.denoising.cuda_graphs.forward_graphs import (
 )
 from diffusion_runtime.errors import first_line
 from diffusion_runtime.layers.causal_decoder import CausalDecoder, LatentFrame
-from diffusion_runtime.layers.sample_decoder import SampleDecoder
+from diffusion_runtime.layers.sample_decoder import DecodeNext, SampleDecoder
 from diffusion_runtime.parallel.collectives import RankGroup
 
 # Sizes of latents whose graphs are kept; the one unused for longest makes room.
@@ -112,31 +112,63 @@ class GraphedDecoder(SampleDecoder):
         self._decoder = decoder
         self._graphs = graphs
         self.frames_factor = decoder.frames_factor
+        self.keeps_history = decoder.keeps_history
 
     def decode(self, raw: torch.Tensor, ranks: RankGroup | None = None) -> Iterator[torch.Tensor]:
         """See SampleDecoder.decode. The decoder's own frames, to the bit; those that are replayed in larger chunks."""
-        if not isinstance(self._decoder, CausalDecoder):
-            return self._eagerly(raw, ranks, LIBRARY)
-        if ranks is not None:
-            return self._eagerly(raw, ranks, SHARED)
-        return _merged(self._frames(self._decoder, raw))
+        if not self.keeps_history:
+            yield from self._counted(self._decoder.decode(raw, ranks), LIBRARY)
+            return
+        with self.clip(ranks) as decode_next:
+            yield from decode_next(raw)
 
-    def _eagerly(self, raw: torch.Tensor, ranks: RankGroup | None, reason: str) -> Iterator[torch.Tensor]:
-        for chunk in self._decoder.decode(raw, ranks):
+    @contextmanager
+    def clip(self, ranks: RankGroup | None = None) -> Iterator[DecodeNext]:
+        """See SampleDecoder.clip; replayed frames of one piece come in larger chunks."""
+        with ExitStack() as stack:
+            replayed: DecodeNext | None = None
+
+            def begin(raw: torch.Tensor) -> DecodeNext:
+                if not isinstance(self._decoder, CausalDecoder):
+                    return self._eager(stack.enter_context(self._decoder.clip(ranks)), LIBRARY)
+                if ranks is not None:
+                    return self._eager(stack.enter_context(self._decoder.clip(ranks)), SHARED)
+                size = stack.enter_context(self._graphs.of_clip(self._decoder, raw))
+                if size is None:
+                    return self._eager(stack.enter_context(self._decoder.clip()), BUSY)
+                return self._replayed(self._decoder, size)
+
+            def decode_next(raw: torch.Tensor) -> Iterator[torch.Tensor]:
+                # Which graphs there are is known by the size of the first latents.
+                nonlocal replayed
+                replayed = replayed or begin(raw)
+                return replayed(raw)
+
+            yield decode_next
+
+    def _eager(self, decode_next: DecodeNext, reason: str) -> DecodeNext:
+        return lambda raw: self._counted(decode_next(raw), reason)
+
+    def _counted(self, chunks: Iterator[torch.Tensor], reason: str) -> Iterator[torch.Tensor]:
+        """Chunks that run eagerly."""
+        for chunk in chunks:
             self._graphs.count(reason)
             yield chunk
 
-    def _frames(self, decoder: CausalDecoder[Any], raw: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
-        """What each latent frame becomes, and whether it was replayed."""
-        with self._graphs.of_clip(decoder, raw) as size:
-            if size is None:
-                yield from ((chunk, False) for chunk in self._eagerly(raw, None, BUSY))
-                return
+    def _replayed(self, decoder: CausalDecoder[Any], size: _FixedFrames) -> DecodeNext:
+        is_first = True
+
+        def frames(raw: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
+            """What each latent frame becomes, and whether it was replayed."""
+            nonlocal is_first
             latents = decoder.prepare(raw)
             for index in range(latents.shape[2]):
-                chunk, reason = size.decode(latents[:, :, index : index + 1], is_first=index == 0)
+                chunk, reason = size.decode(latents[:, :, index : index + 1], is_first=is_first)
+                is_first = False
                 self._graphs.count(reason)
                 yield chunk, reason is None
+
+        return lambda raw: _merged(frames(raw))
 
 
 def _merged(chunks: Iterator[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from diffusion_runtime.attention.token_order import in_shared_order
 from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.denoising.guidance import extrapolate
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.layers.sample_decoder import DecodeNext
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.media.images import read_image
@@ -174,6 +176,15 @@ class LatentDecoder(ABC):
         """
         frames = self.decode(latents) if bands is None else self.decode_band(latents, bands)
         return FrameStream(frames.shape[1], iter([frames]))
+
+    def clip(self, bands: RankGroup | None = None) -> AbstractContextManager[DecodeNext]:
+        """One clip whose latents come in pieces, [1, channels, frames, height, width] each: gives the function that
+        decodes the next one into chunks as those of `stream`, together the frames of the whole clip. What the
+        convolutions have read is kept in between, and ends with the context. bands: as in decode_band.
+
+        Raises ConfigError for a decoder that needs the whole clip.
+        """
+        raise ConfigError("stream: the decoder of this model needs all latents of a clip at once; leave out --stream")
 
     def decode_band(self, latents: torch.Tensor, bands: RankGroup) -> torch.Tensor:
         """`decode` of one band of rows in a decoder that `splits_rows`. bands: the processes, by band, from the top."""

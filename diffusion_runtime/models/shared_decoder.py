@@ -3,12 +3,16 @@ everything."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+from collections.abc import Iterator
 
 import numpy
 import torch
 
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.layers.sample_decoder import DecodeNext
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.interface import FrameStream, LatentDecoder
 from diffusion_runtime.parallel.collectives import RankGroup
@@ -62,6 +66,25 @@ class SharedDecoder(LatentDecoder):
         of_band = self._decoder.stream(latents[..., band_of(latents.shape[-2], group), :], group)
         self.library, self.implementation = self._describe_decoder()
         return FrameStream(of_band.num_frames, (gather_bands(frames, 2, group) for frames in of_band.chunks))
+
+    @contextlib.contextmanager
+    def clip(self, bands: RankGroup | None = None) -> Iterator[DecodeNext]:
+        """See LatentDecoder.clip; the same chunks on every process, all of which must read them."""
+        assert bands is None, "it cuts the bands itself"
+        if not self._in_bands:
+            raise ConfigError(f"stream: several processes cannot decode together ({self.implementation})")
+        assert self._decoder is not None
+        group = self._world.group
+        with self._decoder.clip(group) as decode_next:
+
+            def decode_band_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
+                if not self._splits(latents):
+                    rows = latents.shape[-2]
+                    raise ConfigError(f"stream: {rows} rows of latents make no band for each of {group.size} processes")
+                band = latents[..., band_of(latents.shape[-2], group), :]
+                return (gather_bands(frames, 2, group) for frames in decode_next(band))
+
+            yield decode_band_next
 
     def _splits(self, latents: torch.Tensor) -> bool:
         return self._in_bands and latents.shape[-2] >= self._world.size

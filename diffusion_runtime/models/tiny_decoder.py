@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.layers.sample_decoder import DecodeNext
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.model_folder import AnyFolder
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.tensor_files import read_tensors
 from diffusion_runtime.models.weight_files import DAMAGED, listed
+from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.untrusted.files import expand_home
 
 KEY = "vae_decoder"
@@ -107,13 +110,17 @@ class TinyNetwork(nn.Module):
         self.decoder = nn.ModuleList(layers)
         self.latents = latents
 
-    def frames(self, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+    def frames(
+        self, latents: torch.Tensor, memories: dict[nn.Module, torch.Tensor] | None = None
+    ) -> Iterator[torch.Tensor]:
         """The frames of one latent frame after the other: [frames, 3, height, width] in [0, 1].
 
-        latents: [frames, channels, height, width]. The first latent frame gives the last of its frames alone.
+        latents: [frames, channels, height, width]. memories: what the memory blocks keep of the clip's latents before
+        these; none before the first latent frame, which gives the last of its frames alone.
         """
-        memories: dict[nn.Module, torch.Tensor] = {}
+        memories = {} if memories is None else memories
         for index in range(latents.shape[0]):
+            is_first = not memories
             x = latents[index : index + 1]
             for layer in self.decoder:
                 if isinstance(layer, _MemoryBlock):
@@ -123,7 +130,7 @@ class TinyNetwork(nn.Module):
                 else:
                     x = layer(x)
             x = F.pixel_shuffle(x, self.latents.patch).clamp(0.0, 1.0)
-            yield x[-1:] if index == 0 else x
+            yield x[-1:] if is_first else x
 
 
 class TinyDecoder(LatentDecoder):
@@ -145,6 +152,20 @@ class TinyDecoder(LatentDecoder):
                 for sample in latents.to(self._device, self._dtype)
             ]
             return torch.stack(samples).permute(0, 1, 3, 4, 2).contiguous()
+
+    @contextmanager
+    def clip(self, bands: RankGroup | None = None) -> Iterator[DecodeNext]:
+        """See LatentDecoder.clip."""
+        assert bands is None, "it knows no bands"
+        memories: dict[nn.Module, torch.Tensor] = {}
+
+        def decode_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
+            with torch.inference_mode():
+                piece = latents[0].transpose(0, 1).to(self._device, self._dtype)
+                for part in self._network.frames(piece, memories):
+                    yield part.float().permute(0, 2, 3, 1)[None].contiguous()
+
+        yield decode_next
 
 
 @dataclass(frozen=True)

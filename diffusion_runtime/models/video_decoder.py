@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.importing import import_failure, raised_line
 from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.layers.fused_norms import fuse_norms, with_shared_weights
-from diffusion_runtime.layers.sample_decoder import SampleDecoder, TiledDecoder, Tiling, WholeDecoder
+from diffusion_runtime.layers.sample_decoder import DecodeNext, SampleDecoder, TiledDecoder, Tiling, WholeDecoder
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT
@@ -125,14 +126,43 @@ class VideoDecoder(LatentDecoder):
 
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
         """See LatentDecoder.stream. The normalisation is undone in float32, whatever the decoder computes in."""
+        raw, decoder = self._chosen(latents, bands)
+        num_frames = 1 + decoder.frames_factor * (raw.shape[2] - 1)
+        return FrameStream(num_frames, self._chunks(decoder.decode(raw, bands), latents))
+
+    @contextlib.contextmanager
+    def clip(self, bands: RankGroup | None = None) -> Iterator[DecodeNext]:
+        """See LatentDecoder.clip."""
+        if self._is_tiled:
+            raise ConfigError(
+                "stream: a decoder in tiles keeps nothing between two pieces of a clip; leave out --vae-tiling on"
+            )
+        if not self._module.keeps_history:
+            raise ConfigError(f"stream: {self.implementation} needs all latents of a clip at once; leave out --stream")
+        with contextlib.ExitStack() as stack:
+            next_raw: DecodeNext | None = None
+
+            def decode_next(latents: torch.Tensor) -> Iterator[torch.Tensor]:
+                nonlocal next_raw
+                if next_raw is None:
+                    # By the first piece: which decoder it is depends on the size.
+                    raw, decoder = self._chosen(latents, bands)
+                    next_raw = stack.enter_context(decoder.clip(bands))
+                else:
+                    with self._decoding(latents):
+                        raw = self._raw(latents)
+                return self._chunks(next_raw(raw), latents)
+
+            yield decode_next
+
+    def _chosen(self, latents: torch.Tensor, bands: RankGroup | None) -> tuple[torch.Tensor, SampleDecoder]:
+        """The latents as the autoencoder takes them, and who decodes those of this size."""
         with self._decoding(latents):
             raw = self._raw(latents)
             if self._fused and tuple(raw.shape[-2:]) not in self._compared:
                 self._compare(raw[:, :, :NUM_COMPARED], bands)
         chosen = self._fused[0].decoder if self._fused else self._module
-        decoder = self._as_tiled(chosen if self._graphs is None else GraphedDecoder(chosen, self._graphs))
-        num_frames = 1 + decoder.frames_factor * (raw.shape[2] - 1)
-        return FrameStream(num_frames, self._chunks(decoder.decode(raw, bands), latents))
+        return raw, self._as_tiled(chosen if self._graphs is None else GraphedDecoder(chosen, self._graphs))
 
     def _chunks(self, chunks: Iterator[torch.Tensor], latents: torch.Tensor) -> Iterator[torch.Tensor]:
         """Frames as LatentDecoder.decode gives them. The modes hold while a chunk is decoded, and not for its

@@ -12,10 +12,13 @@ import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from published_configs import PUBLISHED
+from recorded_capture import RecordedCapture
 
 import diffusion_runtime
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.causal_decoder import CausalDecoder, ChannelsFirstDecoder, ChannelsLastDecoder
 from diffusion_runtime.models.causal_video_decoder import CausalVideoDecoder, FusedDecoder, exact_decoder
+from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.qwen_image.family import AUTOENCODER as QWEN_IMAGE
 from diffusion_runtime.models.video_decoder import by_factor, restore_by_config, to_unit_range
 from diffusion_runtime.models.wan.codec import AUTOENCODER as WAN
@@ -186,6 +189,28 @@ def test_frames_come_while_the_next_are_not_yet_decoded() -> None:
             assert sizes == [1, factor, factor]
             assert stream.num_frames == sum(sizes)
             torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=2e-6, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_clip_in_pieces_has_the_frames_of_the_whole() -> None:
+    """To the bit, by diffusers' module, by kernels in both layouts and by graphs; two clips at once keep apart."""
+    latents, other = random_latents(4), random_latents(4).flip(2)
+    for kind in ("wan 2.1", "wan 2.2"):
+        module = autoencoder(kind)
+        plain = CausalVideoDecoder(module, by_factor(1.0))
+        first = CausalVideoDecoder(module, by_factor(1.0), [to_the_bit(ChannelsFirstDecoder(module), "first")])
+        graphed = first.with_graphs(DecoderGraphs(RecordedCapture()))
+        for decoder in (plain, plain.fast(), graphed if kind == "wan 2.1" else first):
+            whole, whole_other = decoder.decode(latents), decoder.decode(other)
+            found: list[list[torch.Tensor]] = [[], []]
+            with decoder.clip() as decode_next, decoder.clip() as decode_other:
+                for pieces in zip(latents.split([1, 2, 1], dim=2), other.split([1, 2, 1], dim=2), strict=True):
+                    found[0] += decode_next(pieces[0])
+                    found[1] += decode_other(pieces[1])
+            assert torch.equal(torch.cat(found[0], dim=1), whole), (kind, decoder.implementation)
+            assert torch.equal(torch.cat(found[1], dim=1), whole_other), (kind, decoder.implementation)
+        with pytest.raises(ConfigError, match="leave out --vae-tiling"), plain.in_tiles(True).clip():
+            pass
 
 
 class SlightlyWrong(ChannelsFirstDecoder):
