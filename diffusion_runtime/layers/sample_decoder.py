@@ -18,7 +18,6 @@ import torch
 
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
-
 # The frames of the next latents of a clip, chunk after chunk: as SampleDecoder.decode, after what came before.
 DecodeNext: TypeAlias = Callable[[torch.Tensor], Iterator[torch.Tensor]]
 
@@ -26,8 +25,8 @@ DecodeNext: TypeAlias = Callable[[torch.Tensor], Iterator[torch.Tensor]]
 class SampleDecoder(ABC):
     """Latents of one sample to frames.
 
-    frames_factor: frames that every latent frame but the first becomes. keeps_history: whether it goes from latent frame
-    to latent frame and keeps what its convolutions have read, so that a clip may come in pieces (`clip`).
+    frames_factor: frames that every latent frame but the first becomes. keeps_history: whether it goes from latent
+    frame to latent frame and keeps what its convolutions have read, so that a clip may come in pieces (`clip`).
     """
 
     frames_factor: int
