@@ -7,26 +7,21 @@ when that fails, a full disk included.
 from __future__ import annotations
 
 import contextlib
-import errno
-import signal
-import subprocess
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy
 
 from diffusion_runtime.media.audio import Audio
+from diffusion_runtime.media.ffmpeg import MP4_RATE_FACTOR, VideoEncoder, comment_arguments
 from diffusion_runtime.media.publish import temporary_file
 from diffusion_runtime.media.sidecar import RECIPE_KEY
 
 if TYPE_CHECKING:
     from PIL import Image
 
-# x264's constant rate factor: 16 is visually lossless for most material, at about twice the size of the usual 23.
-MP4_RATE_FACTOR = 16
 # AAC in stereo: a higher bit rate makes no audible difference.
 AUDIO_BIT_RATE = "192k"
 WEBP_QUALITY = 90
@@ -94,73 +89,16 @@ def _run_ffmpeg(
     frames: FrameChunks, fps: int, recipe: str | None, path: Path, sound: list[str], sound_track: list[str]
 ) -> None:
     """sound, sound_track: of _sound_arguments."""
-    import imageio_ffmpeg
-
-    height, width = frames.height + frames.height % 2, frames.width + frames.width % 2
-    comment = [] if recipe is None else ["-metadata", f"comment={recipe}"]
-    # The conversion and the three tags name the same colour matrix; without them players guess one by the picture's
-    # size.
-    colour = ["-vf", "scale=out_color_matrix=bt709:out_range=tv"]
-    colour += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
-    command = [
-        imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-nostdin", "-v", "error",
-        "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "pipe:0",
-        *sound, *colour, *sound_track,
+    output = [
+        *sound_track,
         "-c:v", "libx264", "-preset", "medium", "-crf", str(MP4_RATE_FACTOR), "-pix_fmt", "yuv420p",
-        "-movflags", "+faststart+use_metadata_tags", *comment, "-f", "mp4", str(path),
+        "-movflags", "+faststart+use_metadata_tags", *comment_arguments(recipe), "-f", "mp4", str(path),
     ]  # fmt: skip
-    # A session of its own: Ctrl-C reaches this process alone, which then ends ffmpeg and removes the file.
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    messages: list[bytes] = []
-    assert process.stdin is not None
-    assert process.stderr is not None
-    # Read meanwhile: a program whose messages nobody reads stops in the middle.
-    reader = threading.Thread(target=_read_all, args=(process.stderr, messages), daemon=True)
-    reader.start()
-    with process:
-        try:
-            # What ended ffmpeg early stands in its messages.
-            with contextlib.suppress(BrokenPipeError):
-                for chunk in frames.chunks:
-                    process.stdin.write(_even(chunk).data)
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            process.wait()
-        except BaseException:
-            process.kill()
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            raise
-        finally:
-            reader.join()
-    if process.returncode != 0:
-        lines = b"".join(messages).decode(errors="replace").strip().splitlines()
-        if any("No space left" in line for line in lines):
-            raise OSError(errno.ENOSPC, "no space left on the disk")
-        message = f": {lines[-1]}" if lines else ", without a message"
-        raise OSError(errno.EIO, f"ffmpeg {_ended_by(process.returncode)}{message}")
-
-
-def _ended_by(status: int) -> str:
-    """`ended with status 1`, or `was ended by SIGXFSZ (File size limit exceeded)`."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name} ({signal.strsignal(-status)})"
-    except ValueError:
-        return f"was ended by signal {-status}"
-
-
-def _read_all(stream: IO[bytes], into: list[bytes]) -> None:
-    into.append(stream.read())
-
-
-def _even(frames: numpy.ndarray) -> numpy.ndarray:
-    """Frames whose sides are even, contiguous."""
-    beyond = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
-    return numpy.ascontiguousarray(numpy.pad(frames, beyond, mode="edge") if any(map(any, beyond)) else frames)
+    with VideoEncoder(frames.height, frames.width, fps, output, inputs=sound) as encoder:
+        for chunk in frames.chunks:
+            if not encoder.write(chunk):
+                break
+        encoder.finish()
 
 
 def _write_gif(frames: FrameChunks, fps: int, recipe: str | None, path: Path) -> None:

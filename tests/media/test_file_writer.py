@@ -15,7 +15,7 @@ from sample_media import make_media
 from tables import table
 
 from diffusion_runtime.errors import ConfigError, OutputError
-from diffusion_runtime.media import ClipHeader, FileWriter, GeneratedMedia, encode, file_writer
+from diffusion_runtime.media import ClipHeader, FileWriter, GeneratedMedia, encode, ffmpeg, file_writer
 
 
 def hand_over(writer: FileWriter, media: GeneratedMedia, chunk: int = 2) -> None:
@@ -122,7 +122,7 @@ def test_an_encoder_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.
 
     # Its first call tries ffmpeg out.
     imageio_ffmpeg.get_ffmpeg_exe()
-    monkeypatch.setattr(encode.subprocess, "Popen", Remembered)
+    monkeypatch.setattr(ffmpeg.subprocess, "Popen", Remembered)
     media = make_media()
 
     def decode_and_save() -> None:

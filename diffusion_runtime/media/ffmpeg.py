@@ -1,0 +1,152 @@
+"""ffmpeg as a process that takes raw frames, and one that changes the container of a file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import numpy
+
+# x264's constant rate factor: 16 is visually lossless for most material, at about twice the size of the usual 23.
+MP4_RATE_FACTOR = 16
+# The conversion and the three tags name the same colour matrix; without them players guess one by the picture's size.
+_COLOUR = ("-vf", "scale=out_color_matrix=bt709:out_range=tv", "-colorspace", "bt709",
+           "-color_primaries", "bt709", "-color_trc", "bt709")  # fmt: skip
+
+
+class VideoEncoder:
+    """ffmpeg, which is given frames of one size as they come. A context manager: it never outlives its block.
+
+    Odd edges are repeated once, never cropped: H.264 in 4:2:0 needs even sizes. output: ffmpeg's arguments from the
+    codec on; inputs: of further inputs, before the colours. stdout: where it writes with `pipe:1` as its output; a file
+    descriptor.
+    """
+
+    def __init__(
+        self,
+        height: int,
+        width: int,
+        fps: int,
+        output: Sequence[str],
+        *,
+        inputs: Sequence[str] = (),
+        stdout: int = subprocess.DEVNULL,
+    ) -> None:
+        size = f"{width + width % 2}x{height + height % 2}"
+        raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(fps), "-i", "pipe:0"]
+        # A session of its own: Ctrl-C reaches this process alone, which then ends ffmpeg and removes the file.
+        self._process = subprocess.Popen(
+            [*_program(), *raw, *inputs, *_COLOUR, *output],
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stderr is not None
+        self._stdin: IO[bytes] = self._process.stdin
+        self._messages: list[bytes] = []
+        # Read meanwhile: a program whose messages nobody reads stops in the middle.
+        self._reader = threading.Thread(
+            target=_read_all, args=(self._process.stderr, self._messages), daemon=True, name="messages of ffmpeg"
+        )
+        self._reader.start()
+
+    def __enter__(self) -> VideoEncoder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def write(self, frames: numpy.ndarray) -> bool:
+        """The next frames, uint8 RGB [frames, height, width, 3]. False once ffmpeg has ended: `finish` says why."""
+        try:
+            self._stdin.write(_even(frames).data)
+            self._stdin.flush()
+        except BrokenPipeError:
+            return False
+        return True
+
+    def finish(self) -> None:
+        """No frames follow: waits until everything is written. Raises OSError when it is not."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        self._process.wait()
+        self._reader.join()
+        _check(self._process.returncode, b"".join(self._messages))
+
+
+def copy_with_index_first(source: Path, target: Path, recipe: str | None) -> None:
+    """The streams of an mp4 as they are in an mp4 whose index comes first, with a recipe as its comment. Raises
+    OSError."""
+    output = ["-c", "copy", "-movflags", "+faststart+use_metadata_tags", *comment_arguments(recipe), "-f", "mp4"]
+    done = subprocess.run(
+        [*_program(), "-i", str(source), *output, str(target)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        check=False,
+    )
+    _check(done.returncode, done.stderr)
+
+
+def comment_arguments(recipe: str | None) -> list[str]:
+    """For a recipe within the file."""
+    return [] if recipe is None else ["-metadata", f"comment={recipe}"]
+
+
+def _program() -> list[str]:
+    import imageio_ffmpeg
+
+    return [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-nostdin", "-v", "error"]
+
+
+def _check(status: int, messages: bytes) -> None:
+    if status == 0:
+        return
+    if status == -signal.SIGPIPE:
+        raise BrokenPipeError(errno.EPIPE, "the reader of the pipe has left")
+    lines = messages.decode(errors="replace").strip().splitlines()
+    if any("No space left" in line for line in lines):
+        raise OSError(errno.ENOSPC, "no space left on the disk")
+    if any("Broken pipe" in line for line in lines):
+        raise BrokenPipeError(errno.EPIPE, "the reader of the pipe has left")
+    message = f": {lines[-1]}" if lines else ", without a message"
+    raise OSError(errno.EIO, f"ffmpeg {_ended_by(status)}{message}")
+
+
+def _ended_by(status: int) -> str:
+    """`ended with status 1`, or `was ended by SIGXFSZ (File size limit exceeded)`."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name} ({signal.strsignal(-status)})"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def _read_all(stream: IO[bytes], into: list[bytes]) -> None:
+    into.append(stream.read())
+
+
+def _even(frames: numpy.ndarray) -> numpy.ndarray:
+    """Frames whose sides are even, contiguous."""
+    beyond = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
+    return numpy.ascontiguousarray(numpy.pad(frames, beyond, mode="edge") if any(map(any, beyond)) else frames)

@@ -1,0 +1,165 @@
+"""GrowingClip: an mp4 that can be watched while frames are added to it, as a file or down a pipe.
+
+Until the end the file consists of fragments, each with its own index, so that whatever stands in it is playable however
+the process ends. At the end its streams are copied into an ordinary mp4 with the index first and the recipe inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy
+
+from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.media.ffmpeg import MP4_RATE_FACTOR, VideoEncoder, copy_with_index_first
+from diffusion_runtime.media.file_writer import cannot_write
+from diffusion_runtime.media.formats import format_of
+from diffusion_runtime.media.publish import numbered, remove_abandoned_files, temporary_file, uninterrupted
+from diffusion_runtime.media.sidecar import embedded_recipe, sidecar_path, to_json
+
+# What a stream goes to standard output by.
+STANDARD_OUTPUT = "-"
+
+
+class GrowingClip:
+    """A clip of a length that is not known yet. A context manager: ffmpeg has ended behind its block, and a file
+    without frames is gone.
+
+        with GrowingClip("out.mp4", 256, 256, fps=12, fragment_frames=8) as clip:
+            for frames in ...:
+                clip.write(frames)
+            clip.finish(sidecar)
+
+    target: a path that ends in .mp4, of which a taken name gets a number (`path`); `-` for standard output, a pipe
+    that gets the fragments. height, width: in pixels; fps: frames per second. fragment_frames: of one fragment, the
+    most that an unexpected end loses. num_frames: those written so far.
+
+    Raises ConfigError for another extension, OutputError where the file cannot be made.
+    """
+
+    def __init__(self, target: str | Path, height: int, width: int, *, fps: int, fragment_frames: int) -> None:
+        self.num_frames = 0
+        self._path: Path | None = None
+        self._is_finished = False
+        # A group of pictures is a fragment; without look-ahead every frame is encoded when it comes.
+        output = [
+            "-an", "-c:v", "libx264", "-preset", "medium", "-tune", "zerolatency", "-crf", str(MP4_RATE_FACTOR),
+            "-pix_fmt", "yuv420p", "-g", str(fragment_frames), "-flush_packets", "1",
+            "-movflags", "+frag_keyframe+empty_moov+default_base_moof", "-f", "mp4",
+        ]  # fmt: skip
+        if str(target) == STANDARD_OUTPUT:
+            self._encoder = VideoEncoder(height, width, fps, [*output, "pipe:1"], stdout=_standard_output())
+            return
+        self._path = _take_free_name(check_streamable(target))
+        try:
+            self._encoder = VideoEncoder(height, width, fps, [*output, str(self._path)])
+        except BaseException:
+            self._path.unlink(missing_ok=True)
+            raise
+
+    @property
+    def path(self) -> Path | None:
+        """Of the file, with its number; None for standard output."""
+        return self._path
+
+    def __enter__(self) -> GrowingClip:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_finished:
+            # What came so far is to be in the file, whatever ended the block.
+            with contextlib.suppress(OSError):
+                self._encoder.finish()
+        self._encoder.__exit__(kind, error, trace)
+        if self.num_frames == 0 and self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def write(self, frames: numpy.ndarray) -> None:
+        """The next frames, uint8 RGB [frames, height, width, 3].
+
+        Raises OutputError when they cannot be written: the disk is full, or the reader of the pipe has left.
+        """
+        if self._encoder.write(frames):
+            self.num_frames += len(frames)
+            return
+        self._finish_encoding()
+        raise OutputError(f"{self._name}: ffmpeg ended after {self.num_frames} frames without an error")
+
+    def finish(self, sidecar: Mapping[str, Any]) -> Path | None:
+        """No frames follow: the file becomes an ordinary mp4 with the recipe of `sidecar`, which is written beside it.
+        Returns its path; None for standard output, which gets neither. Raises OutputError; the frames stay then."""
+        self._finish_encoding()
+        if self._path is None:
+            return None
+        try:
+            with temporary_file(self._path.parent) as media, temporary_file(self._path.parent) as beside:
+                copy_with_index_first(self._path, media, embedded_recipe(sidecar["recipe"]))
+                beside.write_text(to_json(sidecar, indent=2) + "\n", encoding="ascii")
+                with uninterrupted():
+                    os.replace(media, self._path)
+                    os.replace(beside, sidecar_path(self._path))
+        except OSError as error:
+            raise OutputError(
+                f"cannot finish {self._path}: {error.strerror or error}; its {self.num_frames} frames are in it and "
+                "can be played, its recipe is not"
+            ) from error
+        return self._path
+
+    def _finish_encoding(self) -> None:
+        self._is_finished = True
+        try:
+            self._encoder.finish()
+        except BrokenPipeError as error:
+            raise OutputError(f"{self._name}: whoever read it has left after {self.num_frames} frames") from error
+        except OSError as error:
+            kept = f"the {self.num_frames} frames before are in it and can be played"
+            if self._path is None or self.num_frames == 0:
+                kept = "nothing was left behind"
+            raise OutputError(f"cannot write {self._name}: {error.strerror or error}; {kept}") from error
+
+    @property
+    def _name(self) -> str:
+        return "standard output" if self._path is None else str(self._path)
+
+
+def check_streamable(target: str | Path) -> Path:
+    """The path of a file that can grow. Raises ConfigError for another extension than .mp4."""
+    path = Path(target)
+    file_format = format_of(path)
+    if file_format != "mp4":
+        raise ConfigError(
+            f"{path}: a {file_format} file cannot be watched while it grows; use a name that ends in .mp4"
+        )
+    return path
+
+
+def _take_free_name(target: Path) -> Path:
+    """An empty file of the first of the target's numbered names that is free with its sidecar. Raises OutputError."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned_files(target.parent)
+        number = 1
+        while True:
+            path = numbered(target, number)
+            if not sidecar_path(path).exists():
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                    return path
+            number += 1
+    except OSError as error:
+        raise cannot_write(target, error) from error
+
+
+def _standard_output() -> int:
+    """Its file descriptor; raises ConfigError for a terminal, which an mp4 would only upset."""
+    if os.isatty(sys.stdout.fileno()):
+        raise ConfigError("--stream -: standard output is a terminal; pipe it, as in `| ffplay -`, or name a file")
+    return sys.stdout.fileno()
