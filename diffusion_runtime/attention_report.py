@@ -101,6 +101,32 @@ class GraphReplays:
 
 
 @dataclass(frozen=True)
+class CacheRow:
+    """The key-value cache of a video that was made chunk by chunk; all counts but the last two in latent frames.
+
+    chunk_frames: of a chunk. window_frames: in sight, sink and chunk included, None for all; sink_frames: of these, the
+    first ones of the video, which stay. cached_frames: that there was room for. positions: what keys are rotated by.
+    num_bytes: on this process, of all layers, branches and experts. num_commits: forward passes that left final keys.
+    """
+
+    chunk_frames: int
+    window_frames: int | None
+    sink_frames: int
+    cached_frames: int
+    positions: str
+    num_bytes: int
+    num_commits: int
+
+    def __str__(self) -> str:
+        window = "all frames" if self.window_frames is None else f"{self.window_frames} latent frames"
+        sink = f", {self.sink_frames} of them the first ones of the video (sink)" if self.sink_frames else ""
+        return (
+            f"key-value cache: {window} in sight{sink}, chunks of {self.chunk_frames}, {self.positions} positions, "
+            f"{self.num_commits} commits, {self.num_bytes / 1e9:.3f} GB for {self.cached_frames} frames"
+        )
+
+
+@dataclass(frozen=True)
 class SkipRow:
     """Skip-softmax of one layer over all steps: how many pairs of a tile of queries and a piece of keys were visited,
     and skipped because their weights were too small. Of this process's heads, where several share a layer."""
@@ -120,7 +146,8 @@ class AttentionReport:
     """Every attention call of one generation, and the components whose attention is their library's own. steps: empty
     where every step is computed by request. products: of quantised linear layers; empty where there are none. skipped:
     by layer, of calls that may skip keys; empty where none did. graphs, decoder_graphs: None where CUDA graphs were not
-    to be used. Calls and products of a replayed forward pass count as those of any."""
+    to be used. Calls and products of a replayed forward pass count as those of any. cache: of a video that was made
+    chunk by chunk, None for one made at once."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()
@@ -130,6 +157,7 @@ class AttentionReport:
     graphs: GraphReplays | None = None
     decoder_graphs: GraphReplays | None = None
     skipped: tuple[SkipRow, ...] = ()
+    cache: CacheRow | None = None
 
     @property
     def num_calls(self) -> int:
@@ -145,6 +173,7 @@ class AttentionReport:
             "products": [asdict(row) for row in self.products],
             "graphs": None if self.graphs is None else asdict(self.graphs),
             "decoder_graphs": None if self.decoder_graphs is None else asdict(self.decoder_graphs),
+            "cache": None if self.cache is None else asdict(self.cache),
             "skipped": [{**asdict(row), "share": row.share} for row in self.skipped],
             "notes": list(self.notes),
         }
@@ -161,6 +190,7 @@ class AttentionReport:
         lines += [f"steps of {row}" for row in self.steps]
         lines += [f"quantised linear layers: {row.count} x {row.implementation}" for row in self.products]
         lines += [str(graphs) for graphs in (self.graphs, self.decoder_graphs) if graphs is not None]
+        lines += [] if self.cache is None else [str(self.cache)]
         lines += skipped_lines(self.skipped)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -222,6 +252,7 @@ class AttentionRecorder:
         self._decoder_graphs: GraphReplays | None = None
         self._tape: CallTape | None = None
         self._skipped: dict[tuple[str, int], torch.Tensor] = {}
+        self._cache: CacheRow | None = None
 
     @contextmanager
     def taped(self) -> Iterator[CallTape]:
@@ -293,6 +324,10 @@ class AttentionRecorder:
         """Say what of the decoder was replayed from CUDA graphs."""
         self._decoder_graphs = graphs
 
+    def record_cache(self, cache: CacheRow) -> None:
+        """Say what the key-value cache of the video was."""
+        self._cache = cache
+
     def record_skipped(self, layer: LayerInfo, counts: torch.Tensor) -> None:
         """Add a call's (skipped, visited), int64 [2]. They stay on their device until `report` reads them."""
         key = layer.role, layer.index
@@ -350,6 +385,7 @@ class AttentionRecorder:
             skipped=skipped,
             graphs=self._graphs,
             decoder_graphs=self._decoder_graphs,
+            cache=self._cache,
         )
 
 

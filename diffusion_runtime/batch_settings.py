@@ -10,6 +10,8 @@ from typing import Self, TypeVar
 
 import torch
 
+from diffusion_runtime.attention.cache.window import FrameWindow
+from diffusion_runtime.denoising.chunks import ChunkPlan
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.progressive_resolution import Stage, growth_level, plan_stages
@@ -22,6 +24,7 @@ from diffusion_runtime.models.video_control import VideoControl
 from diffusion_runtime.progressive_resolution import ProgressiveSettings
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.step_cache import StepCacheSettings
+from diffusion_runtime.step_info import StepInfo
 
 _T = TypeVar("_T")
 
@@ -30,7 +33,8 @@ _T = TypeVar("_T")
 class SamplingRules:
     """How a model is sampled: the sizes it can make, the scheduler it came with, how its noise levels are spaced,
     whether guidance is an input of it (Model.embeds_guidance), what is added to its guidance_scale for classifier-free
-    guidance, and how it takes a control video."""
+    guidance, how it takes a control video, and whether it makes videos chunk by chunk with a key-value cache
+    (Model.is_causal)."""
 
     geometry: LatentGeometry
     scheduler: SchedulerConfig
@@ -38,6 +42,7 @@ class SamplingRules:
     embeds_guidance: bool = False
     guidance_offset: float = 0.0
     control: VideoControl | None = None
+    is_causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,28 @@ class BatchSettings:
     def num_steps(self) -> int:
         """Of both stages together."""
         return self.num_inference_steps + len(self.second_levels)
+
+    @property
+    def chunks(self) -> ChunkPlan:
+        """How a causal model's video is cut."""
+        shared = self.shared
+        num_frames = self.sample_shape(self.size)[1]
+        return ChunkPlan(_filled(shared.chunk_frames), shared.first_chunk_frames, num_frames)
+
+    @property
+    def frame_window(self) -> FrameWindow:
+        """Which frames a causal model's chunk has in sight. Raises ConfigError for a window without room beside the
+        sink."""
+        return FrameWindow(self.shared.kv_sink or 0, self.shared.kv_window or None)
+
+    @property
+    def num_steps_of_video(self) -> int:
+        """Denoising steps of all chunks together; without chunks, num_steps."""
+        return self.num_steps * ((self.chunks.num_chunks or 1) if self.rules.is_causal else 1)
+
+    def num_done(self, step: StepInfo) -> int:
+        """How many of these are done after a step."""
+        return step.chunk * self.num_steps + step.index + 1
 
     @property
     def first_size(self) -> ClipSize:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.batch_settings import BatchSettings
@@ -15,7 +16,7 @@ from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import rescaled, with_guidance
-from diffusion_runtime.denoising.interface import OnStep, Predict
+from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages
 from diffusion_runtime.denoising.registry import build_sampler
@@ -72,22 +73,18 @@ class LatentDenoiser:
         noise = sample_noise.draw().to(self.device)
         # What is computed from the prompt alone serves every size.
         state = RequestCache()
-        forward = self._forward()
+        forward = self.forward_of()
         predicts: list[Predict] = []
         caches: list[StepCache] = []
         for size in sizes:
-            inputs = self._inputs(text, size)
+            inputs = self.inputs_of(text, size)
             # One of each size: nothing of another size can be reused.
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
             caches.append(cache)
-            guided = with_guidance(
-                self._predict(
+            guided = self.guided(
+                self.predict_of(
                     forward, inputs, state, cache.block_runner if self.block_runner is None else self.block_runner
                 ),
-                lambda step: settings.cfg_scales[min(step.expert, 1)],
-                settings.guidance_mode,
-                rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
-                BranchExchange.of(self.mesh),
                 cache.wrappers,
             )
             predicts.append(_numbered(self._with_expert(guided), 0, settings.num_steps))
@@ -101,12 +98,12 @@ class LatentDenoiser:
             cache.finish(latents.device)
         if settings.second_levels:
             latents = self.transformer.settle(latents, inputs["cond"])
-            inputs = self._inputs(text, settings.size)
+            inputs = self.inputs_of(text, settings.size)
             latents = self._second_stage(latents, inputs, forward, state, sample_noise, on_step)
         if isinstance(forward, GraphedForward):
             forward.report()
         latents = self.transformer.settle(latents, inputs["cond"])
-        _check_finite(latents, self.dtype)
+        check_finite(latents, self.dtype)
         return latents
 
     def _second_stage(
@@ -126,12 +123,8 @@ class LatentDenoiser:
         parts = geometry.parts(latents, settings.first_size)
         clean = geometry.join(self.upsampler(parts.video).to(latents.device), parts.audio)
         noise = sample_noise.draw_of(geometry.sample_shape(settings.size)).to(latents.device)
-        guided = with_guidance(
-            self._predict(forward, inputs, state, BlockRunner() if self.block_runner is None else self.block_runner),
-            lambda step: settings.cfg_scales[min(step.expert, 1)],
-            settings.guidance_mode,
-            rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
-            BranchExchange.of(self.mesh),
+        guided = self.guided(
+            self.predict_of(forward, inputs, state, BlockRunner() if self.block_runner is None else self.block_runner)
         )
         first = settings.num_inference_steps
         self.recorder.note(
@@ -144,7 +137,7 @@ class LatentDenoiser:
             lambda step, at: on_step(dataclasses.replace(step, index=first + step.index), at),
         )
 
-    def _inputs(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
+    def inputs_of(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
         """The conditions of the transformer, by guidance branch."""
         image = self._image_condition(size)
         return {
@@ -169,7 +162,7 @@ class LatentDenoiser:
             self.recorder.record_library(part.component, part.library, part.implementation)
         return condition
 
-    def _forward(self) -> Callable[[ForwardPass], torch.Tensor]:
+    def forward_of(self) -> Callable[[ForwardPass], torch.Tensor]:
         """The transformer, of which some forward passes are replayed."""
         if self.graphs is None:
             return lambda given: given.run(self.transformer)
@@ -181,18 +174,35 @@ class LatentDenoiser:
             group=self.mesh.forward,
         )
 
-    def _predict(
+    def guided(self, predict: Predict, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
+        """The guidance of these settings around a prediction that reads `step.branch`; wrappers: see with_guidance."""
+        settings = self.settings
+        return with_guidance(
+            predict,
+            lambda step: settings.cfg_scales[min(step.expert, 1)],
+            settings.guidance_mode,
+            rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
+            BranchExchange.of(self.mesh),
+            wrappers,
+        )
+
+    def predict_of(
         self,
         forward: Callable[[ForwardPass], torch.Tensor],
         inputs: Mapping[str, DenoiserInputs],
         state: RequestCache,
         block_runner: BlockRunner,
+        cache: Callable[[], FrameCache | None] = lambda: None,
     ) -> Predict:
-        """The transformer as a function of latents and step. inputs: by guidance branch."""
+        """The transformer as a function of latents and step. inputs: by guidance branch, read at every pass. cache: the
+        key-value cache of the pass that runs now."""
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
             timestep = torch.full(latents.shape[:1], step.timestep, dtype=torch.float32, device=latents.device)
+            if step.frame_timesteps is not None:
+                of_frames = torch.tensor(step.frame_timesteps, dtype=torch.float32)
+                timestep = of_frames.repeat(len(latents), 1).to(latents.device)
             context = AttentionContext(
                 step=step,
                 state=state,
@@ -200,6 +210,7 @@ class LatentDenoiser:
                 sharding=self.mesh.sharding,
                 block_runner=block_runner,
                 is_compiled=self.is_compiled,
+                cache=cache(),
             )
             return forward(ForwardPass(latents.to(self.dtype), timestep, inputs[step.branch], context))
 
@@ -233,7 +244,8 @@ def _sizes_remark(stages: Sequence[Stage], sizes: Sequence[ClipSize]) -> str:
     return f"progressive_resolution: {'; '.join(parts)} (height x width)"
 
 
-def _check_finite(latents: torch.Tensor, dtype: torch.dtype) -> None:
+def check_finite(latents: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises DiffusionRuntimeError for latents that are not. dtype: of the model."""
     if not bool(latents.isfinite().all()):
         raise DiffusionRuntimeError(
             f"the latents are not finite after denoising in {str(dtype).removeprefix('torch.')}: numbers overflowed, "

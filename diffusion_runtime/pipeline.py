@@ -14,6 +14,7 @@ import torch
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.interface import OnStep
@@ -371,15 +372,17 @@ class Pipeline:
                     self.text_encoder, batch, recorder, self.device, self.dtype, is_guided=settings.is_guided
                 )
                 done(1)
-            with clock.stage("denoise", settings.num_steps) as done:
+            with clock.stage("denoise", settings.num_steps_of_video) as done:
                 seeds = [request.seed for request in batch]
 
                 def on_step(step: StepInfo, at: torch.Tensor) -> None:
                     if self._watch_latents is not None:
                         self._watch_latents(step, at)
-                    done(step.index + 1)
+                    done(settings.num_done(step))
 
-                latents = denoiser.denoise(prompts.conditions, seeds, on_step)
+                by_chunk = settings.rules.is_causal
+                denoise = ChunkedDenoiser(denoiser).denoise if by_chunk else denoiser.denoise
+                latents = denoise(prompts.conditions, seeds, on_step)
                 on_latents(latents)
             if self._quantization is not None:
                 self._quantization.counter.stop()

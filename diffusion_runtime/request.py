@@ -34,6 +34,9 @@ from diffusion_runtime.request_fields import (
 from diffusion_runtime.samplers import SAMPLERS as REGISTERED_SAMPLERS
 from diffusion_runtime.step_cache import StepCacheSettings
 
+# What the frame positions of cached keys count (attention/cache/frame_cache.py).
+POSITIONS = ("absolute", "window")
+_NO_CACHE = "this model makes a clip at once, without a key-value cache; leave it out"
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
 # The fields that say the noise level of every step.
@@ -234,6 +237,66 @@ class GenerationRequest:
             "behind a colon, dct:delta=0.05. See docs/progressive_resolution.md.",
             check=MethodText(ProgressiveSettings),
             may_stay_none=True,
+        ).as_metadata(),
+    )
+    # Latent frames that are denoised together, of models that make a video chunk by chunk (causal models).
+    chunk_frames: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Latent frames per chunk, in models that make a video chunk by chunk.",
+            check=Count(),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # Those of the first chunk; None is as many.
+    first_chunk_frames: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Latent frames of the first chunk, where it has another number.",
+            check=Count(),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # Latent frames in sight of a chunk, its own and the sink included; 0 is all.
+    kv_window: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Latent frames in sight, the chunk's own and the sink included (key-value cache); 0 is all.",
+            check=Count(minimum=0),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # The first latent frames of a video, which stay in sight.
+    kv_sink: int | None = field(
+        default=None,
+        metadata=RequestField(
+            help="First latent frames of the video that stay in sight (attention sink).",
+            check=Count(minimum=0),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # The noise level of the clean frames when their final keys are computed.
+    commit_noise: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Noise level, 0 to 1, at which a finished chunk's keys are computed (context noise).",
+            check=Number(maximum=0.999),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # What keys are rotated by: their frames' places in the video, or among the frames in sight.
+    positions: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Frame positions of cached keys: absolute (in the video) or window (among those in sight).",
+            check=OneOf(POSITIONS),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
         ).as_metadata(),
     )
     # The share of the steps after which the second branch of guidance is no longer computed; None or 1 computes all.

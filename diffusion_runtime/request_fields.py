@@ -97,14 +97,15 @@ class VideoFile:
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number from 1 to MAX_COUNT."""
+    """A whole number from `minimum` to MAX_COUNT."""
 
+    minimum: int = 1
     metavar: ClassVar[str] = "N"
     kind: ClassVar[type] = int
 
     def __call__(self, name: str, value: object) -> None:
-        if type(value) is not int or value < 1:
-            raise RequestError(f"{name}: expected a whole number of 1 or more, got {shown(value)}")
+        if type(value) is not int or value < self.minimum:
+            raise RequestError(f"{name}: expected a whole number of {self.minimum} or more, got {shown(value)}")
         if value > MAX_COUNT:
             raise RequestError(f"{name}: expected a whole number of at most {MAX_COUNT}, got {shown(value)}")
 

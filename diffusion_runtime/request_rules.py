@@ -95,6 +95,7 @@ class RequestRules(SamplingRules):
         settings = BatchSettings.of([request], self)
         self.geometry.sample_shape(settings.size)
         self._check_second_stage(settings)
+        self._check_chunks(settings)
         if not self.takes_guidance and settings.is_guided:
             raise RequestError(
                 "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
@@ -119,6 +120,25 @@ class RequestRules(SamplingRules):
             raise RequestError(f"step_cache: it goes with one stage; leave it out, or {field}")
         if shared.progressive_resolution and ProgressiveSettings.parse(shared.progressive_resolution) is not None:
             raise RequestError(f"progressive_resolution: it goes with one stage; leave it out, or {field}")
+
+    def _check_chunks(self, settings: BatchSettings) -> None:
+        """Raises RequestError where a chunk and the sink have no room in the window, and for what goes with a clip that
+        is made at once."""
+        if not self.is_causal:
+            return
+        shared = settings.shared
+        window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, settings.chunks.largest
+        if window is not None and window < sink + chunk:
+            raise RequestError(
+                f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and a chunk of {chunk}, "
+                f"got {window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all "
+                "frames)"
+            )
+        for name in ("step_cache", "progressive_resolution", "cfg_gate"):
+            if is_set(shared, name):
+                raise RequestError(
+                    f"{name}: this model makes a video chunk by chunk, and this is for clips made at once; leave it out"
+                )
 
     def _count_images(self, request: GenerationRequest) -> None:
         """Raises RequestError for an image that is missing, and for more than the model takes."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 BRANCHES = ("cond", "uncond", "both")
+PHASES = ("denoise", "commit")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class StepInfo:
     expert: which transformer, for models that have more than one.
     next_timestep: that of the step after it, 0 at the last one; an input of MeanFlow models (timestep_r;
     arXiv:2505.13447).
+    chunk: which chunk of a video that is made chunk by chunk; index and num_steps count within it. phase: `denoise`, or
+    `commit` for the pass over clean frames that leaves their final keys in the cache. frame_timesteps: of each latent
+    frame of the pass, where they differ, as in a rolling window; None where timestep is that of all.
     """
 
     index: int = 0
@@ -36,3 +41,6 @@ class StepInfo:
     branch: str = "cond"
     expert: int = 0
     next_timestep: float | None = None
+    chunk: int = 0
+    phase: Literal["denoise", "commit"] = "denoise"
+    frame_timesteps: tuple[float, ...] | None = None

@@ -94,3 +94,16 @@ class TokenLayout:
             elif stop > start:
                 merged.append((start, stop))
         return tuple(merged)
+
+
+@dataclass(frozen=True)
+class CachedLayout(TokenLayout):
+    """A grid of queries, and the keys of a cache: those of the frames in sight, the queries' own among them.
+
+    grid: of the keys, a frame for each slot that is read; it says nothing of the order in the video. num_query_frames:
+    of the queries' grid, whose height and width are the keys'. key_frames: the latent frame of the video that each
+    frame of keys is.
+    """
+
+    num_query_frames: int = 0
+    key_frames: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ Small enough to generate in well under a second, standard enough that diffusers'
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ WORDS = tuple(
     "a an the red blue green yellow circle square triangle star ring moving left right up down still on plain "
     "striped background two objects and of same colour , .".split()
 )
+COMPONENTS = ("transformer", "transformer_2")
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 MAX_TEXT_TOKENS = 24
 IMAGE_DIM = 24
@@ -31,6 +33,7 @@ def write_tiny_wan(
     boundary_ratio: float | None = None,
     takes_image: bool = False,
     condition: str = "",
+    causal: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a whole Wan folder and return its path.
 
@@ -39,7 +42,8 @@ def write_tiny_wan(
     takes_image: whether each token has a timestep, as in Wan 2.2 TI2V. condition: what stands beside the latents of an
     image-to-video model: "clip" (as in Wan 2.2 I2V), "clip and tokens" of an image encoder (as in Wan 2.1 I2V), or
     "clip and tokens of two images" (FLF2V); empty for text to video; "control" for VACE, whose control blocks read it.
-    The weights depend on nothing but the arguments. About 1 MB.
+    causal: what the config of a transformer says that makes videos chunk by chunk; None for one that makes them at
+    once. The weights depend on nothing but the arguments. About 1 MB.
     """
     import torch
     from diffusers import WanImageToVideoPipeline, WanPipeline, WanVACEPipeline
@@ -67,7 +71,21 @@ def write_tiny_wan(
     # text by that number.
     max_text_tokens = 512 if "tokens" in condition else MAX_TEXT_TOKENS
     (folder / "generation.json").write_text(json.dumps({"max_text_tokens": max_text_tokens}))
+    if causal is not None:
+        _make_causal(folder, causal, COMPONENTS[: 1 if boundary_ratio is None else 2])
     return folder
+
+
+def _make_causal(folder: Path, keys: Mapping[str, Any], components: Sequence[str]) -> None:
+    """The same weights under the names that FastVideo gives causal models."""
+    index = json.loads((folder / "model_index.json").read_text())
+    for component in components:
+        index[component] = ["diffusers", "CausalWanTransformer3DModel"]
+        path = folder / component / "config.json"
+        path.write_text(
+            json.dumps({**json.loads(path.read_text()), "_class_name": "CausalWanTransformer3DModel", **keys})
+        )
+    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "WanCausalDMDPipeline"}))
 
 
 def tiny_tokenizer() -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Self, TypeVar, TypeVarTuple, cast
 
 import torch
 
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention.handles import HandleTable
 from diffusion_runtime.attention_report import AttentionRecorder
@@ -45,6 +46,10 @@ class CacheScope:
         """The value under `key`, `default` when there is none."""
         return self._values.get(key, default)
 
+    def find_all(self, name: str) -> Iterator[object]:
+        """The values whose key is a tuple that begins with `name`."""
+        return (value for key, value in self._values.items() if isinstance(key, tuple) and key[0] == name)
+
 
 class RequestCache:
     """Values that live as long as one request, in three scopes.
@@ -70,6 +75,11 @@ class RequestCache:
     def scope(self, key: Hashable) -> CacheScope:
         """The scope under a key of a FixedState's."""
         return self._scope(key)
+
+    def find_all(self, name: str) -> Iterator[object]:
+        """Every scope's values whose key begins with the name of a user."""
+        for scope in self._scopes.values():
+            yield from scope.find_all(name)
 
     def is_first(self, what: str) -> bool:
         """Whether `what` is asked for the first time in this request: for messages that are logged once."""
@@ -97,7 +107,8 @@ class AttentionContext:
     sharding: how the grid's tokens are cut over the processes that share the sequence. block_runner: runs the blocks of
     a transformer, or reuses what they made. plans: what backends prepare once per forward pass. is_compiled: whether
     torch.compile has compiled the blocks that it is given to; handle: what they have of it (attention/opaque.py), None
-    where they are not compiled.
+    where they are not compiled. cache: the keys and values of earlier frames, for layers that are built with
+    cached_keys; None where there are none.
     """
 
     layout: TokenLayout | None = None
@@ -108,6 +119,7 @@ class AttentionContext:
     block_runner: BlockRunner = field(default_factory=BlockRunner)
     plans: ForwardPlans = field(default_factory=ForwardPlans)
     is_compiled: bool = False
+    cache: FrameCache | None = None
     handle: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
@@ -40,7 +41,10 @@ from diffusion_runtime.parallel.interface import AttentionInputs, Exchange, Sing
 from diffusion_runtime.parallel.ulysses import UlyssesExchange
 from diffusion_runtime.parallel.usp import USPExchange
 from diffusion_runtime.step_info import LayerInfo, StepInfo
-from diffusion_runtime.token_layout import RASTER, Extent, TokenLayout
+from diffusion_runtime.token_layout import RASTER, CachedLayout, Extent, TokenLayout
+
+# The name of every layer's store in a RequestCache.
+CACHED_KEYS = "cached keys"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +74,8 @@ class AttentionLayer(nn.Module, ABC):
     num_heads, head_dim: of the queries; num_kv_heads: of keys and values, None for as many (fewer is grouped-query
     attention). layer: which layer this is, its role included. policy: the choices it is built with; None takes the
     environment's and the platform's. scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
-    exchange: how processes share the sequence; None takes what the class makes of the policy's mesh.
+    exchange: how processes share the sequence; None takes what the class makes of the policy's mesh. cached_keys:
+    whether its calls attend to the keys and values of earlier frames too, where the context has a cache of them.
 
     As attributes, num_heads and num_kv_heads are those of this process, where the policy's mesh shares a layer's heads
     (tensor parallel): first_head is the first of them among num_heads_total. requirements: what is known of the layer
@@ -91,6 +96,7 @@ class AttentionLayer(nn.Module, ABC):
         scale: float | None = None,
         causal: bool = False,
         exchange: Exchange | None = None,
+        cached_keys: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -107,6 +113,7 @@ class AttentionLayer(nn.Module, ABC):
         self.head_dim = head_dim
         self.scale = scale
         self.causal = causal
+        self.cached_keys = cached_keys
         if exchange is None:
             exchange = self._make_exchange(self.policy.mesh, self.policy.num_head_groups)
         exchange.check(self.num_heads, self.num_kv_heads, causal=causal)
@@ -119,7 +126,7 @@ class AttentionLayer(nn.Module, ABC):
             self.policy.requirements(
                 self.layer, head_dim=head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads
             ),
-            needs=features_used(scale=scale, causal=causal),
+            needs=features_used(scale=scale, causal=causal, cached_keys=cached_keys),
             keys_in_parts=self._exchange.needs_lse,
             every_key_on_demand=self._exchange_with_every_key is not None,
         )
@@ -263,7 +270,7 @@ class AttentionLayer(nn.Module, ABC):
         if self.causal:
             return frozenset({RASTER})
         device, forced = resolve_device(self.policy.device), current_force()
-        needs = features_used(layout=layout, scale=self.scale)
+        needs = features_used(layout=layout, scale=self.scale, cached_keys=self.cached_keys)
         tiles = set()
         for rules in self.policy.held_rules(self.layer, num_steps):
             resolved = self._served_at(_DecisionKey(forced, rules, self.policy.dtype, device, needs)).resolved
@@ -273,7 +280,7 @@ class AttentionLayer(nn.Module, ABC):
     def resolved_at(self, step: StepInfo, layout: TokenLayout | None) -> Resolved:
         """What serves a call at a step of a request whose keys sit as `layout` says, asked before there is one."""
         device = resolve_device(self.policy.device)
-        needs = features_used(layout=layout, scale=self.scale, causal=self.causal)
+        needs = features_used(layout=layout, scale=self.scale, causal=self.causal, cached_keys=self.cached_keys)
         rules = self.policy.rules_now(self.layer, step)
         return self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, needs)).resolved
 
@@ -318,6 +325,8 @@ class AttentionLayer(nn.Module, ABC):
         block_mask: BlockMask | None = None,
     ) -> AttentionResult:
         """What this process computes of one call, or a part of that."""
+        if self.cached_keys and context.cache is not None:
+            inputs = self._with_cached_keys(inputs, context, context.cache)
         check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, self.causal)
         if inputs.mask is not None:
             check_mask(inputs.mask, inputs.q, inputs.k)
@@ -340,6 +349,30 @@ class AttentionLayer(nn.Module, ABC):
         if backend.prepares:
             call = call._replace(prepared=context.plans.of(backend, _plan_of(call)))
         return run_backend(backend, call)
+
+    def _with_cached_keys(
+        self, inputs: AttentionInputs, context: AttentionContext, cache: FrameCache
+    ) -> AttentionInputs:
+        """The call with the keys and values in sight in place of its own, which are written to the cache. After the
+        exchange, so that every process keeps the heads that it computes.
+
+        Raises ConfigError for a call over other frames than the cache's plan.
+        """
+        plan, layout = cache.plan, inputs.layout
+        if layout is None or layout.num_text_tokens or layout.grid[0] != plan.num_frames or layout.tile != RASTER:
+            raise ConfigError(
+                f"{self.layer.name or self.layer.role}: expected a grid of {plan.num_frames} frames in raster order "
+                f"for the key-value cache, got {layout}"
+            )
+        q, k, v = inputs.q, inputs.k, inputs.v
+        check_shapes(q, k, v, layout, self.causal)
+        store = context.state.of_layer(self.layer, context.step).get_or_create(
+            (CACHED_KEYS, inputs.first_head), lambda: cache.new_store(k)
+        )
+        q, k, v = cache.exchange(store, q, k, v)
+        grid = (len(plan.read), *layout.grid[1:])
+        in_sight = CachedLayout(grid, num_query_frames=plan.num_frames, key_frames=plan.key_frames)
+        return inputs._replace(q=q, k=k, v=v, layout=in_sight, packed=None)
 
     def _count(self, context: AttentionContext, served: _ResolvedCall, implementation: str) -> None:
         """Record one call, however many parts it was computed in."""
@@ -387,6 +420,7 @@ class AttentionLayer(nn.Module, ABC):
                 block_mask=block_mask,
                 scale=self.scale,
                 causal=self.causal,
+                cached_keys=self.cached_keys,
             ),
         )
         return self._served_at(key)

@@ -129,10 +129,9 @@ def _try_choice(
     passed_over: list[Backend] = []
     for name in choice.spec.candidates:
         backend = find_backend(name)
-        if backend is not None and not choice.by_name and not _serves(backend, requirements):
-            rejected.append(
-                (name, f"{choice.key}: not made for role {shown(requirements.role)}, the next choice decides")
-            )
+        reason = "" if backend is None or choice.by_name else _passed_over(backend, requirements)
+        if backend is not None and reason:
+            rejected.append((name, f"{choice.key}: {reason}, the next choice decides"))
             passed_over.append(backend)
             continue
         reasons = refusals(name, requirements)
@@ -175,7 +174,7 @@ def select_dense(requirements: AttentionRequirements, named: Iterable[tuple[str,
     rejected: list[tuple[str, str]] = []
     for name, choice in named:
         backend = find_backend(name)
-        if backend is not None and (backend.capability.needs_every_key or not _serves(backend, requirements)):
+        if backend is not None and (backend.capability.needs_every_key or _passed_over(backend, requirements)):
             continue
         reasons = refusals(name, requirements)
         if not reasons:
@@ -186,12 +185,13 @@ def select_dense(requirements: AttentionRequirements, named: Iterable[tuple[str,
     return dataclasses.replace(default, reason=reason, rejected=rejected)
 
 
-def _serves(backend: Backend, requirements: AttentionRequirements) -> bool:
-    """Whether it is made for the role; one that raises when asked counts as made for it, and is then refused."""
+def _passed_over(backend: Backend, requirements: AttentionRequirements) -> str:
+    """Why it is not made for the role, empty where it is; one that raises when asked counts as made for it, and is then
+    refused."""
     try:
-        return backend.capability.serves(requirements)
+        return backend.capability.passed_over(requirements)
     except Exception:  # whatever a third-party capability raises
-        return True
+        return ""
 
 
 def _unavailable(

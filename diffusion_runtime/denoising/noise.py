@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -31,3 +32,32 @@ class SampleNoise:
 def initial_noise(latent_shape: Sequence[int], seeds: Sequence[int]) -> torch.Tensor:
     """Standard normal noise [len(seeds), *latent_shape], float32, on the CPU: the first of `SampleNoise`."""
     return SampleNoise(latent_shape, seeds).draw()
+
+
+class ChunkNoise:
+    """Standard normal noise of a video that is made chunk by chunk, by (seed, chunk, draw) alone: the chunks of a video
+    are the first ones of a longer one, in every batch and on every device.
+
+    frame_shape: (channels, height, width) of a latent frame. seeds: one per sample.
+    """
+
+    def __init__(self, frame_shape: tuple[int, int, int], seeds: Sequence[int]) -> None:
+        self._frame_shape = frame_shape
+        self._seeds = tuple(seeds)
+
+    def draw(self, chunk: int, num_frames: int, draw: int | str) -> torch.Tensor:
+        """[len(seeds), channels, num_frames, height, width], float32, on the CPU. draw: 0 for what the chunk starts
+        from, j for what is added before step j, "commit" for what the commit adds."""
+        channels, height, width = self._frame_shape
+        return torch.stack(
+            [
+                torch.randn((channels, num_frames, height, width), generator=_generator(seed, chunk, draw))
+                for seed in self._seeds
+            ]
+        )
+
+
+def _generator(seed: int, chunk: int, draw: int | str) -> torch.Generator:
+    """Seeded with 63 bits of a hash, so that no two of these numbers share a sequence, as sums of them would."""
+    digest = hashlib.blake2b(f"{seed}:{chunk}:{draw}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -17,14 +17,15 @@ def rotated_attention(
     attention: AttentionLayer,
     product: torch.Tensor,
     norms: Sequence[RMSNorm],
-    rotations: torch.Tensor,
+    rotations: torch.Tensor | None,
     context: AttentionContext,
     *,
     gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """attention(*norm_and_rotate(product, norms, rotations), context), [batch, seq, heads, head_dim].
 
-    product: q, k and v, [batch, seq, 3, heads, head_dim]; it may be overwritten. norms: of q and of k. gate: as the
+    product: q, k and v, [batch, seq, 3, heads, head_dim]; it may be overwritten. norms: of q and of k. rotations:
+    None for a cache that rotates where it reads. gate: as the
     attention layer takes it. Where the backend's blocks are known before, q, k and v are written as their rows; not
     where processes share the features that a norm is over, which takes the squares of all of them first.
     """

@@ -45,6 +45,8 @@ from diffusion_runtime.request_rules import RequestRules
 # Ulysses sends one group of heads while it computes another. On two H200s that hides 15 of 17.5 ms of a forward pass
 # (benchmarks/results/parallel_gpu.json); over gloo, on CPUs, it costs more than it hides.
 _HEAD_GROUPS = 2
+# The request fields of models that make videos chunk by chunk.
+_OF_CHUNKS = ("chunk_frames", "first_chunk_frames", "kv_window", "kv_sink", "commit_noise", "positions")
 
 
 def prepare_native(
@@ -201,6 +203,7 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         needed_images=frozenset(name for name, is_needed in model.images.items() if is_needed),
         references=model.references,
         control=model.control,
+        is_causal=model.is_causal,
         attention_layers=(),
         sampling_presets=sampling_presets,
         spectrum=read_spectrum(model.folder),
@@ -218,6 +221,7 @@ def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
         "conditioning_scale": model.control is not None,
         "decode_timestep": model.decodes_with_noise,
         "decode_noise_scale": model.decodes_with_noise,
+        **dict.fromkeys(_OF_CHUNKS, model.is_causal),
     }
     return frozenset((*model.family.request_fields, *model.images, *(name for name, holds in facts.items() if holds)))
 

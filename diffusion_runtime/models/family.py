@@ -93,7 +93,9 @@ class Model(Generic[C, G]):
     run without, and whose authors' pipeline leaves the scale unread. decodes_with_noise: the decoder takes noise and
     its level (decode_noise_scale, decode_timestep). images: the fields of images that requests may set, image_path,
     last_image_path and mask_path -> whether they must; in models with control blocks, those of the control video too.
-    references: how a model for editing takes its images; control: what one with control blocks takes.
+    references: how a model for editing takes its images; control: what one with control blocks takes. is_causal: it
+    makes videos chunk by chunk, and its transformer reads the keys of earlier ones (attention/cache); the defaults then
+    say chunk_frames, and what else is not that of a cache of everything.
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
     make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
@@ -127,6 +129,7 @@ class Model(Generic[C, G]):
     images: Mapping[str, bool] = field(default_factory=dict)
     references: ReferenceImages | None = None
     control: VideoControl | None = None
+    is_causal: bool = False
     transformer_files: tuple[TransformerFile, ...] = ()
     known_names: Callable[[], Sequence[LoraNames]] = lambda: ()
     tensor: TensorParallel | None = None

@@ -45,6 +45,7 @@ def _in_folder(folder: str, *, lora_names_in: str | None = None) -> _Registered:
 _families: dict[str, _Registered] = {
     "WanTransformer3DModel": _in_folder("wan"),
     "WanVACETransformer3DModel": _in_folder("wan"),
+    "CausalWanTransformer3DModel": _in_folder("wan"),
     "FluxTransformer2DModel": _in_folder("flux1"),
     "Flux2Transformer2DModel": _in_folder("flux2"),
     "QwenImageTransformer2DModel": _in_folder("qwen_image"),

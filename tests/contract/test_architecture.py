@@ -22,6 +22,7 @@ ROWS = [
     {"diffusers_bridge"},
     {"request_profile"},
     {"pipeline", "generation_pipeline"},
+    {"chunked_denoiser"},
     {
         "request_rules",
         "forward_ranges",
@@ -68,6 +69,7 @@ ATTENTION_ROWS = [
     {"opaque", "fixed_state"},
     {"context", "roles", "schedule"},
     {"handles", "forward_plans"},
+    {"cache"},
 ]
 ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 

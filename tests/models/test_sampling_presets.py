@@ -57,6 +57,8 @@ LIGHTX2V = [1.0, 0.9375, 5 / 6, 0.625]
 LTX_DISTILLED = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875]
 TABLE: dict[tuple[str, str], tuple[str, list[float]]] = {
     ("wan", "fastwan-3"): ("dmd", [1.0, 0.757, 0.522]),
+    # The same levels: Self-Forcing's list is warped by a shift of 5, too.
+    ("wan", "self-forcing-4"): ("dmd", LIGHTX2V),
     ("wan", "distill-4"): ("flow_match_euler", LIGHTX2V),
     ("wan", "lightning-4"): ("flow_match_euler", LIGHTX2V),
     ("wan", "turbowan-4"): ("rcm", rcm(80)),

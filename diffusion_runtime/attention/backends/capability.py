@@ -6,10 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from diffusion_runtime.attention.roles import CATEGORIES
+from diffusion_runtime.errors import shown
 from diffusion_runtime.hardware import DTYPES, PLATFORMS, Hardware
 
 # What a call may ask of a backend beyond softmax(q k^T / sqrt(head_dim)) v on unpadded [batch, seq, heads, head_dim].
-FEATURES = ("key_padding", "gqa", "causal", "scale", "lse", "gate", "boolean_mask", "additive_mask", "block_mask")
+# cached_keys: a grid of queries and more keys, those of a key-value cache (CachedLayout).
+FEATURES = (
+    "key_padding",
+    "gqa",
+    "causal",
+    "scale",
+    "lse",
+    "gate",
+    "boolean_mask",
+    "additive_mask",
+    "block_mask",
+    "cached_keys",
+)
+_NO_CACHED_KEYS = "cannot do cached_keys: it attends within one grid, not to the keys of earlier chunks"
 
 
 @dataclass(frozen=True)
@@ -116,13 +130,21 @@ class Capability:
 
     def serves(self, requirements: AttentionRequirements) -> bool:
         """Whether the backend is made for the role at all; a general choice passes over roles it is not made for."""
-        return requirements.category in self.categories
+        return not self.passed_over(requirements)
+
+    def passed_over(self, requirements: AttentionRequirements) -> str:
+        """Why a general choice passes over the role; empty where it does not."""
+        if requirements.category not in self.categories:
+            return f"not made for role {shown(requirements.role)}"
+        if "cached_keys" in requirements.needs - self.features:
+            return _NO_CACHED_KEYS
+        return ""
 
     def refusals(self, requirements: AttentionRequirements) -> list[str]:
         """Every reason why the backend cannot meet `requirements`; empty when it can."""
         reasons = []
         hardware = requirements.hardware
-        if not self.serves(requirements):
+        if requirements.category not in self.categories:
             reasons.append(f"serves {', '.join(sorted(self.categories))} attention, not role {requirements.role!r}")
         if hardware.platform not in self.platforms:
             reasons.append(f"runs on {', '.join(sorted(self.platforms))}, not on {hardware.platform}")
@@ -148,7 +170,14 @@ class Capability:
             reasons.append("returns no log-sum-exp, which ring attention merges its parts by")
         if requirements.no_grid and self.needs_grid:
             reasons.append(f"it needs the grid of the tokens, {requirements.no_grid}")
-        reasons += [f"cannot do {feature}" for feature in sorted(needs - self.features)]
+        if requirements.keys_in_parts and "cached_keys" in needs:
+            reasons.append(
+                "ring attention moves keys between processes, which hold cached ones; share by ulysses_degree"
+            )
+        missing = {feature: f"cannot do {feature}" for feature in sorted(needs - self.features)}
+        if "cached_keys" in missing:
+            missing["cached_keys"] = _NO_CACHED_KEYS
+        reasons += missing.values()
         return reasons
 
 

@@ -23,7 +23,9 @@ def _capability(maximum_head_size: int) -> Capability:
         platforms=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),
         head_sizes=HeadSizes(minimum=8, maximum=maximum_head_size, multiple=8),
-        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"}),
+        features=frozenset(
+            {"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "cached_keys"}
+        ),
         minimum_capability=(8, 0),
         maximum_capability=(12, 1),
     )

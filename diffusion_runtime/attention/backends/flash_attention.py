@@ -15,7 +15,7 @@ from diffusion_runtime.attention.backends.key_ranges import PackedCall, attend_b
 from diffusion_runtime.attention.backends.packages import PackageBackend
 
 FLASH_DTYPES = frozenset({"bfloat16", "float16"})
-FLASH_FEATURES = frozenset({"key_padding", "gqa", "causal", "scale", "lse"})
+FLASH_FEATURES = frozenset({"key_padding", "gqa", "causal", "scale", "lse", "cached_keys"})
 
 
 class FlashAttention(PackageBackend):

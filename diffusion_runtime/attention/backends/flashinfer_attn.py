@@ -76,7 +76,7 @@ class FlashInferBackend(PackageBackend):
         platforms=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),
         head_sizes=HeadSizes(only=(64, 128, 256)),
-        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse"}),
+        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "cached_keys"}),
         minimum_capability=(8, 0),
         maximum_capability=(12, 1),
     )

@@ -41,7 +41,9 @@ def _capability(features: frozenset[str]) -> Capability:
 
 
 _ON_GPU = _capability(
-    frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "block_mask"})
+    frozenset(
+        {"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "block_mask", "cached_keys"}
+    )
 )
 # torch's CPU code returns no log-sum-exp, and what it generates for a mask of lengths that change does not compile.
 _ON_CPU = _capability(_ON_GPU.features - {"lse", "boolean_mask", "additive_mask", "block_mask"})

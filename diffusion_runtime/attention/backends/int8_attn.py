@@ -26,7 +26,7 @@ _INSTALL_TRITON = "pip install 'diffusion-runtime[sparse]'"
 _CAPABILITY = Capability(
     platforms=frozenset({"cpu", "cuda"}),
     head_sizes=HeadSizes(only=HEAD_SIZES),
-    features=frozenset({"key_padding", "gqa", "scale", "lse"}),
+    features=frozenset({"key_padding", "gqa", "scale", "lse", "cached_keys"}),
     minimum_capability=MINIMUM_CAPABILITY,
 )
 

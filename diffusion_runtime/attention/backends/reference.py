@@ -29,7 +29,17 @@ class ReferenceBackend(Backend):
     capability = Capability(
         dtypes=frozenset((*DTYPES, "float64")),
         features=frozenset(
-            {"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "block_mask"}
+            {
+                "key_padding",
+                "gqa",
+                "causal",
+                "scale",
+                "lse",
+                "boolean_mask",
+                "additive_mask",
+                "block_mask",
+                "cached_keys",
+            }
         ),
     )
 

@@ -16,7 +16,7 @@ from diffusion_runtime.attention.backends.interface import AttentionCall
 from diffusion_runtime.attention.backends.masks import mask_feature
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.hardware import detect_hardware
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.token_layout import CachedLayout, TokenLayout
 
 
 def features_used(
@@ -28,9 +28,13 @@ def features_used(
     scale: float | None = None,
     causal: bool = False,
     return_lse: bool = False,
+    cached_keys: bool = False,
 ) -> frozenset[str]:
-    """The FEATURES that a call with these arguments uses; grouped queries follow from its head counts."""
+    """The FEATURES that a call with these arguments uses; grouped queries follow from its head counts. cached_keys:
+    whether there will be more keys than the layout has, out of a cache."""
     used = []
+    if cached_keys or isinstance(layout, CachedLayout):
+        used.append("cached_keys")
     if layout is not None and layout.has_padding:
         used.append("key_padding")
     if gate is not None:

@@ -44,7 +44,7 @@ _VERSION_1 = Capability(
     platforms=frozenset({"cuda"}),
     dtypes=frozenset(DTYPES),
     head_sizes=HeadSizes(only=(64, 96, 128)),
-    features=frozenset({"key_padding", "gqa", "causal", "scale"}),
+    features=frozenset({"key_padding", "gqa", "causal", "scale", "cached_keys"}),
     minimum_capability=(8, 0),
     key_counts=_WHOLE_BLOCKS,
 )
@@ -53,7 +53,7 @@ _VERSION_2 = Capability(
     dtypes=frozenset({"bfloat16", "float16"}),
     # It pads smaller heads to 64 and computes twice the work; none is taken.
     head_sizes=HeadSizes(minimum=64, maximum=128, multiple=8),
-    features=frozenset({"key_padding", "gqa", "causal", "scale", "lse"}),
+    features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "cached_keys"}),
     minimum_capability=(8, 0),
 )
 

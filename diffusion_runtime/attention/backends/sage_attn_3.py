@@ -50,7 +50,7 @@ class Sage3Backend(PackageBackend):
         platforms=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),
         head_sizes=HeadSizes(only=(64, 128)),
-        features=frozenset({"key_padding", "gqa", "causal"}),
+        features=frozenset({"key_padding", "gqa", "causal", "cached_keys"}),
         minimum_capability=_CHIPS[0],
         maximum_capability=_CHIPS[-1],
     )

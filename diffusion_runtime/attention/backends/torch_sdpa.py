@@ -35,7 +35,9 @@ class TorchSdpaBackend(Backend):
     not_replayed = None
     capability = Capability(
         dtypes=frozenset((*DTYPES, "float64")),
-        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"}),
+        features=frozenset(
+            {"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "cached_keys"}
+        ),
     )
 
     def probe(self, hardware: Hardware) -> Availability:

@@ -48,7 +48,7 @@ class XformersBackend(PackageBackend):
         platforms=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),
         head_sizes=HeadSizes(minimum=8, maximum=256, multiple=8),
-        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse"}),
+        features=frozenset({"key_padding", "gqa", "causal", "scale", "lse", "cached_keys"}),
         minimum_capability=(8, 0),
     )
 

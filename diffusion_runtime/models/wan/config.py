@@ -43,12 +43,24 @@ _KEYS = (
 )
 # Of VACE alone: the blocks that have a control block beside them, and the channels of what those read.
 _CONTROL_KEYS = ("vace_layers", "vace_in_channels")
+# Of causal checkpoints: see causal.py.
+CAUSAL_KEYS = (
+    "num_frames_per_block",
+    "independent_first_frame",
+    "sliding_window_num_frames",
+    "local_attn_size",
+    "sink_size",
+    "rope_cache_policy",
+)
 CONTROL_CLASS = "WanVACETransformer3DModel"
-TRANSFORMER_CLASSES = ("WanTransformer3DModel", CONTROL_CLASS)
+# FastVideo's class of models that make a video chunk by chunk: the same weights, trained under a block-causal mask.
+CAUSAL_CLASS = "CausalWanTransformer3DModel"
+CAUSAL_PIPELINE = "WanCausalDMDPipeline"
+TRANSFORMER_CLASSES = ("WanTransformer3DModel", CONTROL_CLASS, CAUSAL_CLASS)
 CONTROL_PIPELINE = "WanVACEPipeline"
 # The pipelines of folders that make videos from text, and from an image; the second name of the former is FastVideo's
 # where the sampler is dmd, which diffusers has no class for.
-TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline")
+TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline", CAUSAL_PIPELINE)
 IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
@@ -63,6 +75,7 @@ class WanTransformerConfig:
     image_dim: width of an image encoder's tokens, None without one; num_placed_tokens: how many tokens of two images
     have a learned position, None where there is one image.
     control_layers: in VACE, the blocks that have a control block beside them; control_channels: of what those read.
+    is_causal: whether self-attention reads the keys of earlier frames.
     """
 
     num_layers: int
@@ -81,6 +94,7 @@ class WanTransformerConfig:
     num_placed_tokens: int | None = None
     control_layers: tuple[int, ...] = ()
     control_channels: int = 0
+    is_causal: bool = False
 
     @property
     def dim(self) -> int:
@@ -141,8 +155,9 @@ def read_pipeline_config(folder: AnyFolder) -> WanPipelineConfig:
 def read_transformer_config(folder: AnyFolder, component: str = "transformer") -> WanTransformerConfig:
     """config.json of a transformer in a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, component)
-    is_controlled = component_class(folder, component)[1] == CONTROL_CLASS
-    file.refuse_unknown((*_KEYS, *_CONTROL_KEYS) if is_controlled else _KEYS)
+    class_name = component_class(folder, component)[1]
+    is_controlled, is_causal = class_name == CONTROL_CLASS, class_name == CAUSAL_CLASS
+    file.refuse_unknown((*_KEYS, *(_CONTROL_KEYS if is_controlled else ()), *(CAUSAL_KEYS if is_causal else ())))
     qk_norm = file.values.get("qk_norm", _QK_NORM)
     if qk_norm != _QK_NORM:
         raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
@@ -158,6 +173,11 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
     num_heads = file.whole_number("num_attention_heads")
     image_dim, num_placed_tokens = _read_image_tokens(file, num_heads * head_dim, in_channels - num_channels)
     num_layers = file.layer_count("num_layers")
+    if is_causal and (patch[0] != 1 or in_channels != num_channels):
+        raise ModelLoadError(
+            f"{file.path}: a {CAUSAL_CLASS} is supported with one latent frame per token (patch_size) and without "
+            f"channels of an image (in_channels equal to out_channels), got {patch[0]}, {in_channels}, {num_channels}"
+        )
     if is_controlled and in_channels != num_channels:
         raise file.error(
             "in_channels", f"{num_channels}, the out_channels, in a model with control blocks", in_channels
@@ -178,6 +198,7 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
         num_placed_tokens=num_placed_tokens,
         control_layers=_read_control_layers(file, num_layers) if is_controlled else (),
         control_channels=file.whole_number("vace_in_channels", 96) if is_controlled else 0,
+        is_causal=is_causal,
     )
 
 

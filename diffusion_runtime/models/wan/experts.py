@@ -54,6 +54,9 @@ class WanExperts(DiffusionTransformer):
     def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
         return self.expert(0).read_inputs(inputs)
 
+    def replay_refusal(self) -> str | None:
+        return self.expert(0).replay_refusal()
+
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         return self.expert(0).settle(latents, inputs)
 

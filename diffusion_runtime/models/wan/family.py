@@ -1,5 +1,5 @@
 """The Wan family: text to video by one transformer or by two experts (2.2 A14B), image to video by either (I2V, FLF2V),
-by one that does both (2.2 TI2V), and with control blocks (VACE)."""
+by one that does both (2.2 TI2V), with control blocks (VACE), and chunk by chunk (causal checkpoints)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from diffusion_runtime.models.text_encoder_weights import fill_text_encoder
 from diffusion_runtime.models.video_control import FILES, VideoControl
 from diffusion_runtime.models.video_decoder import read_statistics
 from diffusion_runtime.models.wan import codec
+from diffusion_runtime.models.wan.causal import read_cache_defaults
 from diffusion_runtime.models.wan.clip_condition import load_clip_conditioner
 from diffusion_runtime.models.wan.codec import load_image_conditioner
 from diffusion_runtime.models.wan.config import (
@@ -77,7 +78,13 @@ def _check_parts(folder: AnyFolder) -> None:
 
 def _adapt(model: _Model) -> _Model:
     """What the folder's pipeline asks for: two experts, or images to start from and to end with."""
-    return _with_experts(_with_control(_with_images(model)))
+    return _with_chunks(_with_experts(_with_control(_with_images(model))))
+
+
+def _with_chunks(model: _Model) -> _Model:
+    if not model.config.is_causal:
+        return model
+    return dataclasses.replace(model, is_causal=True, defaults={**model.defaults, **read_cache_defaults(model.folder)})
 
 
 def _with_control(model: _Model) -> _Model:
@@ -134,6 +141,8 @@ def _with_experts(model: _Model) -> _Model:
             f"{file}: key 'in_channels': expected the inputs of the first expert, {model.config.in_channels} channels, "
             f"got {second.in_channels}"
         )
+    if second.is_causal != model.config.is_causal:
+        raise ModelLoadError(f"{file}: expected a transformer of the class of the first expert")
     if _inputs_of(second) != _inputs_of(model.config):
         raise ModelLoadError(
             f"{file}: expected the images and control blocks of the first expert, {_inputs_of(model.config)}, got "

@@ -6,13 +6,15 @@ A block is self-attention over the frames x height x width grid, cross-attention
 network; the timestep shifts, scales and gates the first and the last. A video that starts from an image has that image
 as its first latent frame, whose tokens are at timestep 0 all along (Wan 2.2 TI2V); or the encoded clip of all that is
 known, and a mask that says what is, beside its latents (I2V, FLF2V), and in Wan 2.1 an image encoder's tokens in a
-cross-attention of their own. Shapes in this file:
+cross-attention of their own. A causal checkpoint has the same weights and makes a video chunk by chunk: its tokens
+attend to those of earlier frames in a key-value cache (context.cache). Shapes in this file:
 B batch, S grid tokens, L text tokens, I image tokens, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,8 +34,8 @@ from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm, norm_for
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
-from diffusion_runtime.layers.rope import grid_rotations
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request, latest_for_request
+from diffusion_runtime.layers.rope import cached_rotations, grid_rotations, position_rotations, split_head_dim
 from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
@@ -46,6 +48,7 @@ from diffusion_runtime.models.wan.cross_attention import (
     WanImageEmbedding,
 )
 from diffusion_runtime.parallel.sharding import SequenceSharding
+from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.token_layout import TokenLayout
 
 
@@ -63,16 +66,18 @@ class WanSelfAttention(nn.Module):
         self.out = Linear(config.dim, config.dim)
         self.gate = Linear(config.dim, config.dim) if config.has_gate else None
         layer = place.layer(place.self_role, "self_attention")
-        self.attention = USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
+        self.attention = USPAttention(
+            config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=config.is_causal
+        )
 
     @property
     def input_layers(self) -> tuple[Linear, ...]:
         """That read x."""
         return (self.qkv,) if self.gate is None else (self.qkv, self.gate)
 
-    def forward(self, x: LinearInput, rotations: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """x: [B, S, D], which may be quantised where input_layers take that; rotations: [S, head_dim / 2], complex;
-        context.layout: the grid."""
+    def forward(self, x: LinearInput, rotations: torch.Tensor | None, context: AttentionContext) -> torch.Tensor:
+        """x: [B, S, D], which may be quantised where input_layers take that; rotations: [S, head_dim / 2], complex, or
+        None where context.cache has them; context.layout: the grid."""
         product = self.qkv(x).unflatten(-1, (3, self.attention.num_heads, -1))
         gate = None
         if self.gate is not None and self.attention.takes_gate(product, context):
@@ -159,13 +164,13 @@ class BlockInputs:
     """What every block of one forward pass reads.
 
     runs: of tokens that share a timestep, in order.
-    rotations: [S, head_dim / 2], complex.
+    rotations: [S, head_dim / 2], complex; None where grid_context.cache has them.
     grid_context, text_context, image_context: the forward pass as self-attention and the cross-attentions see it;
     None without tokens of an image.
     """
 
     runs: tuple[_Run, ...]
-    rotations: torch.Tensor
+    rotations: torch.Tensor | None
     grid_context: AttentionContext
     text_context: AttentionContext
     image_context: AttentionContext | None
@@ -215,9 +220,10 @@ class WanTransformer(DiffusionTransformer):
         sharding = context.sharding
         x = sharding.shard(self.patch_embedding(self._with_image(latents, image).to(dtype)))
         image_tokens = self._image_tokens(image)
+        context, rotations = self._positions(grid, context)
         block_inputs = BlockInputs(
-            runs=self._runs(timestep, grid, image, sharding),
-            rotations=self._rotations(grid, context),
+            runs=self._runs(timestep, grid, image, sharding, context.step),
+            rotations=rotations,
             grid_context=context.with_layout(TokenLayout(grid, tile=sharding.tile)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
             image_context=None
@@ -260,6 +266,11 @@ class WanTransformer(DiffusionTransformer):
         read = super().read_inputs(inputs)
         return dataclasses.replace(read, text=dataclasses.replace(read.text, lengths=()))
 
+    def replay_refusal(self) -> str | None:
+        if self.config.is_causal:
+            return "it writes keys and values that later chunks read, at places that change from chunk to chunk"
+        return super().replay_refusal()
+
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         if self.config.condition_channels or inputs.image is None:
             return latents
@@ -290,9 +301,12 @@ class WanTransformer(DiffusionTransformer):
         grid: tuple[int, int, int],
         image: ImageCondition | None,
         sharding: SequenceSharding,
+        step: StepInfo,
     ) -> tuple[_Run, ...]:
-        """The tokens of an image that is the first frame at timestep 0, and the rest at `timestep`; those of them that
-        this process holds."""
+        """The tokens of an image that is the first frame at timestep 0, and the rest at `timestep`, which may be that
+        of each frame; those of them that this process holds."""
+        if timestep.dim() == 2:
+            return self._runs_by_frame(timestep, grid, sharding, step.frame_timesteps)
         if image is None or self.config.condition_channels:
             # Of any length, so that one compiled block serves clips of every size.
             return (self._run(slice(None), timestep),)
@@ -305,6 +319,51 @@ class WanTransformer(DiffusionTransformer):
         if later.start < later.stop:
             runs.append(self._run(later, timestep))
         return tuple(runs)
+
+    def _runs_by_frame(
+        self,
+        timestep: torch.Tensor,
+        grid: tuple[int, int, int],
+        sharding: SequenceSharding,
+        values: Sequence[float] | None,
+    ) -> tuple[_Run, ...]:
+        """A run for neighbouring frames of one timestep. timestep: [B, frames]; values: its numbers, where the host has
+        them; else every frame is a run, as asking the device would wait for it."""
+        of_frames = range(grid[0]) if values is None else values
+        runs, start = [], 0
+        for _, group in itertools.groupby(of_frames):
+            stop = start + len(list(group))
+            per_frame = grid[1] * grid[2]
+            tokens = sharding.local(slice(start * per_frame, stop * per_frame), math.prod(grid))
+            if tokens.start < tokens.stop:
+                runs.append(self._run(tokens, timestep[:, start]))
+            start = stop
+        return tuple(runs)
+
+    def _positions(
+        self, grid: tuple[int, int, int], context: AttentionContext
+    ) -> tuple[AttentionContext, torch.Tensor | None]:
+        """The rotations of this process's tokens; with a cache that rotates where it reads, the context with those of
+        its queries and keys."""
+        cache, head_dim, device = context.cache, self.config.head_dim, self.out.weight.device
+        if cache is None:
+            return context, self._rotations(grid, context)
+        plan = cache.plan
+        if cache.positions == "window":
+            queries, keys = latest_for_request(
+                "rotations",
+                (plan.frames, plan.key_frames, grid, head_dim),
+                context,
+                lambda: cached_rotations(plan, grid, head_dim, device),
+            )
+            return dataclasses.replace(context, cache=cache.with_rotations(queries, keys)), None
+        box = (plan.frames, range(grid[1]), range(grid[2]))
+        return context, latest_for_request(
+            "rotations",
+            (plan.frames, grid, head_dim),
+            context,
+            lambda: context.sharding.shard(position_rotations(box, split_head_dim(head_dim), device), 0),
+        )
 
     def _rotations(self, grid: tuple[int, int, int], context: AttentionContext) -> torch.Tensor:
         """[S, head_dim / 2], complex."""
@@ -325,6 +384,7 @@ class WanTransformer(DiffusionTransformer):
     def _modulated_input(self, timestep: torch.Tensor) -> ModulatedInput:
         """Of the timestep alone, as TeaCache's authors do for Wan; not of an image's tokens, which one process of
         several may hold alone."""
+        timestep = timestep if timestep.dim() == 1 else timestep[:, 0]
         run = self._run(slice(0), timestep)
         return ModulatedInput(self.time_embedding(timestep).float()[:, None], run.time.flatten(1)[:, None])
 

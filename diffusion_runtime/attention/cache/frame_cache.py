@@ -1,0 +1,58 @@
+"""Frame cache: the key-value cache as the attention layers of one forward pass see it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from diffusion_runtime.attention.cache.plan import CachePlan
+from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize, RingStore
+from diffusion_runtime.kernels.qk_norm_rope.reference import rotate
+
+
+@dataclass(frozen=True)
+class FrameCache:
+    """A plan, and how layers store and rotate their keys.
+
+    plan: what the pass reads and writes. positions: of the frames that keys are rotated by, `absolute` for their places
+    in the video, `window` for those among the frames in sight, as LongLive's infinite mode has them. make_store: makes
+    the store of a layer when it is first called. query_rotations [tokens of the pass, head_dim / 2], key_rotations
+    [num_keys, head_dim / 2]: complex, of keys that are stored without positions and rotated where they are read; None
+    where queries and keys come rotated.
+    """
+
+    plan: CachePlan
+    positions: str = "absolute"
+    make_store: Callable[[KeyStoreSize], KeyStore] = RingStore
+    query_rotations: torch.Tensor | None = None
+    key_rotations: torch.Tensor | None = None
+
+    def with_rotations(self, queries: torch.Tensor, keys: torch.Tensor) -> Self:
+        """The same, rotating where it reads. Stored keys are never rotated again: 200 roundings in bfloat16 put them
+        6.3 % off, one 0.17 %."""
+        return dataclasses.replace(self, query_rotations=queries, key_rotations=keys)
+
+    def new_store(self, k: torch.Tensor) -> KeyStore:
+        """An empty store for a layer whose keys are like k, [batch, seq, kv_heads, head_dim]."""
+        batch, _, num_heads, head_dim = k.shape
+        return self.make_store(KeyStoreSize(batch, self.plan.capacity, num_heads, head_dim, k.dtype, k.device))
+
+    def exchange(
+        self, store: KeyStore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v of the pass -> q, and the keys and values in sight, all [batch, tokens, heads, head_dim]. Those of
+        the pass are written to their slots first."""
+        store.write(self.plan, k, v)
+        keys, values = store.read(self.plan)
+        if self.query_rotations is not None and self.key_rotations is not None:
+            q, keys = _rotated(q, self.query_rotations), _rotated(keys, self.key_rotations)
+        return q, keys, values
+
+
+def _rotated(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    """A new tensor: `rotate` overwrites float32."""
+    return rotate(x.clone() if x.dtype == torch.float32 else x, rotations)

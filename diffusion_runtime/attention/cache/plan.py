@@ -1,0 +1,89 @@
+"""Cache plan: what one forward pass reads and writes of a key-value cache, the same for every layer.
+
+Language-model servers call it the forward metadata.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from diffusion_runtime.attention.cache.copies import TokenCopy, copies_of, run_of
+from diffusion_runtime.attention.cache.slots import FrameSlots
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """One forward pass over consecutive frames. All counts are in latent frames, a slot is the room of one.
+
+    first_frame, num_frames: of the video, those of this pass. tokens_per_frame: of the grid. phase: `denoise` writes
+    keys that the next step overwrites, `commit` the final ones. write: the slot of each of the frames. read: slots in
+    sight, those of this pass included, in memory order. key_frames: the frame that each of these holds.
+    num_slots: of the cache. page_table: int32 [batch, pages], of a store in pages; None for one in a row.
+    """
+
+    first_frame: int
+    num_frames: int
+    tokens_per_frame: int
+    phase: str
+    write: tuple[int, ...]
+    read: tuple[int, ...]
+    key_frames: tuple[int, ...]
+    num_slots: int
+    page_table: torch.Tensor | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def frames(self) -> range:
+        return range(self.first_frame, self.first_frame + self.num_frames)
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens in sight."""
+        return len(self.read) * self.tokens_per_frame
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache has room for."""
+        return self.num_slots * self.tokens_per_frame
+
+    @cached_property
+    def write_copies(self) -> tuple[TokenCopy, ...]:
+        """From which tokens of the pass to which of the cache: one copy, two where the ring ends between them."""
+        return copies_of(self.write, self.tokens_per_frame)
+
+    @cached_property
+    def read_run(self) -> slice | None:
+        """The tokens in sight as one run of the cache's; None where they are several."""
+        return run_of(self.read, self.tokens_per_frame)
+
+    @cached_property
+    def read_copies(self) -> tuple[TokenCopy, ...]:
+        """To which tokens in sight from which of the cache, where they are several runs."""
+        return copies_of(self.read, self.tokens_per_frame)
+
+    def ranks(self, frames: Sequence[int]) -> list[int]:
+        """The places of frames in sight in the order of the video: their positions where a window's begin at 0."""
+        places = {frame: rank for rank, frame in enumerate(sorted(self.key_frames))}
+        return [places[frame] for frame in frames]
+
+
+def plan_forward(
+    slots: FrameSlots, frames: range, tokens_per_frame: int, phase: str = "denoise", oldest: int = 0
+) -> CachePlan:
+    """The plan of a forward pass over `frames`, whose keys take their slots. oldest: see FrameWindow.visible."""
+    sink, recent = slots.window.visible(frames.start, len(frames), oldest)
+    in_sight = sorted((slots.slot_of(frame), frame) for several in (sink, recent, frames) for frame in several)
+    return CachePlan(
+        first_frame=frames.start,
+        num_frames=len(frames),
+        tokens_per_frame=tokens_per_frame,
+        phase=phase,
+        write=tuple(slots.slot_of(frame) for frame in frames),
+        read=tuple(slot for slot, _ in in_sight),
+        key_frames=tuple(frame for _, frame in in_sight),
+        num_slots=slots.num_slots,
+    )

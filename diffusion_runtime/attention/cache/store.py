@@ -1,0 +1,69 @@
+"""Key stores: the keys and values of one layer, written slot by slot and read where they lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from diffusion_runtime.attention.cache.plan import CachePlan
+
+
+@dataclass(frozen=True)
+class KeyStoreSize:
+    """What a store has room for: num_tokens keys and values of num_heads heads (those of this process) for each sample
+    of the batch, as they come in, in dtype on device."""
+
+    batch: int
+    num_tokens: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class KeyStore(ABC):
+    """Keys and values of one layer, guidance branch and expert. Its memory is allocated once."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """What it has allocated."""
+
+    @abstractmethod
+    def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put the keys and values of a forward pass, [batch, plan.num_frames * plan.tokens_per_frame, heads, head_dim],
+        into their slots, over what is there."""
+
+    @abstractmethod
+    def read(self, plan: CachePlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in sight, [batch, plan.num_keys, heads, head_dim] each, in the order of plan.read; they must
+        not be written to."""
+
+
+class RingStore(KeyStore):
+    """One tensor [2, batch, num_tokens, heads, head_dim] in the dtype that comes in. While it fills, and once it is
+    full, what is in sight is one run of it, which is read in place."""
+
+    def __init__(self, size: KeyStoreSize) -> None:
+        shape = (2, size.batch, size.num_tokens, size.num_heads, size.head_dim)
+        self.keys_and_values = torch.zeros(shape, dtype=size.dtype, device=size.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys_and_values.nbytes
+
+    def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
+        keys, values = self.keys_and_values
+        for here, cached in plan.write_copies:
+            keys[:, cached] = k[:, here]
+            values[:, cached] = v[:, here]
+
+    def read(self, plan: CachePlan) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.keys_and_values
+        if plan.read_run is not None:
+            return keys[:, plan.read_run], values[:, plan.read_run]
+        # Of a pass that sees a part of the ring alone, such as a commit under a new prompt.
+        runs = [cached for _, cached in plan.read_copies]
+        return tuple(torch.cat([x[:, run] for run in runs], dim=1) for x in (keys, values))  # type: ignore[return-value]

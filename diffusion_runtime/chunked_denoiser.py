@@ -1,0 +1,195 @@
+"""Chunked denoising: the video of a causal model, chunk after chunk, around the transformer and its key-value cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
+from diffusion_runtime.attention.cache.plan import plan_forward
+from diffusion_runtime.attention.cache.slots import FrameSlots
+from diffusion_runtime.attention.cache.store import KeyStore
+from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.attention.layers import CACHED_KEYS
+from diffusion_runtime.attention_report import CacheRow
+from diffusion_runtime.block_stack import BlockRunner
+from diffusion_runtime.denoising.chunk_samplers import CleanChunk, Commit, PerChunkSampler
+from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
+from diffusion_runtime.denoising.interface import OnStep
+from diffusion_runtime.denoising.noise import ChunkNoise
+from diffusion_runtime.latent_denoiser import LatentDenoiser, check_finite
+from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.text_encoders.interface import Conditions
+
+
+@dataclass(frozen=True)
+class ChunkedDenoiser:
+    """From the conditions of a batch to its clean latents, chunk by chunk. denoiser: of the same settings."""
+
+    denoiser: LatentDenoiser
+
+    def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
+        """As LatentDenoiser.denoise: the latents of all chunks together."""
+        stream = self.stream(self.denoiser.settings.chunks, text, seeds, on_step)
+        latents = torch.cat([clean.latents for clean in stream], dim=2)
+        stream.report()
+        return latents
+
+    def stream(
+        self, chunks: ChunkPlan, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep | None = None
+    ) -> ChunkStream:
+        """The chunks one after the other, each made when it is asked for. chunks: how the video is cut, which may have
+        no end. on_step: after every denoising step, with the latents of its chunk."""
+        return ChunkStream(self.denoiser, chunks, text, seeds, on_step)
+
+
+class ChunkStream(Iterator[CleanChunk]):
+    """The clean chunks of one video, float32, [batch, channels, frames, height, width]. A chunk is committed when the
+    next one is asked for, so that it can be shown before, and the last one is not. Raises DiffusionRuntimeError when a
+    chunk is not finite, and what the transformer raises.
+    """
+
+    def __init__(
+        self,
+        denoiser: LatentDenoiser,
+        chunks: ChunkPlan,
+        text: Mapping[str, Conditions],
+        seeds: Sequence[int],
+        on_step: OnStep | None = None,
+    ) -> None:
+        settings = denoiser.settings
+        self._denoiser = denoiser
+        channels, _, height, width = settings.sample_shape(settings.size)
+        noise = ChunkNoise((channels, height, width), seeds)
+        self._forward = _FrameForward(denoiser, FrameSlots.of(settings.frame_window, chunks.num_frames), text)
+        self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps)
+        self._sampler = PerChunkSampler(
+            settings.build_sampler(), chunks, self._forward, noise, self._commit, denoiser.device, on_step
+        )
+        self._uncommitted: CleanChunk | None = None
+        self._recent: deque[CleanChunk] = deque()
+
+    def __next__(self) -> CleanChunk:
+        if self._sampler.is_done:
+            raise StopIteration
+        self.commit()
+        clean = self._sampler.next_chunk()
+        check_finite(clean.latents, self._denoiser.dtype)
+        self._uncommitted = clean
+        self._recent.append(clean)
+        while self._recent and self._recent[0].chunk.frames.stop <= self._forward.oldest_frame:
+            self._recent.popleft()
+        return clean
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the cache on this process, all layers, branches and experts together."""
+        return self._forward.num_bytes
+
+    def commit(self) -> None:
+        """Leave the final keys of the chunk that came last, where that has not been done."""
+        clean, self._uncommitted = self._uncommitted, None
+        if clean is not None:
+            self._sampler.commit(clean)
+
+    def switch_text(self, text: Mapping[str, Conditions], *, recaches: bool = True, in_one_pass: bool = False) -> None:
+        """Another prompt from the next chunk on; text: by guidance branch. recaches: whether the keys of the frames in
+        sight, but for the sink's, are computed anew under it (LongLive's KV-recache, arXiv:2509.22622), chunk by chunk
+        as they were; in_one_pass: in one pass in which these frames see each other both ways, as LongLive's code does.
+        Without, the keys stay those of the prompt before."""
+        self.commit()
+        self._forward.set_text(text)
+        if not recaches or not self._recent:
+            return
+        in_ring = [_from_frame(clean, self._forward.oldest_frame) for clean in self._recent]
+        in_ring = [clean for clean in in_ring if clean.chunk.frames]
+        if in_one_pass and in_ring:
+            frames = range(in_ring[0].chunk.frames.start, in_ring[-1].chunk.frames.stop)
+            whole = torch.cat([clean.latents for clean in in_ring], dim=2)
+            in_ring = [CleanChunk(Chunk(in_ring[-1].chunk.index, frames), whole)]
+        for clean in in_ring:
+            self._commit(clean)
+
+    def report(self) -> None:
+        """Tell the recorder what the cache was."""
+        settings, forward = self._denoiser.settings, self._forward
+        window = forward.slots.window
+        self._denoiser.recorder.record_cache(
+            CacheRow(
+                chunk_frames=settings.chunks.chunk_frames,
+                window_frames=window.span,
+                sink_frames=window.sink,
+                cached_frames=forward.slots.num_slots,
+                positions=forward.positions,
+                num_bytes=forward.num_bytes,
+                num_commits=forward.num_commits,
+            )
+        )
+
+
+class _FrameForward:
+    """A pass of the transformer over some frames of the video, guided, with the cache as it is then.
+
+    slots: where the frames' keys stand.
+    """
+
+    def __init__(self, denoiser: LatentDenoiser, slots: FrameSlots, text: Mapping[str, Conditions]) -> None:
+        settings = denoiser.settings
+        self.slots = slots
+        self.positions = settings.shared.positions or "absolute"
+        self.num_commits = 0
+        self._denoiser = denoiser
+        self._inputs = denoiser.inputs_of(text, settings.size)
+        self._state = RequestCache()
+        self._cache: FrameCache | None = None
+        # The frame behind the last one that was written, and the experts that denoised.
+        self._written_to = 0
+        self._experts: set[int] = set()
+        geometry = settings.rules.geometry
+        _, height, width = geometry.grid(settings.sample_shape(settings.size))
+        self._tokens_per_frame = height * width
+        self._guided = denoiser.guided(
+            denoiser.predict_of(
+                denoiser.forward_of(), self._inputs, self._state, BlockRunner(), cache=lambda: self._cache
+            )
+        )
+
+    @property
+    def oldest_frame(self) -> int:
+        """The first frame behind the sink whose keys are there; those before gave their slots away."""
+        sink = self.slots.window.sink
+        return max(sink, self._written_to - self.slots.num_ring_slots)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(cast(KeyStore, store).num_bytes for store in self._state.find_all(CACHED_KEYS))
+
+    def set_text(self, text: Mapping[str, Conditions]) -> None:
+        """Other conditions from the next pass on; what is kept of the text before is replaced."""
+        self._inputs.update(self._denoiser.inputs_of(text, self._denoiser.settings.size))
+
+    def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
+        """See ForwardFrames. A commit runs every expert that denoised, as each has a cache of its own."""
+        self._written_to = max(self._written_to, frames.stop)
+        plan = plan_forward(self.slots, frames, self._tokens_per_frame, step.phase, self.oldest_frame)
+        self._cache = FrameCache(plan, self.positions)
+        if step.phase == "denoise":
+            assert step.timestep is not None
+            expert = self._denoiser.transformer.expert_at(step.timestep)
+            self._experts.add(expert)
+            return self._guided(latents, dataclasses.replace(step, expert=expert))
+        self.num_commits += 1
+        for expert in sorted(self._experts):
+            velocity = self._guided(latents, dataclasses.replace(step, expert=expert))
+        return velocity
+
+
+def _from_frame(clean: CleanChunk, first: int) -> CleanChunk:
+    """The frames of a chunk from one of the video on."""
+    num_gone = max(0, first - clean.chunk.frames.start)
+    return CleanChunk(Chunk(clean.chunk.index, clean.chunk.frames[num_gone:]), clean.latents[:, :, num_gone:])

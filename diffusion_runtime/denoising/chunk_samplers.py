@@ -1,0 +1,137 @@
+"""Chunk samplers: the loop over the chunks of a causal video, around the sampler of each.
+
+For each chunk: denoise it, where every forward pass overwrites the chunk's keys in the cache, then commit it: one pass
+over the clean frames at timestep 0 leaves the keys that later chunks attend to (CausVid, arXiv:2412.07772;
+Self-Forcing, arXiv:2506.08009). Few-step models re-noise between the steps (denoising/dmd.py), others have a fresh
+solver per chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from diffusion_runtime.denoising.chunks import Chunk
+from diffusion_runtime.denoising.interface import OnStep, Sampler
+from diffusion_runtime.denoising.noise import ChunkNoise
+from diffusion_runtime.step_info import StepInfo
+
+_NUM_TRAIN_TIMESTEPS = 1000
+
+# (latents [batch, channels, frames, height, width], which latent frames these are, step) -> velocity of that shape,
+# which nobody reads of a commit.
+ForwardFrames: TypeAlias = Callable[[torch.Tensor, range, StepInfo], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CleanChunk:
+    """latents: float32, [batch, channels, frames of the chunk, height, width]."""
+
+    chunk: Chunk
+    latents: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The pass that leaves a chunk's final keys. noise_level: sigma in [0, 1) of what is committed (context noise)."""
+
+    forward: ForwardFrames
+    noise: ChunkNoise
+    noise_level: float = 0.0
+    num_steps: int = 1
+
+    def __call__(self, clean: CleanChunk) -> None:
+        latents, sigma = clean.latents, self.noise_level
+        if sigma > 0:
+            fresh = self.noise.draw(clean.chunk.index, len(clean.chunk.frames), "commit").to(latents)
+            latents = (1 - sigma) * latents + sigma * fresh
+        # As the last step of the chunk, whose noise level is next to it.
+        step = StepInfo(
+            self.num_steps - 1,
+            self.num_steps,
+            timestep=_NUM_TRAIN_TIMESTEPS * sigma,
+            sigma=sigma,
+            next_timestep=0.0,
+            chunk=clean.chunk.index,
+            phase="commit",
+        )
+        self.forward(latents, clean.chunk.frames, step)
+
+
+class ChunkSampler(ABC):
+    """Makes the chunks of one video. It keeps what one chunk leaves for the next."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether the last chunk has been made."""
+
+    @abstractmethod
+    def next_chunk(self) -> CleanChunk:
+        """The next chunk, denoised. Not after the last one; the one before must have been committed."""
+
+    @abstractmethod
+    def commit(self, clean: CleanChunk) -> None:
+        """Leave the final keys of a chunk that next_chunk returned: before the next one, and not after the last."""
+
+
+class PerChunkSampler(ChunkSampler):
+    """One chunk after the other, each by the same sampler, which keeps nothing between two calls.
+
+    device: of the latents. on_step: called after every step of a chunk, with its latents.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        chunks: Iterable[Chunk],
+        forward: ForwardFrames,
+        noise: ChunkNoise,
+        commit: Commit,
+        device: torch.device,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self._sampler = sampler
+        self._chunks = iter(chunks)
+        self._upcoming = next(self._chunks, None)
+        self._forward = forward
+        self._noise = noise
+        self._commit = commit
+        self._device = device
+        self._on_step = on_step
+
+    @property
+    def is_done(self) -> bool:
+        """See ChunkSampler.is_done."""
+        return self._upcoming is None
+
+    def next_chunk(self) -> CleanChunk:
+        """See ChunkSampler.next_chunk."""
+        chunk = self._upcoming
+        assert chunk is not None, "the last chunk has been made"
+        self._upcoming = next(self._chunks, None)
+        num_draws = 0
+
+        def draw_noise() -> torch.Tensor:
+            nonlocal num_draws
+            num_draws += 1
+            return self._noise.draw(chunk.index, len(chunk.frames), num_draws)
+
+        def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+            return self._forward(latents, chunk.frames, dataclasses.replace(step, chunk=chunk.index))
+
+        def on_step(step: StepInfo, latents: torch.Tensor) -> None:
+            if self._on_step is not None:
+                self._on_step(dataclasses.replace(step, chunk=chunk.index), latents)
+
+        start = self._noise.draw(chunk.index, len(chunk.frames), 0).to(self._device)
+        return CleanChunk(chunk, self._sampler.sample(start, predict, on_step, draw_noise))
+
+    def commit(self, clean: CleanChunk) -> None:
+        """See ChunkSampler.commit."""
+        self._commit(clean)

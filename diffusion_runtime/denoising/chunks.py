@@ -1,0 +1,48 @@
+"""Chunks of a causal video: which latent frames are denoised together, one run after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Latent frames `frames` of the video, the chunk number `index` of it."""
+
+    index: int
+    frames: range
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """How a video is cut: chunks of chunk_frames latent frames, a first one of first_chunk_frames (None for as many; 1
+    for models trained on [1, N, N, ...]), and a last one of what is left of num_frames, None for a video without an
+    end. A plan for more frames begins as one for fewer whole chunks."""
+
+    chunk_frames: int
+    first_chunk_frames: int | None = None
+    num_frames: int | None = None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        first = self.chunk_frames if self.first_chunk_frames is None else self.first_chunk_frames
+        start = 0
+        for index in itertools.count():
+            if start == self.num_frames:
+                return
+            stop = start + (first if index == 0 else self.chunk_frames)
+            stop = stop if self.num_frames is None else min(stop, self.num_frames)
+            yield Chunk(index, range(start, stop))
+            start = stop
+
+    @property
+    def num_chunks(self) -> int | None:
+        """None for a video without an end."""
+        return None if self.num_frames is None else sum(1 for _ in self)
+
+    @property
+    def largest(self) -> int:
+        """Latent frames of the longest chunk."""
+        longest = max(self.chunk_frames, self.first_chunk_frames or 0)
+        return longest if self.num_frames is None else min(longest, self.num_frames)

@@ -1,0 +1,318 @@
+"""Causal Wan: chunks with a key-value cache against one pass under a block-causal mask, through the whole pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import write_tiny_wan
+
+from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
+from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
+from diffusion_runtime.attention.cache.slots import FrameSlots
+from diffusion_runtime.attention.cache.window import FrameWindow
+from diffusion_runtime.attention.context import AttentionContext, RequestCache
+from diffusion_runtime.attention.layers import CACHED_KEYS
+from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
+from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
+from diffusion_runtime.models.interface import DenoiserInputs
+from diffusion_runtime.models.wan.transformer import WanTransformer
+from diffusion_runtime.step_info import StepInfo
+
+KEYS = {"num_frames_per_block": 3, "local_attn_size": 7, "sink_size": 2}
+# 4 x 4 latents, 2 x 2 tokens per frame.
+REQUEST = GenerationRequest("a red circle", "a blue star", height=32, width=32, num_frames=45, seed=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_wan(tmp_path_factory.mktemp("wan") / "causal", causal=KEYS)
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder: Path) -> Pipeline:
+    return load_pipeline(str(folder), device="cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One forward pass of a transformer, as it was called."""
+
+    latents: torch.Tensor
+    timestep: torch.Tensor
+    inputs: DenoiserInputs
+    step: StepInfo
+    plan: CachePlan
+    velocity: torch.Tensor
+
+
+@contextmanager
+def recorded(pipeline: Pipeline) -> Iterator[list[Pass]]:
+    passes: list[Pass] = []
+
+    def record(_: Any, given: tuple[Any, ...], velocity: torch.Tensor) -> None:
+        latents, timestep, inputs, context = given
+        passes.append(Pass(latents, timestep, inputs, context.step, context.cache.plan, velocity))
+
+    hook = pipeline.transformer.register_forward_hook(record)
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+def expert_of(pipeline: Pipeline, index: int) -> WanTransformer:
+    transformer: Any = pipeline.transformer
+    return transformer.expert(index) if hasattr(transformer, "expert") else transformer
+
+
+def under_mask(
+    transformer: WanTransformer, latents: torch.Tensor, times: list[float], inputs: DenoiserInputs, mask: torch.Tensor
+) -> torch.Tensor:
+    """The velocity of one pass over all frames without a cache. times: of each frame; mask: bool [frames, frames]."""
+    per_token = mask.repeat_interleave(4, 0).repeat_interleave(4, 1)[None, None]
+
+    def masked(_: Any, given: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return given, {**keywords, "mask": per_token}
+
+    hooks = [
+        block.self_attention.attention.register_forward_pre_hook(masked, with_kwargs=True)
+        for block in transformer.text_blocks()
+    ]
+    timestep = torch.tensor(times).repeat(len(latents), 1)
+    velocity: torch.Tensor = transformer(latents, timestep, inputs, AttentionContext())
+    for hook in hooks:
+        hook.remove()
+    return velocity
+
+
+def block_causal(chunks: list[range], sink: int, span: int | None) -> torch.Tensor:
+    """bool [frames, frames]: what each frame sees where the authors' buffer rolls when it is full."""
+    mask = torch.zeros(chunks[-1].stop, chunks[-1].stop, dtype=torch.bool)
+    buffer: list[int] = []
+    for chunk in chunks:
+        buffer += chunk
+        if span is not None and len(buffer) > span:
+            buffer = buffer[:sink] + buffer[sink:][-(span - sink) :]
+        for frame in chunk:
+            mask[frame, buffer] = True
+    return mask
+
+
+def assert_block_causal(pipeline: Pipeline, passes: list[Pass], sink: int, span: int | None) -> int:
+    """Every denoising pass saw exactly the clean frames before its chunk and its own noisy ones. Their number."""
+    clean = {given.plan.frames: given.latents for given in passes if given.step.phase == "commit"}
+    chunks = list(dict.fromkeys(given.plan.frames for given in passes if given.step.phase == "denoise"))
+    count = 0
+    for given in passes:
+        if given.step.phase == "commit":
+            continue
+        past = chunks[: chunks.index(given.plan.frames)]
+        batch = len(given.latents)
+        whole = torch.cat([*(clean[frames][:1].expand(batch, -1, -1, -1, -1) for frames in past), given.latents], 2)
+        times = [0.0] * given.plan.first_frame + [float(given.timestep[0])] * given.plan.num_frames
+        mask = block_causal([*past, given.plan.frames], sink, span)
+        expected = under_mask(expert_of(pipeline, given.step.expert), whole, times, given.inputs, mask)
+        own = expected[:, :, given.plan.first_frame :]
+        assert own.std() > 0.1
+        torch.testing.assert_close(given.velocity, own, rtol=1e-5, atol=1e-5)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("chunk_frames", "first", "span", "sink", "others"),
+    [
+        (3, None, 7, 2, {}),
+        (2, 1, 0, 0, {"guidance_scale": 3.0, "sampler": "unipc", "num_inference_steps": 3}),
+        (1, None, 4, 1, {"guidance_scale": 3.0, "guidance_mode": "two_pass", "num_inference_steps": 2}),
+    ],
+)
+def test_cached_chunks_are_the_block_causal_model(
+    pipeline: Pipeline, chunk_frames: int, first: int | None, span: int, sink: int, others: dict[str, Any]
+) -> None:
+    few = {"sigmas": (1.0, 0.6)} if others.get("num_inference_steps") == 2 else {}
+    request = dataclasses.replace(
+        REQUEST, chunk_frames=chunk_frames, first_chunk_frames=first, kv_window=span, kv_sink=sink, **others, **few
+    )
+    with recorded(pipeline) as passes:
+        media = pipeline(request)
+    assert media.frames.shape == (45, 32, 32, 3)
+    num_steps = others.get("num_inference_steps", 4)
+    num_chunks = -(-(12 - (first or chunk_frames)) // chunk_frames) + 1
+    per_step = 2 if others.get("guidance_mode") == "two_pass" else 1
+    assert assert_block_causal(pipeline, passes, sink, span or None) == num_chunks * num_steps * per_step
+    cache = media.attention_report.cache
+    assert cache is not None
+    samples = 2 if others else 1
+    assert cache.num_bytes == samples * 2 * 2 * (span or 12) * 4 * 4 * 16 * 4
+    assert (cache.window_frames, cache.sink_frames, cache.num_commits) == (span or None, sink, num_chunks - 1)
+
+
+def test_two_experts_have_a_cache_each(tmp_path: Path) -> None:
+    pipeline = load_pipeline(str(write_tiny_wan(tmp_path / "experts", causal=KEYS, boundary_ratio=0.875)), device="cpu")
+    with recorded(pipeline) as passes:
+        media = pipeline(dataclasses.replace(REQUEST, num_frames=33))
+    assert {given.step.expert for given in passes} == {0, 1}
+    assert assert_block_causal(pipeline, passes, 2, 7) == 3 * 4
+    cache = media.attention_report.cache
+    assert cache is not None
+    assert cache.num_bytes == 2 * 2 * 2 * 7 * 4 * 4 * 16 * 4
+
+
+def test_a_video_is_the_beginning_of_a_longer_one(pipeline: Pipeline) -> None:
+    few = {"sigmas": (1.0, 0.5), "chunk_frames": 1, "kv_window": 4, "kv_sink": 1, "commit_noise": 0.1}
+    whole = pipeline(dataclasses.replace(REQUEST, num_frames=4 * 39 + 1, **few)).frames
+    half = pipeline(dataclasses.replace(REQUEST, num_frames=4 * 19 + 1, **few)).frames
+    assert (whole[: len(half)] == half).all()
+    assert whole.std() > 5
+
+
+def run(
+    transformer: WanTransformer,
+    state: RequestCache,
+    plan: CachePlan,
+    latents: torch.Tensor,
+    inputs: DenoiserInputs,
+    timestep: float,
+    positions: str = "absolute",
+) -> torch.Tensor:
+    context = AttentionContext(state=state, cache=FrameCache(plan, positions))
+    velocity: torch.Tensor = transformer(latents, torch.tensor([timestep]), inputs, context)
+    return velocity
+
+
+@pytest.fixture(scope="module")
+def inputs(pipeline: Pipeline) -> DenoiserInputs:
+    with recorded(pipeline) as passes:
+        pipeline(dataclasses.replace(REQUEST, num_frames=9))
+    return passes[0].inputs
+
+
+def test_a_commit_leaves_nothing_of_the_noise(pipeline: Pipeline, inputs: DenoiserInputs) -> None:
+    """Whatever the denoising passes wrote."""
+    transformer, slots = expert_of(pipeline, 0), FrameSlots.of(FrameWindow(2, 7), None)
+    clean = torch.randn(4, 1, 16, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    states = RequestCache(), RequestCache()
+    for index, latents in enumerate(clean):
+        frames = range(3 * index, 3 * index + 3)
+        for timestep in (1000.0, 500.0):
+            run(transformer, states[0], plan_forward(slots, frames, 4), torch.randn_like(latents), inputs, timestep)
+        for state in states:
+            run(transformer, state, plan_forward(slots, frames, 4, "commit"), latents, inputs, 0.0)
+    stores = [list(state.find_all(CACHED_KEYS)) for state in states]
+    assert len(stores[0]) == 2
+    for noisy, fresh in zip(*stores, strict=True):
+        assert torch.equal(noisy.keys_and_values, fresh.keys_and_values)  # type: ignore[attr-defined]
+
+
+def test_positions_among_the_frames_in_sight(folder: Path, inputs: DenoiserInputs, tmp_path: Path) -> None:
+    """In a model of one layer, keys depend on their frame alone: a chunk is the last of a clip of what it sees."""
+    other = load_pipeline(str(write_tiny_wan(tmp_path / "one", causal=KEYS, num_layers=1)), device="cpu")
+    transformer, slots = expert_of(other, 0), FrameSlots.of(FrameWindow(2, 7), None)
+    latents = torch.randn(1, 16, 18, 4, 4, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for positions in ("window", "absolute"):
+        state = RequestCache()
+        for start in range(0, 18, 3):
+            plan, own = plan_forward(slots, range(start, start + 3), 4), latents[:, :, start : start + 3]
+            found[positions] = run(transformer, state, plan, own, inputs, 300.0, positions)
+    seen = torch.cat([latents[:, :, :2], latents[:, :, 13:]], 2)
+    expected = under_mask(transformer, seen, [300.0] * 7, inputs, torch.ones(7, 7, dtype=torch.bool))[:, :, 4:]
+    torch.testing.assert_close(found["window"], expected, rtol=1e-5, atol=1e-5)
+    assert (found["absolute"] - expected).abs().max() > 1e-3
+
+
+def test_another_prompt_from_the_next_chunk_on(pipeline: Pipeline) -> None:
+    """The keys of the frames in sight are computed anew under it; without, they stay."""
+    request = pipeline.resolve(dataclasses.replace(REQUEST, kv_window=0, kv_sink=0, num_frames=33))
+    texts = [{"cond": encoded(pipeline, prompt)} for prompt in (REQUEST.prompt, "a green ring moving left")]
+    after = {}
+    for way in ({"recaches": True}, {"recaches": True, "in_one_pass": True}, {"recaches": False}):
+        settings = BatchSettings.of([request], pipeline.rules)
+        stream = ChunkedDenoiser(denoiser_of(pipeline, settings)).stream(settings.chunks, texts[0], [4])
+        with recorded(pipeline) as passes, torch.inference_mode():
+            next(stream), next(stream)
+            stream.switch_text(texts[1], **way)
+            num_before = len(passes)
+            next(stream)
+        given = passes[num_before:]
+        assert all(each.inputs.text.embeddings is texts[1]["cond"].embeddings for each in given)
+        commits = [each for each in passes if each.step.phase == "commit"]
+        if way == {"recaches": True}:
+            # Two of the first prompt, the same two of the second; those are what the chunk saw.
+            assert [each.plan.frames for each in commits] == [range(3), range(3, 6)] * 2
+            assert_block_causal(pipeline, [*commits, *passes[:1], passes[5], *given], 0, None)
+        after[str(way)] = given[0].velocity
+    assert len({tensor.sum().item() for tensor in after.values()}) == 3
+
+
+def encoded(pipeline: Pipeline, prompt: str) -> Any:
+    from diffusion_runtime.attention_report import AttentionRecorder
+    from diffusion_runtime.prompt_encoding import encode_prompts
+
+    batch = [pipeline.resolve(dataclasses.replace(REQUEST, prompt=prompt))]
+    made = encode_prompts(
+        pipeline.text_encoder, batch, AttentionRecorder(), pipeline.device, pipeline.dtype, is_guided=False
+    )
+    return made.conditions["cond"]
+
+
+def denoiser_of(pipeline: Pipeline, settings: BatchSettings) -> Any:
+    from diffusion_runtime.attention_report import AttentionRecorder
+    from diffusion_runtime.latent_denoiser import LatentDenoiser
+
+    return LatentDenoiser(
+        transformer=pipeline.transformer,
+        image_conditioner=lambda: pytest.fail("no image"),
+        settings=settings,
+        mesh=pipeline.mesh,
+        device=pipeline.device,
+        dtype=pipeline.dtype,
+        model={},
+        recorder=AttentionRecorder(),
+    )
+
+
+def test_what_is_refused(pipeline: Pipeline, folder: Path, tmp_path: Path) -> None:
+    for values, message in (
+        ({"kv_window": 4}, r"kv_window: expected 5 latent frames or more, a sink of 2 and a chunk of 3, got 4"),
+        ({"kv_sink": 5}, r"kv_window: expected 8 latent frames"),
+        ({"step_cache": "easycache"}, r"step_cache: this model makes a video chunk by chunk"),
+        ({"positions": "relative"}, r"positions: unknown value"),
+        ({"commit_noise": 1.0}, r"commit_noise: expected a number from 0 to 0.999"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            pipeline.resolve(dataclasses.replace(REQUEST, **values))
+    with pytest.raises(BackendUnavailableError, match="vmoba_attn: cannot do cached_keys"):
+        load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "vmoba_attn"}})
+    plain = load_pipeline("shapes", device="cpu")
+    for name, value in (("kv_window", 9), ("kv_sink", 0), ("chunk_frames", 2), ("positions", "window")):
+        with pytest.raises(RequestError, match=f"{name}: this model makes a clip at once, without a key-value cache"):
+            plain.resolve(GenerationRequest("a red circle", **{name: value}))  # type: ignore[arg-type]
+    for keys, message in (
+        ({"sink_size": 7}, "'sink_size': expected a number of latent frames from 0 to 6"),
+        ({"local_attn_size": 0}, "'local_attn_size'"),
+        ({"rope_cache_policy": "other"}, "'rope_cache_policy': expected 'absolute' or 'relativistic'"),
+    ):
+        changed = write_changed(folder, tmp_path / "changed", keys)
+        with pytest.raises(ModelLoadError, match=message):
+            load_pipeline(str(changed), device="cpu")
+
+
+def write_changed(folder: Path, target: Path, keys: dict[str, Any]) -> Path:
+    import json
+    import shutil
+
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target)
+    path = target / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+    return target
