@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,6 +23,7 @@ from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
 from diffusion_runtime.denoising.interface import OnStep
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.latent_denoiser import LatentDenoiser, check_finite
+from diffusion_runtime.prompt_switches import first_frame
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 
@@ -33,12 +34,27 @@ class ChunkedDenoiser:
 
     denoiser: LatentDenoiser
 
-    def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
-        """As LatentDenoiser.denoise: the latents of all chunks together."""
-        stream = self.stream(self.denoiser.settings.chunks, text, seeds, on_step)
-        latents = torch.cat([clean.latents for clean in stream], dim=2)
+    def denoise(
+        self,
+        text: Mapping[str, Conditions],
+        seeds: Sequence[int],
+        on_step: OnStep,
+        encode: Callable[[str], Mapping[str, Conditions]],
+    ) -> torch.Tensor:
+        """As LatentDenoiser.denoise: the latents of all chunks together. encode: of a prompt of the requests'
+        prompt_switches, the same for all samples."""
+        settings = self.denoiser.settings
+        stream = self.stream(settings.chunks, text, seeds, on_step)
+        # By the chunk that begins at the frame.
+        switches = {int(at): prompt for at, prompt in settings.shared.prompt_switches or ()}
+        chunks = []
+        for chunk in settings.chunks:
+            prompt = switches.get(first_frame(chunk, settings.rules.geometry.temporal_factor))
+            if prompt is not None:
+                stream.switch_text(encode(prompt), mode=settings.shared.switch_mode)
+            chunks.append(next(stream).latents)
         stream.report()
-        return latents
+        return torch.cat(chunks, dim=2)
 
     def stream(
         self, chunks: ChunkPlan, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep | None = None
@@ -97,15 +113,19 @@ class ChunkStream(Iterator[CleanChunk]):
         if clean is not None:
             self._sampler.commit(clean)
 
-    def switch_text(self, text: Mapping[str, Conditions], *, recaches: bool = True, in_one_pass: bool = False) -> None:
-        """Another prompt from the next chunk on; text: by guidance branch. recaches: whether the keys of the frames in
-        sight, but for the sink's, are computed anew under it (LongLive's KV-recache, arXiv:2509.22622), chunk by chunk
-        as they were; in_one_pass: in one pass in which these frames see each other both ways, as LongLive's code does.
-        Without, the keys stay those of the prompt before."""
+    def switch_text(self, text: Mapping[str, Conditions], mode: str | None = None) -> None:
+        """Another prompt from the next chunk on. text: by guidance branch.
+
+        mode: one of SWITCH_MODES. recache, which None is as well: the keys of the frames in sight, but for the sink's,
+        are computed anew under the new prompt (LongLive's KV-recache, arXiv:2509.22622), chunk by chunk as they were.
+        recache_at_once: in one pass in which these frames see each other both ways, as LongLive's code does. keep: they
+        stay those of the prompt before.
+        """
         self.commit()
         self._forward.set_text(text)
-        if not recaches or not self._recent:
+        if mode == "keep" or not self._recent:
             return
+        in_one_pass = mode == "recache_at_once"
         in_ring = [_from_frame(clean, self._forward.oldest_frame) for clean in self._recent]
         in_ring = [clean for clean in in_ring if clean.chunk.frames]
         if in_one_pass and in_ring:

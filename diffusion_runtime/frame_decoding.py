@@ -23,8 +23,7 @@ def decode_frames(
     """
     frames, position, take = torch.empty(0), 0, None
     for chunk in stream.chunks:
-        _check_numbers(chunk[0], position)
-        pixels = _to_uint8(chunk[0])
+        pixels = to_pixels(chunk[0], position)
         if position == 0:
             is_whole = len(pixels) == stream.num_frames
             frames = pixels if is_whole else pixels.new_empty(stream.num_frames, *pixels.shape[1:])
@@ -41,16 +40,13 @@ def decode_frames(
     return frames
 
 
-def _check_numbers(frames: torch.Tensor, position: int) -> None:
-    """position: of their first frame in the clip."""
+def to_pixels(frames: torch.Tensor, position: int) -> torch.Tensor:
+    """Frames in [0, 1] as uint8 on the CPU. position: of the first one in the clip. Raises DiffusionRuntimeError for
+    frames that are not numbers."""
     if bool(frames.isnan().any()):
         raise DiffusionRuntimeError(
             f"the decoded frames from {position} on are not numbers (NaN): the decoder overflowed, or its weights are "
             "damaged. Use dtype bfloat16 or float32, or copy the model again"
         )
-
-
-def _to_uint8(frames: torch.Tensor) -> torch.Tensor:
-    """Frames in [0, 1] as uint8 on the CPU."""
     # In two steps: in one, torch copies float32 and converts it on the CPU.
     return (frames * 255).round_().clamp_(0, 255).to(torch.uint8).cpu()

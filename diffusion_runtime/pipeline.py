@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,10 +49,11 @@ from diffusion_runtime.models.weight_fingerprint import with_loras
 from diffusion_runtime.one_generation import OneGeneration
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.progress import Cancellations, OnProgress, Progress, StageClock
-from diffusion_runtime.prompt_encoding import encode_prompts
+from diffusion_runtime.prompt_encoding import EncodedPrompts, encode_prompts
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.streaming import GenerationStream, check_streamable
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")
@@ -163,6 +165,64 @@ class Pipeline:
             if len(batch) > 1 and settings.decides_per_sample:
                 return self._generate_apart(batch, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
+
+    def stream(
+        self, request: GenerationRequest, *, endless: bool = False, keeps_frames: bool = False
+    ) -> GenerationStream:
+        """One video of a causal model, chunk after chunk: a context manager that gives frames as they are made, and
+        takes other prompts on the way. Its frames are those of `generate`.
+
+        endless: without an end, whatever num_frames says, for models or requests whose kv_window bounds the frames in
+        sight. keeps_frames: for GenerationStream.media; else memory does not grow with the video.
+
+        Raises what `generate` raises, RequestError for a model that makes clips at once and for a video without an end
+        that sees all of its frames, ConfigError for a decoder that needs the whole clip.
+        """
+        resources = contextlib.ExitStack()
+        try:
+            resources.enter_context(self._one_generation.held())
+            request = self.resolve(request)
+            settings = BatchSettings.of([request], self.rules)
+            check_streamable(self.rules, settings, endless=endless)
+            self._make_room([request])
+            recorder = AttentionRecorder()
+            self._note_remarks([request], settings, (), recorder)
+            if self._quantization is not None:
+                self._quantization.counter.start(recorder.record_product)
+                resources.callback(self._quantization.counter.stop)
+            encode = self._encoder([request], settings, recorder)
+            load_timings, self._load_timings = self._load_timings, {}
+            started = time.perf_counter()
+            with self._streaming(settings):
+                prompts = encode(None)
+                chunks = settings.chunks if not endless else dataclasses.replace(settings.chunks, num_frames=None)
+                denoiser = ChunkedDenoiser(self._denoiser(settings, recorder))
+                frames = denoiser.stream(chunks, prompts.conditions, [request.seed])
+            return GenerationStream(
+                request,
+                frames,
+                self.decoder.for_request(request),
+                fps=settings.size.fps,
+                encode=encode,
+                notes=prompts.notes[0],
+                text_seconds=time.perf_counter() - started,
+                recorder=recorder,
+                recipe={**self.recipe, **self._sampling_preset(settings)},
+                load_timings=load_timings,
+                device=self.device,
+                guard=lambda: self._streaming(settings),
+                resources=resources,
+                keeps_frames=keeps_frames,
+            )
+        except BaseException:
+            resources.close()
+            raise
+
+    @contextlib.contextmanager
+    def _streaming(self, settings: BatchSettings) -> Iterator[None]:
+        """While a chunk is made."""
+        with torch.inference_mode(), device_guard(self.device), self._explained_shortage(settings):
+            yield
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -348,29 +408,13 @@ class Pipeline:
         self._note_remarks(batch, settings, remarks, recorder)
         if self._quantization is not None:
             self._quantization.counter.start(recorder.record_product)
-        named = self.rules.sampling_preset(settings.shared)
-        preset = {} if named is None else {"sampling_preset": named}
-        denoiser = LatentDenoiser(
-            transformer=self.transformer,
-            image_conditioner=self._loaded_image_conditioner,
-            settings=settings,
-            mesh=self.mesh,
-            device=self.device,
-            dtype=self.dtype,
-            model=self.rules.identity(),
-            recorder=recorder,
-            block_runner=block_runner,
-            is_compiled=self._compiled is not None,
-            graphs=self._graphs,
-            published=self.rules.teacache,
-            upsampler=self._upsampler,
-        )
+        preset = self._sampling_preset(settings)
+        denoiser = self._denoiser(settings, recorder, block_runner)
+        encode = self._encoder(batch, settings, recorder)
         compile_cost = CompileCost(self._compiled)
         with device_guard(self.device), self._explained_shortage(settings):
             with clock.stage("text", 1) as done:
-                prompts = encode_prompts(
-                    self.text_encoder, batch, recorder, self.device, self.dtype, is_guided=settings.is_guided
-                )
+                prompts = encode(None)
                 done(1)
             with clock.stage("denoise", settings.num_steps_of_video) as done:
                 seeds = [request.seed for request in batch]
@@ -380,9 +424,12 @@ class Pipeline:
                         self._watch_latents(step, at)
                     done(settings.num_done(step))
 
-                by_chunk = settings.rules.is_causal
-                denoise = ChunkedDenoiser(denoiser).denoise if by_chunk else denoiser.denoise
-                latents = denoise(prompts.conditions, seeds, on_step)
+                if settings.rules.is_causal:
+                    latents = ChunkedDenoiser(denoiser).denoise(
+                        prompts.conditions, seeds, on_step, lambda prompt: encode(prompt).conditions
+                    )
+                else:
+                    latents = denoiser.denoise(prompts.conditions, seeds, on_step)
                 on_latents(latents)
             if self._quantization is not None:
                 self._quantization.counter.stop()
@@ -427,6 +474,43 @@ class Pipeline:
             for index in range(len(batch))
             if cancellations.is_wanted(index)
         ]
+
+    def _denoiser(
+        self, settings: BatchSettings, recorder: AttentionRecorder, block_runner: BlockRunner | None = None
+    ) -> LatentDenoiser:
+        return LatentDenoiser(
+            transformer=self.transformer,
+            image_conditioner=self._loaded_image_conditioner,
+            settings=settings,
+            mesh=self.mesh,
+            device=self.device,
+            dtype=self.dtype,
+            model=self.rules.identity(),
+            recorder=recorder,
+            block_runner=block_runner,
+            is_compiled=self._compiled is not None,
+            graphs=self._graphs,
+            published=self.rules.teacache,
+            upsampler=self._upsampler,
+        )
+
+    def _encoder(
+        self, batch: Sequence[GenerationRequest], settings: BatchSettings, recorder: AttentionRecorder
+    ) -> Callable[[str | None], EncodedPrompts]:
+        """Encodes the prompts of a batch, or another one for all of it."""
+
+        def encode(prompt: str | None) -> EncodedPrompts:
+            requests = batch if prompt is None else [dataclasses.replace(each, prompt=prompt) for each in batch]
+            return encode_prompts(
+                self.text_encoder, requests, recorder, self.device, self.dtype, is_guided=settings.is_guided
+            )
+
+        return encode
+
+    def _sampling_preset(self, settings: BatchSettings) -> dict[str, str]:
+        """For a recipe."""
+        named = self.rules.sampling_preset(settings.shared)
+        return {} if named is None else {"sampling_preset": named}
 
     @contextlib.contextmanager
     def _explained_shortage(self, settings: BatchSettings) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.options import MethodText
 from diffusion_runtime.progressive_resolution import ProgressiveSettings
+from diffusion_runtime.prompt_switches import SWITCH_MODES, PromptSwitch, PromptSwitches, parse_switches
 from diffusion_runtime.request_fields import (
     GUIDANCE,
     SHIFT,
@@ -295,6 +296,30 @@ class GenerationRequest:
         metadata=RequestField(
             help="Frame positions of cached keys: absolute (in the video) or window (among those in sight).",
             check=OneOf(POSITIONS),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # Other prompts on the way, (frame, prompt) each; a time as "5s" becomes the first frame of a chunk when the request
+    # is resolved.
+    prompt_switches: tuple[PromptSwitch, ...] | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Another prompt from a time of the video on: --at 5s 'a blue star'; again for further ones.",
+            check=PromptSwitches(),
+            panel=WHAT,
+            flag="--at",
+            may_stay_none=True,
+            convert=parse_switches,
+            refusal="this model makes a clip at once, from one prompt; leave it out",
+        ).as_metadata(),
+    )
+    # What becomes of the keys in sight then: computed anew under the new prompt by chunks or in one pass, or kept.
+    switch_mode: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Cached keys at a new prompt: recache, recache_at_once (in one pass), or keep.",
+            check=OneOf(SWITCH_MODES),
             may_stay_none=True,
             refusal=_NO_CACHE,
         ).as_metadata(),

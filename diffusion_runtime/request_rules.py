@@ -19,6 +19,7 @@ from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.progressive_resolution import LatentSpectrum, ProgressiveSettings
+from diffusion_runtime.prompt_switches import resolve_switches
 from diffusion_runtime.request import (
     IMAGE_FIELDS,
     REQUEST_FIELDS,
@@ -96,6 +97,7 @@ class RequestRules(SamplingRules):
         self.geometry.sample_shape(settings.size)
         self._check_second_stage(settings)
         self._check_chunks(settings)
+        request = self._with_resolved_switches(settings)
         if not self.takes_guidance and settings.is_guided:
             raise RequestError(
                 "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
@@ -139,6 +141,22 @@ class RequestRules(SamplingRules):
                 raise RequestError(
                     f"{name}: this model makes a video chunk by chunk, and this is for clips made at once; leave it out"
                 )
+
+    def _with_resolved_switches(self, settings: BatchSettings) -> GenerationRequest:
+        """The request with the first frame of a chunk in place of the times of its prompts. Raises RequestError for
+        one past the end, and for two in one chunk."""
+        request, size = settings.shared, settings.size
+        if request.prompt_switches is None:
+            return request
+        switches = resolve_switches(
+            request.prompt_switches,
+            settings.chunks,
+            fps=size.fps,
+            num_frames=size.num_frames,
+            temporal_factor=self.geometry.temporal_factor,
+            name="--at",
+        )
+        return dataclasses.replace(request, prompt_switches=switches)
 
     def _count_images(self, request: GenerationRequest) -> None:
         """Raises RequestError for an image that is missing, and for more than the model takes."""

@@ -24,6 +24,7 @@ from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.wan.transformer import WanTransformer
+from diffusion_runtime.prompt_switches import SWITCH_MODES
 from diffusion_runtime.step_info import StepInfo
 
 KEYS = {"num_frames_per_block": 3, "local_attn_size": 7, "sink_size": 2}
@@ -235,22 +236,22 @@ def test_another_prompt_from_the_next_chunk_on(pipeline: Pipeline) -> None:
     request = pipeline.resolve(dataclasses.replace(REQUEST, kv_window=0, kv_sink=0, num_frames=33))
     texts = [{"cond": encoded(pipeline, prompt)} for prompt in (REQUEST.prompt, "a green ring moving left")]
     after = {}
-    for way in ({"recaches": True}, {"recaches": True, "in_one_pass": True}, {"recaches": False}):
+    for mode in SWITCH_MODES:
         settings = BatchSettings.of([request], pipeline.rules)
         stream = ChunkedDenoiser(denoiser_of(pipeline, settings)).stream(settings.chunks, texts[0], [4])
         with recorded(pipeline) as passes, torch.inference_mode():
             next(stream), next(stream)
-            stream.switch_text(texts[1], **way)
+            stream.switch_text(texts[1], mode)
             num_before = len(passes)
             next(stream)
         given = passes[num_before:]
         assert all(each.inputs.text.embeddings is texts[1]["cond"].embeddings for each in given)
         commits = [each for each in passes if each.step.phase == "commit"]
-        if way == {"recaches": True}:
+        if mode == "recache":
             # Two of the first prompt, the same two of the second; those are what the chunk saw.
             assert [each.plan.frames for each in commits] == [range(3), range(3, 6)] * 2
             assert_block_causal(pipeline, [*commits, *passes[:1], passes[5], *given], 0, None)
-        after[str(way)] = given[0].velocity
+        after[mode] = given[0].velocity
     assert len({tensor.sum().item() for tensor in after.values()}) == 3
 
 

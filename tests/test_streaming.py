@@ -1,0 +1,118 @@
+"""Streams: the frames of a whole generation while it is made, prompts on the way, and a pipeline that is free again."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy
+import pytest
+from tiny_models import write_tiny_wan
+
+from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.errors import ConfigError, PipelineBusyError, RequestError
+from diffusion_runtime.streaming import GenerationStream
+
+# Chunks of 3 latent frames: 9 frames, then 12 each.
+KEYS = {"num_frames_per_block": 3, "local_attn_size": 7, "sink_size": 2}
+REQUEST = GenerationRequest("a red circle", height=32, width=32, num_frames=45, fps=12, num_inference_steps=2, seed=4)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return load_pipeline(str(write_tiny_wan(tmp_path_factory.mktemp("wan") / "causal", causal=KEYS)), device="cpu")
+
+
+def test_a_stream_gives_the_frames_of_a_generation(pipeline: Pipeline) -> None:
+    """Chunk by chunk, with prompts at times of the video, and its recipe repeats it."""
+    request = dataclasses.replace(REQUEST, prompt_switches=[["1.5s", "a blue star"], ["30f", "a green ring"]])
+    whole = pipeline(request)
+    assert whole.recipe["request"]["prompt_switches"] == [(21, "a blue star"), (33, "a green ring")]
+    plain = pipeline(REQUEST)
+    assert numpy.array_equal(whole.frames[:21], plain.frames[:21])
+    assert not numpy.array_equal(whole.frames[21:], plain.frames[21:])
+    with pipeline.stream(request, keeps_frames=True) as stream:
+        chunks = list(stream)
+    assert [(chunk.first_frame, len(chunk.frames), chunk.prompt) for chunk in chunks] == [
+        (0, 9, "a red circle"),
+        (9, 12, "a red circle"),
+        (21, 12, "a blue star"),
+        (33, 12, "a green ring"),
+    ]
+    media = stream.media()
+    assert numpy.array_equal(media.frames, whole.frames)
+    assert media.recipe == whole.recipe
+    assert (media.attention_report.cache is None, media.attention_report.num_calls) == (
+        False,
+        whole.attention_report.num_calls,
+    )
+    assert set(media.timings) >= {"text", "denoise", "decode"}
+    assert stream.rate.num_frames == 36
+    assert stream.rate.first_frame_seconds > 0
+    assert stream.rate.worst_gap_seconds <= stream.rate.seconds
+
+
+def test_prompts_that_are_typed_are_in_the_recipe_which_repeats_them(pipeline: Pipeline) -> None:
+    with pipeline.stream(REQUEST, endless=True, keeps_frames=True) as stream:
+        next(stream)
+        stream.prompt("never seen")
+        stream.prompt("a blue star")
+        next(stream), next(stream)
+        with pytest.raises(RequestError, match="expected at least one word"):
+            stream.prompt(" ")
+        # The same prompt is no switch.
+        stream.prompt("a blue star")
+        last = next(stream)
+    assert (last.first_frame, last.prompt) == (33, "a blue star")
+    request = GenerationRequest.from_dict(stream.recipe["request"])
+    assert (request.num_frames, request.prompt_switches) == (45, ((9, "a blue star"),))
+    assert numpy.array_equal(pipeline(request).frames, stream.media().frames)
+
+
+def test_a_video_without_an_end_takes_no_more_memory(pipeline: Pipeline) -> None:
+    with pipeline.stream(REQUEST, endless=True) as stream:
+        chunks, num_bytes = [], []
+        for _ in range(8):
+            chunks.append(next(stream).frames)
+            num_bytes.append(stream.cache_bytes)
+    assert len(set(num_bytes[2:])) == 1
+    assert numpy.array_equal(numpy.concatenate(chunks)[:45], pipeline(REQUEST).frames), "the beginning is the same"
+    with pytest.raises(ConfigError, match="does not keep its frames"):
+        stream.media()
+
+
+def test_the_pipeline_is_busy_until_the_stream_ends_however_it_does(pipeline: Pipeline) -> None:
+    stream: GenerationStream | None = pipeline.stream(REQUEST)
+    assert stream is not None
+    next(stream)
+    with pytest.raises(PipelineBusyError):
+        pipeline(REQUEST)
+    stream.close()
+    assert list(stream) == []
+    stream = pipeline.stream(REQUEST)
+    stream = None
+    with pipeline.stream(REQUEST) as ended:
+        assert len(list(ended)) == 4
+        pipeline(dataclasses.replace(REQUEST, num_frames=9))
+
+
+def test_what_cannot_be_streamed_is_refused_before_any_work(pipeline: Pipeline, tiny_wan_folder: Path) -> None:
+    cases = {
+        "a video without an end cannot see all of its frames; give --kv-window": {"kv_window": 0, "kv_sink": 0},
+        "--at: '4s' is past the end: the video has 45 frames at 12": {"prompt_switches": [["4s", "a"]]},
+        "are the same chunk, which begins at frame 21": {"prompt_switches": [["1s", "a"], [13, "b"]]},
+        "expected a time": {"prompt_switches": [["soon", "a"]]},
+    }
+    for message, values in cases.items():
+        with pytest.raises(RequestError, match=message):
+            pipeline.stream(dataclasses.replace(REQUEST, **values), endless=True)
+    plain = load_pipeline(str(tiny_wan_folder), device="cpu")
+    with pytest.raises(RequestError, match="makes a clip at once"):
+        plain.stream(GenerationRequest("a", height=32, width=32, num_frames=5))
+    with pytest.raises(RequestError, match="makes a clip at once, from one prompt"):
+        plain(GenerationRequest("a", height=32, width=32, num_frames=5, prompt_switches=[["1s", "b"]]))
+    tiled = load_pipeline(pipeline.recipe["model"]["path"], device="cpu", vae_tiling="on")
+    with pytest.raises(ConfigError, match="leave out --vae-tiling"):
+        tiled.stream(REQUEST)
+    # It is free.
+    assert len(tiled(REQUEST).frames) == 45
