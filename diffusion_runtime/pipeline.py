@@ -212,6 +212,8 @@ class Pipeline:
                 device=self.device,
                 guard=lambda: self._streaming(settings),
                 resources=resources,
+                plan=chunks,
+                temporal_factor=self.rules.geometry.temporal_factor,
                 keeps_frames=keeps_frames,
             )
         except BaseException:

@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
 from diffusion_runtime.errors import RequestError, shown
@@ -30,7 +30,8 @@ class PromptSwitches:
     """Check of a tuple of PromptSwitch."""
 
     metavar: ClassVar[str] = "TIME PROMPT"
-    kind: ClassVar[type] = tuple
+    # Of the flag, which may be given again.
+    kind: ClassVar[Any] = list[str]
 
     def __call__(self, name: str, value: object) -> None:
         if not isinstance(value, tuple) or not value or not all(_is_pair(item) for item in value):
@@ -50,11 +51,12 @@ class PromptSwitches:
 
 
 def parse_switches(value: object) -> object:
-    """Lists of pairs as tuples, `48f` as the frame 48; anything else as it is, for PromptSwitches to refuse. None for
-    an empty list."""
+    """Lists of pairs, or of texts as "5s a blue star", as tuples, `48f` as the frame 48; anything else as it is, for
+    PromptSwitches to refuse. None for an empty list."""
     if not isinstance(value, list | tuple):
         return value
-    return tuple((_frame(item[0]), item[1]) if _is_pair(item) else item for item in value) or None
+    pairs = [item.strip().split(None, 1) if isinstance(item, str) else item for item in value]
+    return tuple((_frame(item[0]), item[1]) if _is_pair(item) else item for item in pairs) or None
 
 
 def seconds_of(at: str, name: str) -> float:

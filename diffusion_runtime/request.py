@@ -94,6 +94,15 @@ class GenerationRequest:
             pipeline_parameters=("num_frames", "video_length", "frames"),
         ).as_metadata(),
     )
+    # The length of the video, which becomes num_frames when the request is resolved.
+    seconds: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="The length of the video in seconds, in place of --num-frames.",
+            check=Number(minimum=0.01),
+            may_stay_none=True,
+        ).as_metadata(),
+    )
     # Frames per second of the written video.
     fps: int | None = field(
         default=None,
@@ -446,6 +455,8 @@ class GenerationRequest:
                 "sigmas, sigmas_before_shift: expected one of them, got both; sigmas are the noise levels that run, "
                 "sigmas_before_shift those that flow_shift is applied to"
             )
+        if self.seconds is not None and self.num_frames is not None:
+            raise RequestError("seconds, num_frames: expected one of them, got both; each says how long the video is")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """This request with every None replaced by the value of the same name in `defaults`; as in `layered`, a
@@ -453,6 +464,17 @@ class GenerationRequest:
         own = {name: value for name, value in self.to_dict().items() if value is not None}
         missing = {name: value for name, value in layered(defaults, own).items() if name not in own}
         return dataclasses.replace(self, **missing)
+
+    def without_seconds(self, temporal_factor: int) -> Self:
+        """This request, whose fps is known, with num_frames in place of seconds: the nearest number that the model
+        makes. temporal_factor: frames of every latent frame but the first. Raises RequestError for images."""
+        if self.seconds is None:
+            return self
+        if temporal_factor == 1:
+            raise RequestError("seconds: this model makes images; leave it out")
+        assert self.fps is not None
+        num_latent_frames = max(0, round((self.seconds * self.fps - 1) / temporal_factor))
+        return dataclasses.replace(self, seconds=None, num_frames=1 + temporal_factor * num_latent_frames)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them, for a recipe."""
@@ -475,13 +497,17 @@ def layered(*levels: Mapping[str, Any]) -> dict[str, Any]:
     """Request values of several levels by field name, where a later level wins over an earlier one.
 
     A level that says guidance_scale without guidance_scale_2 means both experts: no second scale of an earlier level
-    stands beside it. A level that says noise levels says the number of steps with them, and those of an earlier level
+    stands beside it; one that says seconds means no num_frames of an earlier level, and the other way round. A level
+    that says noise levels says the number of steps with them, and those of an earlier level
     go where a later one says another number of steps, or a sampler that spaces its own.
     """
     values: dict[str, Any] = {}
     for level in levels:
         if level.get("guidance_scale") is not None:
             values.pop("guidance_scale_2", None)
+        for name, other in (("seconds", "num_frames"), ("num_frames", "seconds")):
+            if level.get(name) is not None:
+                values.pop(other, None)
         for name in EXPLICIT_LEVELS:
             if level.get(name) is not None or _replaces_levels(level, values.get(name)):
                 values = {key: value for key, value in values.items() if key not in EXPLICIT_LEVELS}

@@ -85,6 +85,7 @@ class RequestRules(SamplingRules):
         own_shift = request.flow_shift
         # An image says more of the size than the model does.
         request = request.with_defaults(self._defaults_of_images(request)).with_defaults(self.defaults)
+        request = request.without_seconds(self.geometry.temporal_factor)
         if request.sigmas is not None and own_shift is None:
             # They are not shifted, whatever the model's own schedule is.
             request = dataclasses.replace(request, flow_shift=1.0)

@@ -17,6 +17,7 @@ import torch
 from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunked_denoiser import ChunkStream
+from diffusion_runtime.denoising.chunks import ChunkPlan
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.frame_decoding import to_pixels
 from diffusion_runtime.media import GeneratedMedia
@@ -87,7 +88,8 @@ class GenerationStream(Iterator[StreamedFrames]):
     The pipeline serves nobody else until the stream is closed, which its end does as well. Memory does not grow with
     the video where kv_window bounds the frames in sight.
 
-    request: resolved; its prompt_switches apply by themselves. fps: frames per second. num_frames: made so far.
+    request: resolved; its prompt_switches apply by themselves. fps: frames per second. num_frames: made so far;
+    num_frames_of_video: of all, None without an end; frames_per_chunk: of all chunks but the first and the last.
     """
 
     def __init__(
@@ -106,13 +108,19 @@ class GenerationStream(Iterator[StreamedFrames]):
         device: torch.device,
         guard: Callable[[], AbstractContextManager[None]],
         resources: ExitStack,
+        plan: ChunkPlan,
+        temporal_factor: int,
         keeps_frames: bool,
     ) -> None:
-        """chunks: made from the request's prompt, whose encoding took text_seconds and left notes. encode: of another
-        prompt. guard: around every computation. resources: what is closed with the stream."""
+        """plan: how the video is cut; temporal_factor: frames of a latent frame. chunks: made from the request's
+        prompt, whose encoding took text_seconds and left notes. encode: of another prompt. guard: around every
+        computation. resources: what is closed with the stream."""
         self.request = request
         self.fps = fps
+        self.device = device
         self.num_frames = 0
+        self.num_frames_of_video = None if plan.num_frames is None else request.num_frames
+        self.frames_per_chunk = temporal_factor * plan.chunk_frames
         self.rate = StreamRate(first_frame_seconds=text_seconds)
         self._resources = resources
         self._chunks = chunks
@@ -123,7 +131,6 @@ class GenerationStream(Iterator[StreamedFrames]):
         self._recorder = recorder
         self._recipe = recipe
         self._timings = {**load_timings, "text": text_seconds, "denoise": 0.0, "decode": 0.0}
-        self._device = device
         self._guard = guard
         self._prompt = request.prompt
         self._switches: list[tuple[int, str]] = []
@@ -198,8 +205,8 @@ class GenerationStream(Iterator[StreamedFrames]):
 
     def _clock(self, stage: str | None = None, since: float = 0.0) -> float:
         """The time, once the device is done; the seconds since another one are added to a stage."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         now = time.perf_counter()
         if stage is not None:
             self._timings[stage] += now - since
@@ -251,7 +258,7 @@ class GenerationStream(Iterator[StreamedFrames]):
             recipe=self.recipe,
             attention_report=self.attention_report,
             timings=self.timings,
-            peak_memory=peaks(self._device),
+            peak_memory=peaks(self.device),
         )
 
 

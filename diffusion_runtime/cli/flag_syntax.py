@@ -1,8 +1,9 @@
 """Command-line syntax beyond the parser's: dotted flags (a path in the name), peer spellings, flags given twice.
 
 `--request.height 128` becomes `--set request.height=128`, `--attention-config.per_role.cross.backend fa` becomes
-`--dotted-attention per_role.cross.backend=fa`. A path may be anything, so no parser can list these flags. Of a flag
-that is given twice the last value holds, and every value is checked.
+`--dotted-attention per_role.cross.backend=fa`. A path may be anything, so no parser can list these flags.
+`--at 5s "a blue star"` becomes `--at "5s a blue star"`. Of a flag that is given twice the last value holds, and every
+value is checked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typer.core import TyperCommand
 
 from diffusion_runtime.errors import ConfigError, nearest
 
+# A time and a prompt.
+_AT = "--at"
 # First part of the name -> the flag that takes PATH=VALUE, and whether the first part stays in the path.
 _TARGETS = {
     "request": ("--set", True),
@@ -39,6 +42,10 @@ def rewrite_dotted_flags(arguments: Sequence[str]) -> list[str]:
         argument = waiting.pop(0)
         if argument == "--":
             return [*rewritten, argument, *waiting]
+        if argument == _AT and len(waiting) > 1 and not any(character.isspace() for character in waiting[0]):
+            # The parser has no flag of two values that may be given again.
+            rewritten += [_AT, f"{waiting.pop(0)} {waiting.pop(0)}"]
+            continue
         name, equals, value = argument.partition("=")
         head, dot, path = name.removeprefix("--").partition(".")
         if not name.startswith("--") or not dot or any(character.isspace() for character in name):

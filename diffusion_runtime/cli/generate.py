@@ -52,7 +52,8 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
     source = _taken(options.SourceFlags, given)
     run = _taken(options.RunFlags, given)
     # What is left are request fields: `prompt`, `negative_prompt` and `seed` are lists, one request each.
-    request = {name: value for name, value in given.items() if name in REQUEST_FIELDS}
+    # A flag that may be given again is an empty list where it is not given.
+    request = {name: None if value == [] else value for name, value in given.items() if name in REQUEST_FIELDS}
     request.update({name: _images(name, request[name] or ()) for name in INPUT_FIELDS})
     prompt = request.pop("prompt") or ()
     return Flags(
@@ -111,8 +112,9 @@ def generate(context: typer.Context, **given: Any) -> None:
     Each file carries its recipe; a .json beside it records what ran.
     Flags come before --config, then --from, then --preset, then the model.
     """
-    from diffusion_runtime.cli.generation import SCHEMA, OutputFlags, run_generate
+    from diffusion_runtime.cli.generation import SCHEMA, run_generate
     from diffusion_runtime.cli.launching import CommandLine, piped_prompts, report_failure
+    from diffusion_runtime.cli.output_flags import OutputFlags
     from diffusion_runtime.cli.terminal import Terminal
     from diffusion_runtime.parallel.process_info import read_process_info
     from diffusion_runtime.session.failures import Interrupted
@@ -121,7 +123,9 @@ def generate(context: typer.Context, **given: Any) -> None:
     what, run = _taken(options.PromptFlags, given), _taken(options.RunFlags, given)
     flags = flags_of(given)
     terminal = Terminal(quiet=run.quiet, verbose=run.verbose)
-    output_flags = OutputFlags(run.output_path, run.file_format, run.as_json, run.dry_run, run.resume, run.profile)
+    output_flags = OutputFlags(
+        run.output_path, run.file_format, run.as_json, run.dry_run, run.resume, run.profile, run.stream, run.interactive
+    )
     num_typed = len(what.prompts or ()) + len(given["prompt"] or ())
     command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))
     process_info = read_process_info()

@@ -6,23 +6,24 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
+from diffusion_runtime.cli.output_flags import OutputFlags
+from diffusion_runtime.cli.prepared_items import import_libraries, prepare_items, warn_of_changed_files
 from diffusion_runtime.cli.profile_flag import check_profile_place, profiled
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
+from diffusion_runtime.cli.stream import STANDARD_OUTPUT, for_stream, run_stream
 from diffusion_runtime.cli.tables import attention_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
-from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.session.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
-from diffusion_runtime.session.failures import INTERRUPTED, Failure
+from diffusion_runtime.session.failures import INTERRUPTED
 from diffusion_runtime.session.interruptions import interruptions
 from diffusion_runtime.session.outputs import Outputs, remove_empty
 from diffusion_runtime.session.reporter import seconds_text
@@ -30,26 +31,10 @@ from diffusion_runtime.session.resume import find_finished
 
 if TYPE_CHECKING:
     from diffusion_runtime.description import PipelineDescription
-    from diffusion_runtime.generation_pipeline import GenerationRules
-    from diffusion_runtime.loading import Prepared
-    from diffusion_runtime.parallel.world import World
-    from diffusion_runtime.request_rules import RequestRules
 
 SCHEMA = "diffusion_runtime.generate/1"
 # Timings that `load` includes: of the libraries, and from the choice of attention to the last weight.
 _PARTS_OF_LOAD = ("import", "read")
-
-
-@dataclass(frozen=True)
-class OutputFlags:
-    """The flags of `generate` about where results go and what is reported."""
-
-    output_path: str | None = None
-    file_format: str | None = None
-    as_json: bool = False
-    dry_run: bool = False
-    resume: bool = False
-    profile: str | None = None
 
 
 def run_generate(
@@ -69,6 +54,8 @@ def run_generate(
     settings = resolve_settings(flags)
     if coordinator.world is not None:
         settings = settings.on_processes(coordinator.world.size)
+    if output_flags.stream is not None or output_flags.interactive:
+        output_flags = for_stream(output_flags, settings)
     outputs = Outputs.parse(output_flags.output_path, output_flags.file_format)
     for request in settings.requests:
         if request.num_frames is not None:
@@ -78,14 +65,17 @@ def run_generate(
     check_profile_place(output_flags.profile, dry_run=output_flags.dry_run)
     if output_flags.dry_run:
         outputs.check_without_writing()
-        prepared, items = _prepare(settings, outputs, is_dry_run=True)
-        _warn_of_changed_files(settings, items, prepared.description, terminal)
+        prepared, items = prepare_items(settings, outputs, is_dry_run=True)
+        warn_of_changed_files(settings, items, prepared.description, terminal)
         prepared = prepared.planned_for([item.request for item in items if item.failure is None])
         return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
-    new_folders = outputs.prepare() if coordinator.is_first else ()
+    writes_files = output_flags.stream != STANDARD_OUTPUT
+    new_folders = outputs.prepare() if coordinator.is_first and writes_files else ()
     try:
         if coordinator.world is None and settings.runtime.parallel.num_processes > 1:
             return _launch(settings, outputs, output_flags, terminal, command_line)
+        if output_flags.stream is not None:
+            return run_stream(settings, outputs, output_flags, terminal, coordinator, started)
         return _generate(settings, outputs, output_flags, terminal, coordinator, started)
     finally:
         remove_empty(new_folders)
@@ -97,35 +87,13 @@ def _launch(
     """Check what can be checked once, then run the command in several processes."""
     # Rank 0 logs it again.
     with Terminal(quiet=True).log():
-        prepared, items = _prepare(settings, outputs)
+        prepared, items = prepare_items(settings, outputs)
     description = prepared.description
     if output_flags.resume:
         find_finished([item.request for item in items if item.failure is None], outputs, description.to_dict())
     schema = SCHEMA if output_flags.as_json else None
     device = "cpu" if description.device == "cpu" else "cuda"
     return launch_processes(command_line, settings.runtime.parallel.num_processes, device, outputs, terminal, schema)
-
-
-def _prepare(
-    settings: Settings, outputs: Outputs, world: World | None = None, *, is_dry_run: bool = False
-) -> tuple[Prepared, list[Item]]:
-    """The model, opened once, and every item, its request checked against the model."""
-    from diffusion_runtime.loading import prepare
-
-    prepared = prepare(
-        settings.runtime, world, is_guided=lambda rules: _are_guided(rules, settings), is_dry_run=is_dry_run
-    )
-    return prepared, resolve_all(prepared.rules, settings, outputs)
-
-
-def _are_guided(rules: RequestRules, settings: Settings) -> bool:
-    """Whether all requests that can be made run two branches of guidance, which processes could share then."""
-    resolved = []
-    for request in settings.requests:
-        # Errors are reported with the items.
-        with contextlib.suppress(DiffusionRuntimeError):
-            resolved.append(rules.resolve(request, settings.preset_for(rules.presets)))
-    return all(rules.is_guided(request) for request in resolved)
 
 
 def _generate(
@@ -140,12 +108,12 @@ def _generate(
 
     tune_cpu_allocator()
     load_started = time.perf_counter()
-    import_seconds = _import_libraries()
+    import_seconds = import_libraries()
     terminal.say(f"loading {settings.runtime.model_path}")
     # The requests are checked against the model before its weights are read, which may take minutes.
-    prepared, items = _prepare(settings, outputs, coordinator.world)
+    prepared, items = prepare_items(settings, outputs, coordinator.world)
     description = prepared.description
-    _warn_of_changed_files(settings, items, description, terminal)
+    warn_of_changed_files(settings, items, description, terminal)
     if description.degrees.num_processes > 1:
         degrees = description.degrees
         terminal.say(f"{degrees.num_processes} processes: {degrees} ({degrees.reason})")
@@ -172,15 +140,6 @@ def _generate(
         return _end(result, timings, output_flags, terminal, coordinator)
     except KeyboardInterrupt:
         return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, coordinator)
-
-
-def _import_libraries() -> float:
-    """Import what loads models, torch among it; returns the seconds that took."""
-    started = time.perf_counter()
-    from diffusion_runtime.loading import prepare
-
-    del prepare
-    return time.perf_counter() - started
 
 
 def _end(
@@ -231,45 +190,6 @@ def _skip_finished(
         else:
             done.append(Done(item.request, Path(path)))
     return waiting, tuple(done)
-
-
-def _warn_of_changed_files(
-    settings: Settings, items: Sequence[Item], description: PipelineDescription, terminal: Terminal
-) -> None:
-    """Say which of the model, its weight files and the images of the recipe of --from are no longer what they were."""
-    from diffusion_runtime.input_files import changed_inputs
-    from diffusion_runtime.models.weight_fingerprint import changed_weights
-
-    requests = [item.request for item in items if item.failure is None]
-    described = description.to_dict()
-    now = described["model"]
-    then = settings.repeated.get("model") or {}
-    changed = [*changed_weights(settings.repeated, described), *changed_inputs(settings.repeated, requests)]
-    if then.get("path") == now["path"] and then.get("config_sha256") not in (None, now["config_sha256"]):
-        changed.insert(0, now["path"])
-    for path in changed:
-        terminal.warn(f"{path} has changed since the file of --from was made; the result will differ")
-
-
-def resolve_all(rules: GenerationRules, settings: Settings, outputs: Outputs) -> list[Item]:
-    """Every request with the model's values filled in; one that cannot be is an item with its failure.
-
-    Raises the first error when it is every item's.
-    """
-    preset = settings.preset_for(rules.presets)
-    items: list[Item] = []
-    errors: list[DiffusionRuntimeError] = []
-    for request in settings.requests:
-        try:
-            resolved = rules.resolve(request, preset)
-            outputs.format_for(resolved, has_sound=rules.makes_sound)
-            items.append(Item(resolved))
-        except DiffusionRuntimeError as error:
-            errors.append(error)
-            items.append(Item(request, Failure.of(error)))
-    if len(errors) == len(items):
-        raise errors[0]
-    return items
 
 
 def sum_timings(result: BatchResult) -> dict[str, float]:

@@ -19,6 +19,7 @@ PARTS = "Parts from elsewhere"
 QUANTIZATION = "8-bit linear layers"
 TENSOR = "Tensor parallel"
 OUTPUT = "Output"
+STREAMING = "While it is made"
 
 
 def _flag(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
@@ -251,6 +252,25 @@ Profile: TypeAlias = Annotated[
     str | None,
     _flag(OUTPUT, "Trace of the first request, for Perfetto. See docs/profiling.md.", "--profile", metavar="FILE.json"),
 ]
+Stream: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        STREAMING,
+        "Write an mp4 that can be watched while it is made; - is standard output. For causal models; see "
+        "docs/streaming.md.",
+        "--stream",
+        metavar="FILE.mp4",
+    ),
+]
+Interactive: TypeAlias = Annotated[
+    bool,
+    _flag(
+        STREAMING,
+        "With --stream: a line on standard input is the prompt from the next chunk on. Without a length, until the "
+        "input ends.",
+        "--interactive",
+    ),
+]
 Quiet: TypeAlias = Annotated[bool, _flag(OUTPUT, "Errors only, and the paths.", "--quiet", "-q")]
 Verbose: TypeAlias = Annotated[bool, _flag(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")]
 
@@ -316,6 +336,8 @@ class RunFlags:
     dry_run: DryRun = False
     resume: Resume = False
     profile: Profile = None
+    stream: Stream = None
+    interactive: Interactive = False
     quiet: Quiet = False
     verbose: Verbose = False
 

@@ -1,5 +1,5 @@
-"""What an attention report says besides its rows, as lines for the terminal: steps of a step cache, quantised linear
-layers, CUDA graphs, skip-softmax, the libraries' own attention, notes.
+"""What an attention report says besides its rows, as lines for the terminal: steps of a step cache, the
+key-value cache, quantised linear layers, CUDA graphs, skip-softmax, the libraries' own attention, notes.
 
 A report may come from a stranger's file and hold anything, so every value is read with its type checked.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from diffusion_runtime.attention_report import GraphReplays, SkipRow, skipped_lines
+from diffusion_runtime.attention_report import CacheRow, GraphReplays, SkipRow, skipped_lines
 from diffusion_runtime.cli.tables import MAX_CELL_CHARACTERS, mappings_in
 
 _STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
@@ -26,7 +26,15 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = (f"note: {note}" for report in reports if isinstance(found := report.get("notes"), list) for note in found)
     return list(
         dict.fromkeys(
-            [*steps, *_products(reports), *_graphs(reports), *skipped_lines(_skipped(reports)), *libraries, *notes]
+            [
+                *steps,
+                *_caches(reports),
+                *_products(reports),
+                *_graphs(reports),
+                *skipped_lines(_skipped(reports)),
+                *libraries,
+                *notes,
+            ]
         )
     )
 
@@ -34,6 +42,20 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 def _rows(reports: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
     for report in reports:
         yield from mappings_in(report.get(name))
+
+
+def _caches(reports: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for report in reports:
+        if isinstance(row := report.get("cache"), Mapping):
+            window = row.get("window_frames")
+            counts = ("chunk_frames", "sink_frames", "cached_frames", "num_bytes", "num_commits")
+            yield str(
+                CacheRow(
+                    window_frames=window if isinstance(window, int) else None,
+                    positions=_text(row, "positions"),
+                    **{name: _number(row.get(name)) for name in counts},
+                )
+            )
 
 
 def _products(reports: Iterable[Mapping[str, Any]]) -> list[str]:

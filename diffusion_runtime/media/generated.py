@@ -23,9 +23,8 @@ from diffusion_runtime.media.publish import publish_pair, remove_abandoned_files
 from diffusion_runtime.media.reading import has_sound_beside, read_own_sidecar
 from diffusion_runtime.media.sidecar import (
     RECIPE_SCHEMA,
-    SIDECAR_SCHEMA,
     embedded_recipe,
-    finite_seconds,
+    sidecar_of,
     to_json,
 )
 
@@ -177,9 +176,8 @@ class GeneratedMedia:
 
     def _sidecar(self, file_format: str, write_seconds: float) -> dict[str, Any]:
         num_frames, height, width, _ = self.frames.shape
-        return {
-            "schema": SIDECAR_SCHEMA,
-            "file": {
+        return sidecar_of(
+            file={
                 "format": file_format,
                 "num_frames": num_frames,
                 "height": height,
@@ -187,11 +185,11 @@ class GeneratedMedia:
                 "fps": self.fps,
                 **({} if self.audio is None else {"audio": self._describe_audio(file_format, self.audio)}),
             },
-            "recipe": dict(self.recipe),
-            "attention_report": self.attention_report.to_dict(),
-            "timings": finite_seconds({**self.timings, "write": write_seconds}),
-            "peak_memory": dict(self.peak_memory),
-        }
+            recipe=self.recipe,
+            attention_report=self.attention_report.to_dict(),
+            timings={**self.timings, "write": write_seconds},
+            peak_memory=self.peak_memory,
+        )
 
 
 def _sound_of(target: Path) -> Path | None:

@@ -86,6 +86,27 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
     return value if value is not None and value.get("schema") == SIDECAR_SCHEMA else None
 
 
+def sidecar_of(
+    *,
+    file: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    attention_report: Mapping[str, Any],
+    timings: Mapping[str, float],
+    peak_memory: Mapping[str, int],
+    **further: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a sidecar holds. file: the format, and the size of what was generated; further: more sections by name."""
+    return {
+        "schema": SIDECAR_SCHEMA,
+        "file": dict(file),
+        "recipe": dict(recipe),
+        "attention_report": dict(attention_report),
+        "timings": finite_seconds(timings),
+        "peak_memory": dict(peak_memory),
+        **further,
+    }
+
+
 def finite_seconds(timings: Mapping[str, float]) -> dict[str, float]:
     """Timings for the sidecar: seconds, rounded to a tenth of a millisecond."""
     return {name: round(seconds, 4) for name, seconds in timings.items() if math.isfinite(seconds)}

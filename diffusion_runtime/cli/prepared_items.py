@@ -1,0 +1,92 @@
+"""The model of a command, opened once, and its items, each with its request checked against the model."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from diffusion_runtime.cli.settings import Settings
+from diffusion_runtime.cli.terminal import Terminal
+from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.session.batch import Item
+from diffusion_runtime.session.failures import Failure
+from diffusion_runtime.session.outputs import Outputs
+
+if TYPE_CHECKING:
+    from diffusion_runtime.description import PipelineDescription
+    from diffusion_runtime.generation_pipeline import GenerationRules
+    from diffusion_runtime.loading import Prepared
+    from diffusion_runtime.parallel.world import World
+    from diffusion_runtime.request_rules import RequestRules
+
+
+def prepare_items(
+    settings: Settings, outputs: Outputs, world: World | None = None, *, is_dry_run: bool = False
+) -> tuple[Prepared, list[Item]]:
+    """The model, opened once, and every item, its request checked against the model."""
+    from diffusion_runtime.loading import prepare
+
+    prepared = prepare(
+        settings.runtime, world, is_guided=lambda rules: are_guided(rules, settings), is_dry_run=is_dry_run
+    )
+    return prepared, resolve_all(prepared.rules, settings, outputs)
+
+
+def are_guided(rules: RequestRules, settings: Settings) -> bool:
+    """Whether all requests that can be made run two branches of guidance, which processes could share then."""
+    resolved = []
+    for request in settings.requests:
+        # Errors are reported with the items.
+        with contextlib.suppress(DiffusionRuntimeError):
+            resolved.append(rules.resolve(request, settings.preset_for(rules.presets)))
+    return all(rules.is_guided(request) for request in resolved)
+
+
+def import_libraries() -> float:
+    """Import what loads models, torch among it; returns the seconds that took."""
+    started = time.perf_counter()
+    from diffusion_runtime.loading import prepare
+
+    del prepare
+    return time.perf_counter() - started
+
+
+def warn_of_changed_files(
+    settings: Settings, items: Sequence[Item], description: PipelineDescription, terminal: Terminal
+) -> None:
+    """Say which of the model, its weight files and the images of the recipe of --from are no longer what they were."""
+    from diffusion_runtime.input_files import changed_inputs
+    from diffusion_runtime.models.weight_fingerprint import changed_weights
+
+    requests = [item.request for item in items if item.failure is None]
+    described = description.to_dict()
+    now = described["model"]
+    then = settings.repeated.get("model") or {}
+    changed = [*changed_weights(settings.repeated, described), *changed_inputs(settings.repeated, requests)]
+    if then.get("path") == now["path"] and then.get("config_sha256") not in (None, now["config_sha256"]):
+        changed.insert(0, now["path"])
+    for path in changed:
+        terminal.warn(f"{path} has changed since the file of --from was made; the result will differ")
+
+
+def resolve_all(rules: GenerationRules, settings: Settings, outputs: Outputs) -> list[Item]:
+    """Every request with the model's values filled in; one that cannot be is an item with its failure.
+
+    Raises the first error when it is every item's.
+    """
+    preset = settings.preset_for(rules.presets)
+    items: list[Item] = []
+    errors: list[DiffusionRuntimeError] = []
+    for request in settings.requests:
+        try:
+            resolved = rules.resolve(request, preset)
+            outputs.format_for(resolved, has_sound=rules.makes_sound)
+            items.append(Item(resolved))
+        except DiffusionRuntimeError as error:
+            errors.append(error)
+            items.append(Item(request, Failure.of(error)))
+    if len(errors) == len(items):
+        raise errors[0]
+    return items
