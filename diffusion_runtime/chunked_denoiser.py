@@ -22,8 +22,8 @@ from diffusion_runtime.denoising.chunk_samplers import CleanChunk, Commit, PerCh
 from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
 from diffusion_runtime.denoising.interface import OnStep
 from diffusion_runtime.denoising.noise import ChunkNoise
+from diffusion_runtime.denoising.prompt_times import first_frame
 from diffusion_runtime.latent_denoiser import LatentDenoiser, check_finite
-from diffusion_runtime.prompt_switches import first_frame
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.batch_settings import BatchSettings, SamplingRules
+from diffusion_runtime.denoising.prompt_times import resolve_switches
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.denoising.step_cache.requested import calibration_of
 from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
@@ -19,7 +20,6 @@ from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
 from diffusion_runtime.models.sampling_presets import FewSteps, SamplingPreset, names_of, unknown_preset, with_preset
 from diffusion_runtime.progressive_resolution import LatentSpectrum, ProgressiveSettings
-from diffusion_runtime.prompt_switches import resolve_switches
 from diffusion_runtime.request import (
     IMAGE_FIELDS,
     REQUEST_FIELDS,

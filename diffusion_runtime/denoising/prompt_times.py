@@ -1,0 +1,47 @@
+"""When prompts change: a switch applies from the first chunk that begins at its frame or later."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
+from diffusion_runtime.errors import RequestError, shown
+from diffusion_runtime.prompt_switches import PromptSwitch, seconds_of
+
+
+def resolve_switches(
+    switches: Iterable[PromptSwitch], chunks: ChunkPlan, *, fps: int, num_frames: int, temporal_factor: int, name: str
+) -> tuple[tuple[int, str], ...]:
+    """The switches in their order, each at the first frame of the chunk that it applies to.
+
+    chunks: of the video; fps: frames per second; num_frames: of the video in pixels; temporal_factor: frames of every
+    latent frame but the first. name: of the field. Raises RequestError for one behind the last chunk's first frame, and
+    for two that apply to the same chunk.
+    """
+    starts = [first_frame(chunk, temporal_factor) for chunk in chunks]
+    resolved: list[tuple[int, str, int | str]] = []
+    for at, prompt in switches:
+        frame = round(seconds_of(at, name) * fps) if isinstance(at, str) else at
+        start = next((start for start in starts if start >= max(frame, 1)), None)
+        if start is None:
+            length = f"{num_frames} frames at {fps} frames per second ({num_frames / fps:g} s)"
+            last = f"the last chunk begins at frame {starts[-1]}" if len(starts) > 1 else "it is one chunk"
+            raise RequestError(
+                f"{name}: {shown(at)} is past the end: the video has {length}, and {last}; give more num_frames"
+            )
+        resolved.append((start, prompt, at))
+    resolved.sort(key=lambda switch: switch[0])
+    for one, other in itertools.pairwise(resolved):
+        if one[0] == other[0]:
+            raise RequestError(
+                f"{name}: {shown(one[2])} and {shown(other[2])} are the same chunk, which begins at frame {one[0]}; "
+                "leave one out, or move it by a chunk"
+            )
+    return tuple((start, prompt) for start, prompt, _ in resolved)
+
+
+def first_frame(chunk: Chunk, temporal_factor: int) -> int:
+    """The first of a chunk's frames in the video, in pixels: the first latent frame is one frame."""
+    start = chunk.frames.start
+    return 0 if start == 0 else 1 + temporal_factor * (start - 1)
