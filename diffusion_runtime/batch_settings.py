@@ -95,6 +95,17 @@ class BatchSettings:
         return ChunkPlan(_filled(shared.chunk_frames), shared.first_chunk_frames, num_frames)
 
     @property
+    def is_rolling(self) -> bool:
+        """Whether several chunks are denoised at once."""
+        return self.shared.chunk_schedule == "rolling"
+
+    @property
+    def max_pass_frames(self) -> int:
+        """Latent frames of a causal model's longest forward pass."""
+        chunks = self.chunks
+        return min(chunks.largest * (self.num_steps if self.is_rolling else 1), chunks.num_frames or chunks.largest)
+
+    @property
     def frame_window(self) -> FrameWindow:
         """Which frames a causal model's chunk has in sight. Raises ConfigError for a window without room beside the
         sink."""

@@ -15,13 +15,16 @@ from diffusion_runtime.attention.cache.plan import plan_forward
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.store import KeyStore
 from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.attention.forward_plans import VideoPlans
 from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.attention_report import CacheRow
 from diffusion_runtime.block_stack import BlockRunner
-from diffusion_runtime.denoising.chunk_samplers import CleanChunk, Commit, PerChunkSampler
+from diffusion_runtime.denoising.chunk_samplers import ChunkSampler, CleanChunk, Commit, PerChunkSampler
 from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
+from diffusion_runtime.denoising.dmd import DmdSampler
 from diffusion_runtime.denoising.interface import OnStep
 from diffusion_runtime.denoising.noise import ChunkNoise
+from diffusion_runtime.denoising.rolling_window import RollingWindowSampler
 from diffusion_runtime.latent_denoiser import LatentDenoiser, check_finite
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -66,11 +69,15 @@ class ChunkStream(Iterator[CleanChunk]):
         self._denoiser = denoiser
         channels, _, height, width = settings.sample_shape(settings.size)
         noise = ChunkNoise((channels, height, width), seeds)
-        self._forward = _FrameForward(denoiser, FrameSlots.of(settings.frame_window, chunks.num_frames), text)
+        slots = FrameSlots.of(settings.frame_window, chunks.num_frames)
+        self._forward = _FrameForward(denoiser, slots, text, settings.max_pass_frames)
         self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps)
-        self._sampler = PerChunkSampler(
-            settings.build_sampler(), chunks, self._forward, noise, self._commit, denoiser.device, on_step
-        )
+        sampler = settings.build_sampler()
+        given = (chunks, self._forward, noise, self._commit, denoiser.device, on_step)
+        self._sampler: ChunkSampler = PerChunkSampler(sampler, *given)
+        if settings.is_rolling:
+            assert isinstance(sampler, DmdSampler), "request rules see to it"
+            self._sampler = RollingWindowSampler(sampler, *given)
         self._uncommitted: CleanChunk | None = None
         self._recent: deque[CleanChunk] = deque()
 
@@ -135,18 +142,22 @@ class ChunkStream(Iterator[CleanChunk]):
 class _FrameForward:
     """A pass of the transformer over some frames of the video, guided, with the cache as it is then.
 
-    slots: where the frames' keys stand.
+    slots: where the frames' keys stand. max_frames: of the longest pass.
     """
 
-    def __init__(self, denoiser: LatentDenoiser, slots: FrameSlots, text: Mapping[str, Conditions]) -> None:
+    def __init__(
+        self, denoiser: LatentDenoiser, slots: FrameSlots, text: Mapping[str, Conditions], max_frames: int
+    ) -> None:
         settings = denoiser.settings
         self.slots = slots
         self.positions = settings.shared.positions or "absolute"
         self.num_commits = 0
+        self._max_frames = max_frames
         self._denoiser = denoiser
         self._inputs = denoiser.inputs_of(text, settings.size)
         self._state = RequestCache()
         self._cache: FrameCache | None = None
+        self._plans = VideoPlans()
         # The frame behind the last one that was written, and the experts that denoised.
         self._written_to = 0
         self._experts: set[int] = set()
@@ -155,7 +166,12 @@ class _FrameForward:
         self._tokens_per_frame = height * width
         self._guided = denoiser.guided(
             denoiser.predict_of(
-                denoiser.forward_of(), self._inputs, self._state, BlockRunner(), cache=lambda: self._cache
+                denoiser.forward_of(),
+                self._inputs,
+                self._state,
+                BlockRunner(),
+                cache=lambda: self._cache,
+                plans=self._start_pass,
             )
         )
 
@@ -169,6 +185,10 @@ class _FrameForward:
     def num_bytes(self) -> int:
         return sum(cast(KeyStore, store).num_bytes for store in self._state.find_all(CACHED_KEYS))
 
+    def _start_pass(self) -> VideoPlans:
+        self._plans.start_pass()
+        return self._plans
+
     def set_text(self, text: Mapping[str, Conditions]) -> None:
         """Other conditions from the next pass on; what is kept of the text before is replaced."""
         self._inputs.update(self._denoiser.inputs_of(text, self._denoiser.settings.size))
@@ -176,7 +196,7 @@ class _FrameForward:
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
         """See ForwardFrames. A commit runs every expert that denoised, as each has a cache of its own."""
         self._written_to = max(self._written_to, frames.stop)
-        plan = plan_forward(self.slots, frames, self._tokens_per_frame, step.phase, self.oldest_frame)
+        plan = plan_forward(self.slots, frames, self._tokens_per_frame, step.phase, self.oldest_frame, self._max_frames)
         self._cache = FrameCache(plan, self.positions)
         if step.phase == "denoise":
             assert step.timestep is not None

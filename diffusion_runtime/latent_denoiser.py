@@ -10,6 +10,7 @@ import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
+from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
@@ -193,9 +194,10 @@ class LatentDenoiser:
         state: RequestCache,
         block_runner: BlockRunner,
         cache: Callable[[], FrameCache | None] = lambda: None,
+        plans: Callable[[], ForwardPlans] = ForwardPlans,
     ) -> Predict:
         """The transformer as a function of latents and step. inputs: by guidance branch, read at every pass. cache: the
-        key-value cache of the pass that runs now."""
+        key-value cache of the pass that runs now; plans: what backends prepare for it."""
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
@@ -211,6 +213,7 @@ class LatentDenoiser:
                 block_runner=block_runner,
                 is_compiled=self.is_compiled,
                 cache=cache(),
+                plans=plans(),
             )
             return forward(ForwardPass(latents.to(self.dtype), timestep, inputs[step.branch], context))
 

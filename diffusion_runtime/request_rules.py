@@ -127,13 +127,25 @@ class RequestRules(SamplingRules):
         if not self.is_causal:
             return
         shared = settings.shared
-        window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, settings.chunks.largest
+        window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, settings.max_pass_frames
         if window is not None and window < sink + chunk:
+            of_chunk = f"a chunk of {chunk}"
+            if settings.is_rolling:
+                of_chunk = f"{settings.num_steps} chunks of {settings.chunks.largest} at once"
             raise RequestError(
-                f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and a chunk of {chunk}, "
-                f"got {window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all "
-                "frames)"
+                f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and {of_chunk}, got "
+                f"{window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all frames)"
             )
+        if settings.is_rolling:
+            if shared.sampler != "dmd":
+                raise RequestError(
+                    f"chunk_schedule: rolling adds noise between the steps; expected sampler dmd, got {shared.sampler}"
+                )
+            if "guidance_scale_2" in self.model_fields:
+                raise RequestError(
+                    "chunk_schedule: rolling has several noise levels in one pass, and this model an expert for each; "
+                    "use sequential"
+                )
         for name in ("step_cache", "progressive_resolution", "cfg_gate"):
             if is_set(shared, name):
                 raise RequestError(

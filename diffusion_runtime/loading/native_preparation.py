@@ -46,7 +46,15 @@ from diffusion_runtime.request_rules import RequestRules
 # (benchmarks/results/parallel_gpu.json); over gloo, on CPUs, it costs more than it hides.
 _HEAD_GROUPS = 2
 # The request fields of models that make videos chunk by chunk.
-_OF_CHUNKS = ("chunk_frames", "first_chunk_frames", "kv_window", "kv_sink", "commit_noise", "positions")
+_OF_CHUNKS = (
+    "chunk_frames",
+    "first_chunk_frames",
+    "chunk_schedule",
+    "kv_window",
+    "kv_sink",
+    "commit_noise",
+    "positions",
+)
 
 
 def prepare_native(

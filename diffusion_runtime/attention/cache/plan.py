@@ -23,7 +23,8 @@ class CachePlan:
     first_frame, num_frames: of the video, those of this pass. tokens_per_frame: of the grid. phase: `denoise` writes
     keys that the next step overwrites, `commit` the final ones. write: the slot of each of the frames. read: slots in
     sight, those of this pass included, in memory order. key_frames: the frame that each of these holds.
-    num_slots: of the cache. page_table: int32 [batch, pages], of a store in pages; None for one in a row.
+    num_slots: of the cache. max_frames: of the longest pass that is expected of the same video. page_table: int32
+    [batch, pages], of a store in pages; None for one in a row.
     """
 
     first_frame: int
@@ -34,6 +35,7 @@ class CachePlan:
     read: tuple[int, ...]
     key_frames: tuple[int, ...]
     num_slots: int
+    max_frames: int
     page_table: torch.Tensor | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -72,9 +74,15 @@ class CachePlan:
 
 
 def plan_forward(
-    slots: FrameSlots, frames: range, tokens_per_frame: int, phase: str = "denoise", oldest: int = 0
+    slots: FrameSlots,
+    frames: range,
+    tokens_per_frame: int,
+    phase: str = "denoise",
+    oldest: int = 0,
+    max_frames: int | None = None,
 ) -> CachePlan:
-    """The plan of a forward pass over `frames`, whose keys take their slots. oldest: see FrameWindow.visible."""
+    """The plan of a forward pass over `frames`, whose keys take their slots. oldest: see FrameWindow.visible.
+    max_frames: None where all passes are as long as this one."""
     sink, recent = slots.window.visible(frames.start, len(frames), oldest)
     in_sight = sorted((slots.slot_of(frame), frame) for several in (sink, recent, frames) for frame in several)
     return CachePlan(
@@ -86,4 +94,5 @@ def plan_forward(
         read=tuple(slot for slot, _ in in_sight),
         key_frames=tuple(frame for _, frame in in_sight),
         num_slots=slots.num_slots,
+        max_frames=len(frames) if max_frames is None else max(max_frames, len(frames)),
     )
