@@ -19,8 +19,8 @@ from diffusion_runtime.attention.forward_plans import VideoPlans
 from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.attention_report import CacheRow
 from diffusion_runtime.block_stack import BlockRunner
-from diffusion_runtime.denoising.chunk_samplers import ChunkSampler, CleanChunk, Commit, PerChunkSampler
-from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
+from diffusion_runtime.denoising.chunk_samplers import ChunkedVideo, ChunkSampler, CleanChunk, Commit, PerChunkSampler
+from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, is_rolling, longest_pass, window_of
 from diffusion_runtime.denoising.dmd import DmdSampler
 from diffusion_runtime.denoising.interface import OnStep
 from diffusion_runtime.denoising.noise import ChunkNoise
@@ -69,15 +69,15 @@ class ChunkStream(Iterator[CleanChunk]):
         self._denoiser = denoiser
         channels, _, height, width = settings.sample_shape(settings.size)
         noise = ChunkNoise((channels, height, width), seeds)
-        slots = FrameSlots.of(settings.frame_window, chunks.num_frames)
-        self._forward = _FrameForward(denoiser, slots, text, settings.max_pass_frames)
+        slots = FrameSlots.of(window_of(settings.shared), chunks.num_frames)
+        self._forward = _FrameForward(denoiser, slots, text, longest_pass(settings.shared, chunks))
         self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps)
         sampler = settings.build_sampler()
-        given = (chunks, self._forward, noise, self._commit, denoiser.device, on_step)
-        self._sampler: ChunkSampler = PerChunkSampler(sampler, *given)
-        if settings.is_rolling:
+        video = ChunkedVideo(chunks, self._forward, noise, self._commit, denoiser.device, on_step)
+        self._sampler: ChunkSampler = PerChunkSampler(sampler, video)
+        if is_rolling(settings.shared):
             assert isinstance(sampler, DmdSampler), "request rules see to it"
-            self._sampler = RollingWindowSampler(sampler, *given)
+            self._sampler = RollingWindowSampler(sampler, video)
         self._uncommitted: CleanChunk | None = None
         self._recent: deque[CleanChunk] = deque()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.batch_settings import BatchSettings, SamplingRules
+from diffusion_runtime.denoising.chunks import is_rolling, longest_pass
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.denoising.step_cache.requested import calibration_of
 from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
@@ -127,16 +128,16 @@ class RequestRules(SamplingRules):
         if not self.is_causal:
             return
         shared = settings.shared
-        window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, settings.max_pass_frames
+        window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, longest_pass(shared, settings.chunks)
         if window is not None and window < sink + chunk:
             of_chunk = f"a chunk of {chunk}"
-            if settings.is_rolling:
+            if is_rolling(shared):
                 of_chunk = f"{settings.num_steps} chunks of {settings.chunks.largest} at once"
             raise RequestError(
                 f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and {of_chunk}, got "
                 f"{window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all frames)"
             )
-        if settings.is_rolling:
+        if is_rolling(shared):
             if shared.sampler != "dmd":
                 raise RequestError(
                     f"chunk_schedule: rolling adds noise between the steps; expected sampler dmd, got {shared.sampler}"

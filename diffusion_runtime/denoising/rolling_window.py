@@ -11,16 +11,13 @@ enters as noise. There are fewer chunks in the window while the video begins, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.denoising.chunk_samplers import ChunkSampler, CleanChunk, Commit, ForwardFrames
+from diffusion_runtime.denoising.chunk_samplers import ChunkedVideo, ChunkSampler, CleanChunk
 from diffusion_runtime.denoising.chunks import Chunk
 from diffusion_runtime.denoising.dmd import DmdSampler, precision_on, renoised
-from diffusion_runtime.denoising.interface import OnStep
-from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.step_info import StepInfo
 
 
@@ -38,45 +35,26 @@ class RollingWindowSampler(ChunkSampler):
     own (StepInfo.frame_timesteps); a pass counts as the step of its first chunk, and its timestep is that of the
     noisiest."""
 
-    def __init__(
-        self,
-        sampler: DmdSampler,
-        chunks: Iterable[Chunk],
-        forward: ForwardFrames,
-        noise: ChunkNoise,
-        commit: Commit,
-        device: torch.device,
-        on_step: OnStep | None = None,
-    ) -> None:
+    def __init__(self, sampler: DmdSampler, video: ChunkedVideo) -> None:
+        super().__init__(video)
         self._levels = sampler.levels
         self._num_train_timesteps = sampler.num_train_timesteps
-        self._chunks = iter(chunks)
-        self._forward = forward
-        self._noise = noise
-        self._commit = commit
-        self._device = device
-        self._on_step = on_step
         self._window: list[_Active] = []
-        self._upcoming = next(self._chunks, None)
 
     @property
     def is_done(self) -> bool:
         """See ChunkSampler.is_done."""
-        return self._upcoming is None and not self._window
+        return super().is_done and not self._window
 
     def next_chunk(self) -> CleanChunk:
         """See ChunkSampler.next_chunk."""
         while not self._window or self._window[0].step < len(self._levels):
             if self._upcoming is not None:
-                self._window.append(_Active(self._upcoming, self._draw(self._upcoming, 0)))
-                self._upcoming = next(self._chunks, None)
+                chunk = self._take_upcoming()
+                self._window.append(_Active(chunk, self._draw(chunk, 0)))
             self._roll()
         first = self._window.pop(0)
         return CleanChunk(first.chunk, first.latents.float())
-
-    def commit(self, clean: CleanChunk) -> None:
-        """See ChunkSampler.commit."""
-        self._commit(clean)
 
     def _roll(self) -> None:
         """One pass, after which every chunk in the window is a step further."""
@@ -97,7 +75,7 @@ class RollingWindowSampler(ChunkSampler):
             frame_timesteps=tuple(times),
         )
         latents = torch.cat([active.latents for active in window], dim=2)
-        velocities = self._forward(latents.float(), frames, step).to(latents.dtype)
+        velocities = self._video.forward(latents.float(), frames, step).to(latents.dtype)
         sizes = [len(active.chunk.frames) for active in window]
         for active, velocity in zip(window, torch.split(velocities, sizes, dim=2), strict=True):
             active.latents = active.latents - levels[active.step] * velocity
@@ -105,9 +83,9 @@ class RollingWindowSampler(ChunkSampler):
             if active.step < len(self._levels):
                 fresh = self._draw(active.chunk, active.step)
                 active.latents = renoised(active.latents, levels[active.step], fresh)
-        if self._on_step is not None:
-            self._on_step(step, torch.cat([active.latents for active in window], dim=2).float())
+        if self._video.on_step is not None:
+            self._video.on_step(step, torch.cat([active.latents for active in window], dim=2).float())
 
     def _draw(self, chunk: Chunk, draw: int) -> torch.Tensor:
-        fresh = self._noise.draw(chunk.index, len(chunk.frames), draw)
-        return fresh.to(self._device, precision_on(self._device))
+        fresh = self._video.noise.draw(chunk.index, len(chunk.frames), draw)
+        return fresh.to(self._video.device, precision_on(self._video.device))

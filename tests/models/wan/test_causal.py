@@ -27,6 +27,7 @@ from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
+from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.step_info import StepInfo
@@ -158,6 +159,8 @@ def test_cached_chunks_are_the_block_causal_model(
     assert cache is not None
     samples = 2 if others else 1
     assert cache.num_bytes == samples * 2 * 2 * (span or 12) * 4 * 4 * 16 * 4
+    planned = cache_bytes([pipeline.transformer], pipeline.resolve(request), 12, 4, samples, torch.float32)
+    assert planned == cache.num_bytes
     assert (cache.window_frames, cache.sink_frames, cache.num_commits) == (span or None, sink, num_chunks - 1)
 
 
