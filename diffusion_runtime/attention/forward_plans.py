@@ -123,10 +123,11 @@ class FixedPlans(WatchedPlans):
         super().__init__()
         self._fixed: list[tuple[Planning, ForwardPlan, Any]] = []
 
-    def write(self, step: StepInfo) -> None:
-        """Prepare every plan for another step, in its buffers."""
+    def write(self, step: StepInfo, cache: CachePlan | None = None) -> None:
+        """Prepare every plan for another step, in its buffers. cache: of that pass, for calls that have one."""
         for backend, plan, reserved in self._fixed:
-            backend.prepare(dataclasses.replace(plan, step=step), into=reserved)
+            of_pass = None if plan.cache is None else cache
+            backend.prepare(dataclasses.replace(plan, step=step, cache=of_pass), into=reserved)
 
     def _make(self, backend: Planning, plan: ForwardPlan) -> Any:
         reserved = backend.reserve(plan.limits)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 
@@ -24,7 +25,8 @@ class CachePlan:
     keys that the next step overwrites, `commit` the final ones. write: the slot of each of the frames. read: slots in
     sight, those of this pass included, in memory order. key_frames: the frame that each of these holds.
     num_slots: of the cache. max_frames: of the longest pass that is expected of the same video. page_table: int32
-    [batch, pages], of a store in pages; None for one in a row.
+    [batch, pages], of a store in pages; None for one in a row. write_index: `write` in tokens on the device, int64,
+    where a CUDA graph reads it; None for passes that are not replayed.
     """
 
     first_frame: int
@@ -37,6 +39,7 @@ class CachePlan:
     num_slots: int
     max_frames: int
     page_table: torch.Tensor | None = dataclasses.field(default=None, compare=False)
+    write_index: torch.Tensor | None = dataclasses.field(default=None, compare=False)
 
     @property
     def frames(self) -> range:
@@ -66,6 +69,16 @@ class CachePlan:
     def read_copies(self) -> tuple[TokenCopy, ...]:
         """To which tokens in sight from which of the cache, where they are several runs."""
         return copies_of(self.read, self.tokens_per_frame)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot is in sight: from then on all passes read alike."""
+        return len(self.read) == self.num_slots
+
+    def with_write_index(self, device: torch.device) -> Self:
+        """The same, with the place of every token of the pass on the device."""
+        tokens = [torch.arange(cached.start, cached.stop) for _, cached in self.write_copies]
+        return dataclasses.replace(self, write_index=torch.cat(tokens).to(device))
 
     def ranks(self, frames: Sequence[int]) -> list[int]:
         """The places of frames in sight in the order of the video: their positions where a window's begin at 0."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from recorded_capture import RecordedCapture
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
@@ -25,6 +26,7 @@ from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
 from diffusion_runtime.models.cache_memory import cache_bytes
@@ -348,6 +350,7 @@ class PlanningBackend(ReferenceBackend):
     name = "planning_attn"
     aliases = ()
     prepares = True
+    not_replayed = None
     reserved: ClassVar[list[PlanLimits]] = []
     prepared: ClassVar[list[tuple[str, int, int]]] = []
     runs: ClassVar[list[tuple[int, int]]] = []
@@ -358,7 +361,9 @@ class PlanningBackend(ReferenceBackend):
 
     def prepare(self, plan: ForwardPlan, into: KeysInSight | None = None) -> KeysInSight:
         assert plan.cache is not None
-        assert into is not None
+        if into is None:
+            # Of a pass that is watched before it is captured.
+            into = KeysInSight(torch.zeros(1, dtype=torch.int32))
         self.prepared.append((plan.step.phase, plan.step.chunk, plan.cache.num_keys))
         into.number.fill_(plan.cache.num_keys)
         return into
@@ -389,6 +394,38 @@ def test_backends_plan_once_per_pass_in_buffers_that_are_reserved_once(folder: P
     assert len({address for address, _ in PlanningBackend.runs}) == 1
     (limits,) = PlanningBackend.reserved
     assert (limits.num_queries, limits.num_keys, limits.layout) == (12, 28, TokenLayout((7, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("positions", "others"),
+    [
+        ("absolute", {"guidance_scale": 3.0}),
+        ("window", {}),
+        ("absolute", {"chunk_schedule": "rolling", "chunk_frames": 1, "kv_sink": 1}),
+    ],
+)
+def test_a_full_cache_is_replayed_from_cuda_graphs(folder: Path, positions: str, others: dict[str, Any]) -> None:
+    """On the CPU, where recorded operators stand for a graph: where a chunk's keys go and its positions are data."""
+    register_backend(PlanningBackend)
+    try:
+        pipeline = load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "planning_attn"}})
+        request = dataclasses.replace(REQUEST, num_frames=81, positions=positions, **others)
+        expected = pipeline(request).frames
+        PlanningBackend.reserved.clear()
+        pipeline._graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+        media = pipeline(request)
+    finally:
+        unregister_backend(PlanningBackend.name)
+    graphs = media.attention_report.graphs
+    assert graphs is not None
+    assert graphs.num_replayed >= 12
+    assert sum(graphs.eager.values()) + graphs.num_replayed == graphs.num_forwards
+    assert any("the key-value cache is not full" in reason for reason in graphs.eager)
+    assert abs(media.frames.astype(int) - expected).max() <= 1
+    # Of the passes that run eagerly, and of each graph: no replay makes another.
+    assert len(PlanningBackend.reserved) == 1 + graphs.num_graphs
+    # A graph holds the keys of its video, which ends with it.
+    assert pipeline._graphs.num_graphs == 0
 
 
 def test_what_is_refused(pipeline: Pipeline, folder: Path, tmp_path: Path) -> None:
