@@ -10,8 +10,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from diffusion_runtime.attention.cache.window import FrameWindow
-from diffusion_runtime.denoising.chunks import ChunkPlan
+from diffusion_runtime.denoising.chunks import ChunkPlan, chunks_of
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.progressive_resolution import Stage, growth_level, plan_stages
@@ -90,15 +89,7 @@ class BatchSettings:
     @property
     def chunks(self) -> ChunkPlan:
         """How a causal model's video is cut."""
-        shared = self.shared
-        num_frames = self.sample_shape(self.size)[1]
-        return ChunkPlan(_filled(shared.chunk_frames), shared.first_chunk_frames, num_frames)
-
-    @property
-    def frame_window(self) -> FrameWindow:
-        """Which frames a causal model's chunk has in sight. Raises ConfigError for a window without room beside the
-        sink."""
-        return FrameWindow(self.shared.kv_sink or 0, self.shared.kv_window or None)
+        return chunks_of(self.shared, self.sample_shape(self.size)[1])
 
     @property
     def num_steps_of_video(self) -> int:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
-from diffusion_runtime.attention.cache.plan import plan_forward
+from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.store import KeyStore
-from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.attention.context import AttentionContext, RequestCache
+from diffusion_runtime.attention.forward_plans import VideoPlans
 from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.attention_report import CacheRow
-from diffusion_runtime.block_stack import BlockRunner
-from diffusion_runtime.denoising.chunk_samplers import CleanChunk, Commit, PerChunkSampler
-from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
+from diffusion_runtime.denoising.chunk_samplers import ChunkedVideo, ChunkSampler, CleanChunk, Commit, PerChunkSampler
+from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, is_rolling, longest_pass, window_of
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import GraphedForward
+from diffusion_runtime.denoising.dmd import DmdSampler
 from diffusion_runtime.denoising.interface import OnStep
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.denoising.prompt_times import first_frame
+from diffusion_runtime.denoising.rolling_window import RollingWindowSampler
 from diffusion_runtime.latent_denoiser import LatentDenoiser, check_finite
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -44,17 +47,17 @@ class ChunkedDenoiser:
         """As LatentDenoiser.denoise: the latents of all chunks together. encode: of a prompt of the requests'
         prompt_switches, the same for all samples."""
         settings = self.denoiser.settings
-        stream = self.stream(settings.chunks, text, seeds, on_step)
         # By the chunk that begins at the frame.
         switches = {int(at): prompt for at, prompt in settings.shared.prompt_switches or ()}
-        chunks = []
-        for chunk in settings.chunks:
-            prompt = switches.get(first_frame(chunk, settings.rules.geometry.temporal_factor))
-            if prompt is not None:
-                stream.switch_text(encode(prompt), mode=settings.shared.switch_mode)
-            chunks.append(next(stream).latents)
-        stream.report()
-        return torch.cat(chunks, dim=2)
+        made = []
+        with self.stream(settings.chunks, text, seeds, on_step) as stream:
+            for chunk in settings.chunks:
+                prompt = switches.get(first_frame(chunk, settings.rules.geometry.temporal_factor))
+                if prompt is not None:
+                    stream.switch_text(encode(prompt), mode=settings.shared.switch_mode)
+                made.append(next(stream).latents)
+            stream.report()
+        return torch.cat(made, dim=2)
 
     def stream(
         self, chunks: ChunkPlan, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep | None = None
@@ -66,7 +69,8 @@ class ChunkedDenoiser:
 
 class ChunkStream(Iterator[CleanChunk]):
     """The clean chunks of one video, float32, [batch, channels, frames, height, width]. A chunk is committed when the
-    next one is asked for, so that it can be shown before, and the last one is not. Raises DiffusionRuntimeError when a
+    next one is asked for, so that it can be shown before, and the last one is not. A context manager, whose end gives
+    back what CUDA graphs hold of the cache. Raises DiffusionRuntimeError when a
     chunk is not finite, and what the transformer raises.
     """
 
@@ -82,13 +86,27 @@ class ChunkStream(Iterator[CleanChunk]):
         self._denoiser = denoiser
         channels, _, height, width = settings.sample_shape(settings.size)
         noise = ChunkNoise((channels, height, width), seeds)
-        self._forward = _FrameForward(denoiser, FrameSlots.of(settings.frame_window, chunks.num_frames), text)
+        slots = FrameSlots.of(window_of(settings.shared), chunks.num_frames)
+        self._forward = _FrameForward(denoiser, slots, text, longest_pass(settings.shared, chunks))
         self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps)
-        self._sampler = PerChunkSampler(
-            settings.build_sampler(), chunks, self._forward, noise, self._commit, denoiser.device, on_step
-        )
+        sampler = settings.build_sampler()
+        video = ChunkedVideo(chunks, self._forward, noise, self._commit, denoiser.device, on_step)
+        self._sampler: ChunkSampler = PerChunkSampler(sampler, video)
+        if is_rolling(settings.shared):
+            assert isinstance(sampler, DmdSampler), "request rules see to it"
+            self._sampler = RollingWindowSampler(sampler, video)
         self._uncommitted: CleanChunk | None = None
         self._recent: deque[CleanChunk] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """No further chunk will be asked for."""
+        self._forward.end_graphs()
 
     def __next__(self) -> CleanChunk:
         if self._sampler.is_done:
@@ -136,7 +154,8 @@ class ChunkStream(Iterator[CleanChunk]):
             self._commit(clean)
 
     def report(self) -> None:
-        """Tell the recorder what the cache was."""
+        """Tell the recorder what the cache was, and what was replayed."""
+        self._forward.report_graphs()
         settings, forward = self._denoiser.settings, self._forward
         window = forward.slots.window
         self._denoiser.recorder.record_cache(
@@ -155,29 +174,31 @@ class ChunkStream(Iterator[CleanChunk]):
 class _FrameForward:
     """A pass of the transformer over some frames of the video, guided, with the cache as it is then.
 
-    slots: where the frames' keys stand.
+    slots: where the frames' keys stand. max_frames: of the longest pass.
     """
 
-    def __init__(self, denoiser: LatentDenoiser, slots: FrameSlots, text: Mapping[str, Conditions]) -> None:
+    def __init__(
+        self, denoiser: LatentDenoiser, slots: FrameSlots, text: Mapping[str, Conditions], max_frames: int
+    ) -> None:
         settings = denoiser.settings
         self.slots = slots
         self.positions = settings.shared.positions or "absolute"
         self.num_commits = 0
+        self._max_frames = max_frames
         self._denoiser = denoiser
         self._inputs = denoiser.inputs_of(text, settings.size)
         self._state = RequestCache()
         self._cache: FrameCache | None = None
+        self._placed: tuple[Hashable, FrameCache] | None = None
+        self._transformer_pass = denoiser.forward_of()
+        self._plans = VideoPlans()
         # The frame behind the last one that was written, and the experts that denoised.
         self._written_to = 0
         self._experts: set[int] = set()
         geometry = settings.rules.geometry
         _, height, width = geometry.grid(settings.sample_shape(settings.size))
         self._tokens_per_frame = height * width
-        self._guided = denoiser.guided(
-            denoiser.predict_of(
-                denoiser.forward_of(), self._inputs, self._state, BlockRunner(), cache=lambda: self._cache
-            )
-        )
+        self._guided = denoiser.guided(denoiser.predict_of(self._transformer_pass, self._inputs, self._context))
 
     @property
     def oldest_frame(self) -> int:
@@ -189,24 +210,56 @@ class _FrameForward:
     def num_bytes(self) -> int:
         return sum(cast(KeyStore, store).num_bytes for store in self._state.find_all(CACHED_KEYS))
 
+    def report_graphs(self) -> None:
+        """Tell the recorder what was replayed from CUDA graphs, where there are any."""
+        if isinstance(self._transformer_pass, GraphedForward):
+            self._transformer_pass.report()
+
+    def end_graphs(self) -> None:
+        """Let go of the graphs that hold the cache."""
+        if isinstance(self._transformer_pass, GraphedForward):
+            self._transformer_pass.end_video()
+
     def set_text(self, text: Mapping[str, Conditions]) -> None:
-        """Other conditions from the next pass on; what is kept of the text before is replaced."""
+        """Other conditions from the next pass on. Nothing but the keys is kept of the text before."""
+        before, self._state = self._state, RequestCache()
+        self._state.adopt(before, CACHED_KEYS)
         self._inputs.update(self._denoiser.inputs_of(text, self._denoiser.settings.size))
 
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
         """See ForwardFrames. A commit runs every expert that denoised, as each has a cache of its own."""
         self._written_to = max(self._written_to, frames.stop)
-        plan = plan_forward(self.slots, frames, self._tokens_per_frame, step.phase, self.oldest_frame)
-        self._cache = FrameCache(plan, self.positions)
+        plan = plan_forward(self.slots, frames, self._tokens_per_frame, step.phase, self.oldest_frame, self._max_frames)
         if step.phase == "denoise":
             assert step.timestep is not None
             expert = self._denoiser.transformer.expert_at(step.timestep)
             self._experts.add(expert)
-            return self._guided(latents, dataclasses.replace(step, expert=expert))
+            return self._run(latents, plan, dataclasses.replace(step, expert=expert))
         self.num_commits += 1
         for expert in sorted(self._experts):
-            velocity = self._guided(latents, dataclasses.replace(step, expert=expert))
+            velocity = self._run(latents, plan, dataclasses.replace(step, expert=expert))
         return velocity
+
+    def _run(self, latents: torch.Tensor, plan: CachePlan, step: StepInfo) -> torch.Tensor:
+        """Guided, with the positions of the plan's frames, which are made once per chunk."""
+        key = (plan.frames, plan.key_frames, step.expert)
+        if self._placed is None or self._placed[0] != key:
+            cache = FrameCache(plan, self.positions)
+            sharding = self._denoiser.mesh.sharding
+            placed = self._denoiser.transformer.with_positions(cache, latents.shape, sharding, step.expert)
+            if self._denoiser.graphs is not None:
+                placed = dataclasses.replace(placed, plan=plan.with_write_index(self._denoiser.device))
+            self._placed = key, placed
+        found = self._placed[1]
+        # The phase is not that of the pass it was made for.
+        index = found.plan.write_index
+        self._cache = dataclasses.replace(found, plan=dataclasses.replace(plan, write_index=index))
+        return self._guided(latents, step)
+
+    def _context(self) -> AttentionContext:
+        """Of the next pass of the transformer, which may be one of two guidance branches."""
+        self._plans.start_pass()
+        return self._denoiser.context_of(self._state, cache=self._cache, plans=self._plans)
 
 
 def _from_frame(clean: CleanChunk, first: int) -> CleanChunk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
+from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
@@ -81,12 +83,8 @@ class LatentDenoiser:
             # One of each size: nothing of another size can be reused.
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
             caches.append(cache)
-            guided = self.guided(
-                self.predict_of(
-                    forward, inputs, state, cache.block_runner if self.block_runner is None else self.block_runner
-                ),
-                cache.wrappers,
-            )
+            context = functools.partial(self.context_of, state, cache.block_runner)
+            guided = self.guided(self.predict_of(forward, inputs, context), cache.wrappers)
             predicts.append(_numbered(self._with_expert(guided), 0, settings.num_steps))
         if stages:
             self.recorder.note(_sizes_remark(stages, sizes))
@@ -123,9 +121,8 @@ class LatentDenoiser:
         parts = geometry.parts(latents, settings.first_size)
         clean = geometry.join(self.upsampler(parts.video).to(latents.device), parts.audio)
         noise = sample_noise.draw_of(geometry.sample_shape(settings.size)).to(latents.device)
-        guided = self.guided(
-            self.predict_of(forward, inputs, state, BlockRunner() if self.block_runner is None else self.block_runner)
-        )
+        context = functools.partial(self.context_of, state)
+        guided = self.guided(self.predict_of(forward, inputs, context))
         first = settings.num_inference_steps
         self.recorder.note(
             f"second stage: {len(levels)} steps at {settings.size.height} x {settings.size.width} after {first} at "
@@ -186,16 +183,34 @@ class LatentDenoiser:
             wrappers,
         )
 
+    def context_of(
+        self,
+        state: RequestCache,
+        block_runner: BlockRunner | None = None,
+        cache: FrameCache | None = None,
+        plans: ForwardPlans | None = None,
+    ) -> AttentionContext:
+        """The context of one forward pass, but for its step. block_runner: unless the denoiser has one. plans: what
+        backends prepare for the pass, None where nothing outlives it."""
+        runner = BlockRunner() if block_runner is None else block_runner
+        return AttentionContext(
+            state=state,
+            recorder=self.recorder,
+            sharding=self.mesh.sharding,
+            block_runner=runner if self.block_runner is None else self.block_runner,
+            plans=ForwardPlans() if plans is None else plans,
+            is_compiled=self.is_compiled,
+            cache=cache,
+        )
+
     def predict_of(
         self,
         forward: Callable[[ForwardPass], torch.Tensor],
         inputs: Mapping[str, DenoiserInputs],
-        state: RequestCache,
-        block_runner: BlockRunner,
-        cache: Callable[[], FrameCache | None] = lambda: None,
+        context: Callable[[], AttentionContext],
     ) -> Predict:
-        """The transformer as a function of latents and step. inputs: by guidance branch, read at every pass. cache: the
-        key-value cache of the pass that runs now."""
+        """The transformer as a function of latents and step. inputs: by guidance branch, read at every pass; context:
+        of the pass that runs now."""
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
@@ -203,16 +218,8 @@ class LatentDenoiser:
             if step.frame_timesteps is not None:
                 of_frames = torch.tensor(step.frame_timesteps, dtype=torch.float32)
                 timestep = of_frames.repeat(len(latents), 1).to(latents.device)
-            context = AttentionContext(
-                step=step,
-                state=state,
-                recorder=self.recorder,
-                sharding=self.mesh.sharding,
-                block_runner=block_runner,
-                is_compiled=self.is_compiled,
-                cache=cache(),
-            )
-            return forward(ForwardPass(latents.to(self.dtype), timestep, inputs[step.branch], context))
+            of_pass = dataclasses.replace(context(), step=step)
+            return forward(ForwardPass(latents.to(self.dtype), timestep, inputs[step.branch], of_pass))
 
         return predict
 

@@ -36,6 +36,7 @@ from diffusion_runtime.samplers import SAMPLERS as REGISTERED_SAMPLERS
 from diffusion_runtime.step_cache import StepCacheSettings
 
 # What the frame positions of cached keys count (attention/cache/frame_cache.py).
+CHUNK_SCHEDULES = ("sequential", "rolling")
 POSITIONS = ("absolute", "window")
 _NO_CACHE = "this model makes a clip at once, without a key-value cache; leave it out"
 GUIDANCE_MODES = ("batched", "two_pass")
@@ -265,6 +266,17 @@ class GenerationRequest:
         metadata=RequestField(
             help="Latent frames of the first chunk, where it has another number.",
             check=Count(),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # Whether chunks are denoised one after the other, or several at once at rising noise levels.
+    chunk_schedule: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="sequential: one chunk after the other; rolling: as many at once as there are steps, each a step "
+            "behind the one before it (Rolling Forcing).",
+            check=OneOf(CHUNK_SCHEDULES),
             may_stay_none=True,
             refusal=_NO_CACHE,
         ).as_metadata(),

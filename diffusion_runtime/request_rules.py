@@ -9,6 +9,7 @@ from typing import Any
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.batch_settings import BatchSettings, SamplingRules
+from diffusion_runtime.denoising.chunks import is_rolling, longest_pass
 from diffusion_runtime.denoising.prompt_times import resolve_switches
 from diffusion_runtime.denoising.scheduler_trial import try_scheduler
 from diffusion_runtime.denoising.step_cache.requested import calibration_of
@@ -130,13 +131,25 @@ class RequestRules(SamplingRules):
         if not self.is_causal:
             return
         shared = settings.shared
-        window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, settings.chunks.largest
+        window, sink, chunk = shared.kv_window or None, shared.kv_sink or 0, longest_pass(shared, settings.chunks)
         if window is not None and window < sink + chunk:
+            of_chunk = f"a chunk of {chunk}"
+            if is_rolling(shared):
+                of_chunk = f"{settings.num_steps} chunks of {settings.chunks.largest} at once"
             raise RequestError(
-                f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and a chunk of {chunk}, "
-                f"got {window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all "
-                "frames)"
+                f"kv_window: expected {sink + chunk} latent frames or more, a sink of {sink} and {of_chunk}, got "
+                f"{window}; use --kv-window {sink + chunk}, or fewer by --kv-sink and --chunk-frames (0 is all frames)"
             )
+        if is_rolling(shared):
+            if shared.sampler != "dmd":
+                raise RequestError(
+                    f"chunk_schedule: rolling adds noise between the steps; expected sampler dmd, got {shared.sampler}"
+                )
+            if "guidance_scale_2" in self.model_fields:
+                raise RequestError(
+                    "chunk_schedule: rolling has several noise levels in one pass, and this model an expert for each; "
+                    "use sequential"
+                )
         for name in ("step_cache", "progressive_resolution", "cfg_gate"):
             if is_set(shared, name):
                 raise RequestError(

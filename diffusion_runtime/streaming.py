@@ -17,7 +17,7 @@ import torch
 from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunked_denoiser import ChunkStream
-from diffusion_runtime.denoising.chunks import ChunkPlan
+from diffusion_runtime.denoising.chunks import ChunkPlan, window_of
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.frame_decoding import to_pixels
 from diffusion_runtime.media import GeneratedMedia
@@ -123,6 +123,7 @@ class GenerationStream(Iterator[StreamedFrames]):
         self.frames_per_chunk = temporal_factor * plan.chunk_frames
         self.rate = StreamRate(first_frame_seconds=text_seconds)
         self._resources = resources
+        resources.callback(chunks.close)
         self._chunks = chunks
         self._decoder = decoder
         self._decode_next = resources.enter_context(decoder.clip())
@@ -270,7 +271,7 @@ def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: b
             "stream: this model makes a clip at once, and its first frame is known when its last one is; use generate, "
             "or a causal model (`models` names them)"
         )
-    if endless and settings.frame_window.span is None:
+    if endless and window_of(settings.shared).span is None:
         raise RequestError(
             "stream: a video without an end cannot see all of its frames; give --kv-window, such as "
             f"--kv-window {4 * settings.chunks.chunk_frames}, or a number of frames"

@@ -50,6 +50,12 @@ class CacheScope:
         """The values whose key is a tuple that begins with `name`."""
         return (value for key, value in self._values.items() if isinstance(key, tuple) and key[0] == name)
 
+    def adopt(self, other: CacheScope, name: str) -> None:
+        """Take over another's values whose key is a tuple that begins with `name`."""
+        self._values |= {
+            key: value for key, value in other._values.items() if isinstance(key, tuple) and key[0] == name
+        }
+
 
 class RequestCache:
     """Values that live as long as one request, in three scopes.
@@ -80,6 +86,11 @@ class RequestCache:
         """Every scope's values whose key begins with the name of a user."""
         for scope in self._scopes.values():
             yield from scope.find_all(name)
+
+    def adopt(self, other: RequestCache, name: str) -> None:
+        """Take over the values of another whose key begins with the name of a user, scope by scope."""
+        for key, scope in other._scopes.items():
+            self._scope(key).adopt(scope, name)
 
     def is_first(self, what: str) -> bool:
         """Whether `what` is asked for the first time in this request: for messages that are logged once."""

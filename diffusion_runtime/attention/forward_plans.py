@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.step_info import StepInfo
 from diffusion_runtime.token_layout import TokenLayout
 
@@ -21,7 +22,8 @@ from diffusion_runtime.token_layout import TokenLayout
 class PlanLimits:
     """The calls that share a plan, and how large they are. options: an instance of the backend's options_type. layout:
     of the whole sequence, None where nothing is padded; batch, num_queries, num_keys, num_heads, num_kv_heads,
-    head_dim: of q and k as the backend gets them."""
+    head_dim: of q and k as the backend gets them. With a key-value cache these are the most that a call of the video
+    has, and the layout is that of all that there is room for."""
 
     options: Any
     layout: TokenLayout | None
@@ -37,10 +39,12 @@ class PlanLimits:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """What `prepare` makes a plan of. limits: of its calls; step: of this forward pass."""
+    """What `prepare` makes a plan of. limits: of its calls; step: of this forward pass; cache: what it reads and writes
+    of the key-value cache, with the number of keys in sight; None for calls without one."""
 
     limits: PlanLimits
     step: StepInfo
+    cache: CachePlan | None = None
 
 
 class Planning(Protocol):
@@ -76,6 +80,25 @@ class ForwardPlans:
         return backend.prepare(plan)
 
 
+class VideoPlans(ForwardPlans):
+    """Plans of all forward passes of one video that is made chunk by chunk: each pass prepares them anew, in buffers
+    that are reserved once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reserved: dict[Hashable, Any] = {}
+
+    def start_pass(self) -> None:
+        """Another forward pass begins: what was prepared for the one before is of no use to it."""
+        self._made.clear()
+
+    def _make(self, backend: Planning, plan: ForwardPlan) -> Any:
+        key = (backend.name, plan.limits)
+        if key not in self._reserved:
+            self._reserved[key] = backend.reserve(plan.limits)
+        return backend.prepare(plan, into=self._reserved[key])
+
+
 class WatchedPlans(ForwardPlans):
     """Plans of a forward pass that may be replayed later. refusals: why backends that serve it cannot be."""
 
@@ -100,10 +123,11 @@ class FixedPlans(WatchedPlans):
         super().__init__()
         self._fixed: list[tuple[Planning, ForwardPlan, Any]] = []
 
-    def write(self, step: StepInfo) -> None:
-        """Prepare every plan for another step, in its buffers."""
+    def write(self, step: StepInfo, cache: CachePlan | None = None) -> None:
+        """Prepare every plan for another step, in its buffers. cache: of that pass, for calls that have one."""
         for backend, plan, reserved in self._fixed:
-            backend.prepare(dataclasses.replace(plan, step=step), into=reserved)
+            of_pass = None if plan.cache is None else cache
+            backend.prepare(dataclasses.replace(plan, step=step, cache=of_pass), into=reserved)
 
     def _make(self, backend: Planning, plan: ForwardPlan) -> Any:
         reserved = backend.reserve(plan.limits)

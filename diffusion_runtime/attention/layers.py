@@ -347,7 +347,7 @@ class AttentionLayer(nn.Module, ABC):
         if dense is not None:
             context.plans.serves(dense.backend, dense.options)
         if backend.prepares:
-            call = call._replace(prepared=context.plans.of(backend, _plan_of(call)))
+            call = call._replace(prepared=context.plans.of(backend, _plan_of(call, context.cache)))
         return run_backend(backend, call)
 
     def _with_cached_keys(
@@ -496,20 +496,26 @@ def check_shared_heads(num_heads: int, degree: int, role: str) -> None:
         )
 
 
-def _plan_of(call: AttentionCall) -> ForwardPlan:
+def _plan_of(call: AttentionCall, cache: FrameCache | None) -> ForwardPlan:
+    layout, num_queries, num_keys = call.layout, call.q.shape[1], call.k.shape[1]
+    plan = cache.plan if cache is not None and isinstance(layout, CachedLayout) else None
+    if plan is not None and layout is not None:
+        # The same at every pass of a video, however full its cache is.
+        layout = TokenLayout((plan.num_slots, *layout.grid[1:]))
+        num_queries, num_keys = plan.max_frames * plan.tokens_per_frame, plan.capacity
     limits = PlanLimits(
         call.options,
-        call.layout,
+        layout,
         call.batch,
-        call.q.shape[1],
-        call.k.shape[1],
+        num_queries,
+        num_keys,
         call.num_heads,
         call.num_kv_heads,
         call.q.shape[3],
         call.q.dtype,
         call.q.device,
     )
-    return ForwardPlan(limits, call.step)
+    return ForwardPlan(limits, call.step, plan)
 
 
 def _step_keys(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Iterator[Hashable]:

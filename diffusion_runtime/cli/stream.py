@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import queue
 import sys
 import threading
@@ -168,8 +167,7 @@ def _write(
             terminal.say(f"  {_progress(stream)}")
         if not is_interactive:
             continue
-        lines = json.loads(coordinator.from_first(lambda: json.dumps(_waiting(typed))))
-        for line in lines:
+        for line in _agreed(coordinator, typed):
             if line == _END and is_endless:
                 return
             if line.strip():
@@ -191,6 +189,13 @@ def _progress(stream: GenerationStream) -> str:
         left = 0 if whole is None else whole - stream.num_frames
         speed += f", about {left / rate:.0f} s left" if left else ""
     return f"{stream.num_frames}{of} frames ({stream.num_frames / stream.fps:.1f} s of video), {speed}"
+
+
+def _agreed(coordinator: Coordinator, typed: queue.Queue[str] | None) -> list[str]:
+    """The lines that wait on the first process, on all of them; no line holds the end of one."""
+    return (
+        coordinator.from_first(lambda: "\n".join(_waiting(typed))).split("\n") if coordinator.world else _waiting(typed)
+    )
 
 
 def _waiting(typed: queue.Queue[str] | None) -> list[str]:

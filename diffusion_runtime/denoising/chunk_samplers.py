@@ -63,75 +63,71 @@ class Commit:
         self.forward(latents, clean.chunk.frames, step)
 
 
+@dataclass(frozen=True)
+class ChunkedVideo:
+    """What chunk samplers are given. chunks: of the video, in order, without an end if need be. device: of the latents.
+    on_step: called after every denoising pass with the latents at its end."""
+
+    chunks: Iterable[Chunk]
+    forward: ForwardFrames
+    noise: ChunkNoise
+    commit: Commit
+    device: torch.device
+    on_step: OnStep | None = None
+
+
 class ChunkSampler(ABC):
     """Makes the chunks of one video. It keeps what one chunk leaves for the next."""
 
+    def __init__(self, video: ChunkedVideo) -> None:
+        self._video = video
+        self._chunks = iter(video.chunks)
+        self._upcoming = next(self._chunks, None)
+
     @property
-    @abstractmethod
     def is_done(self) -> bool:
         """Whether the last chunk has been made."""
+        return self._upcoming is None
 
     @abstractmethod
     def next_chunk(self) -> CleanChunk:
         """The next chunk, denoised. Not after the last one; the one before must have been committed."""
 
-    @abstractmethod
     def commit(self, clean: CleanChunk) -> None:
         """Leave the final keys of a chunk that next_chunk returned: before the next one, and not after the last."""
+        self._video.commit(clean)
 
-
-class PerChunkSampler(ChunkSampler):
-    """One chunk after the other, each by the same sampler, which keeps nothing between two calls.
-
-    device: of the latents. on_step: called after every step of a chunk, with its latents.
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        chunks: Iterable[Chunk],
-        forward: ForwardFrames,
-        noise: ChunkNoise,
-        commit: Commit,
-        device: torch.device,
-        on_step: OnStep | None = None,
-    ) -> None:
-        self._sampler = sampler
-        self._chunks = iter(chunks)
-        self._upcoming = next(self._chunks, None)
-        self._forward = forward
-        self._noise = noise
-        self._commit = commit
-        self._device = device
-        self._on_step = on_step
-
-    @property
-    def is_done(self) -> bool:
-        """See ChunkSampler.is_done."""
-        return self._upcoming is None
-
-    def next_chunk(self) -> CleanChunk:
-        """See ChunkSampler.next_chunk."""
+    def _take_upcoming(self) -> Chunk:
+        """The next chunk of the video, which there is."""
         chunk = self._upcoming
         assert chunk is not None, "the last chunk has been made"
         self._upcoming = next(self._chunks, None)
+        return chunk
+
+
+class PerChunkSampler(ChunkSampler):
+    """One chunk after the other, each by the same sampler, which keeps nothing between two calls."""
+
+    def __init__(self, sampler: Sampler, video: ChunkedVideo) -> None:
+        super().__init__(video)
+        self._sampler = sampler
+
+    def next_chunk(self) -> CleanChunk:
+        """See ChunkSampler.next_chunk."""
+        chunk = self._take_upcoming()
         num_draws = 0
 
         def draw_noise() -> torch.Tensor:
             nonlocal num_draws
             num_draws += 1
-            return self._noise.draw(chunk.index, len(chunk.frames), num_draws)
+            return self._video.noise.draw(chunk.index, len(chunk.frames), num_draws)
 
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
-            return self._forward(latents, chunk.frames, dataclasses.replace(step, chunk=chunk.index))
+            return self._video.forward(latents, chunk.frames, dataclasses.replace(step, chunk=chunk.index))
 
         def on_step(step: StepInfo, latents: torch.Tensor) -> None:
-            if self._on_step is not None:
-                self._on_step(dataclasses.replace(step, chunk=chunk.index), latents)
+            if self._video.on_step is not None:
+                self._video.on_step(dataclasses.replace(step, chunk=chunk.index), latents)
 
-        start = self._noise.draw(chunk.index, len(chunk.frames), 0).to(self._device)
+        start = self._video.noise.draw(chunk.index, len(chunk.frames), 0).to(self._video.device)
         return CleanChunk(chunk, self._sampler.sample(start, predict, on_step, draw_noise))
-
-    def commit(self, clean: CleanChunk) -> None:
-        """See ChunkSampler.commit."""
-        self._commit(clean)

@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from diffusion_runtime.attention.cache.window import FrameWindow
+from diffusion_runtime.request import GenerationRequest
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -46,3 +49,25 @@ class ChunkPlan:
         """Latent frames of the longest chunk."""
         longest = max(self.chunk_frames, self.first_chunk_frames or 0)
         return longest if self.num_frames is None else min(longest, self.num_frames)
+
+
+def chunks_of(request: GenerationRequest, num_frames: int | None) -> ChunkPlan:
+    """How a resolved request of a causal model cuts a video. num_frames: latent frames, None for one without an end."""
+    assert request.chunk_frames is not None, "a causal model has a default"
+    return ChunkPlan(request.chunk_frames, request.first_chunk_frames, num_frames)
+
+
+def window_of(request: GenerationRequest) -> FrameWindow:
+    """Which frames its chunks have in sight. Raises ConfigError for a window without room beside the sink."""
+    return FrameWindow(request.kv_sink or 0, request.kv_window or None)
+
+
+def is_rolling(request: GenerationRequest) -> bool:
+    """Whether several chunks are denoised at once (denoising/rolling_window.py)."""
+    return request.chunk_schedule == "rolling"
+
+
+def longest_pass(request: GenerationRequest, chunks: ChunkPlan) -> int:
+    """Latent frames of its longest forward pass."""
+    longest = chunks.largest * ((request.num_inference_steps or 1) if is_rolling(request) else 1)
+    return longest if chunks.num_frames is None else min(longest, chunks.num_frames)

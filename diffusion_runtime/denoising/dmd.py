@@ -20,6 +20,16 @@ from diffusion_runtime.step_info import StepInfo
 _NUM_TRAIN_TIMESTEPS = 1000
 
 
+def precision_on(device: torch.device) -> torch.dtype:
+    """What latents are kept in between the predictions. Apple's GPUs have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def renoised(data: torch.Tensor, level: float, fresh: torch.Tensor) -> torch.Tensor:
+    """An estimate of the data at a noise level sigma. fresh: normal noise."""
+    return (1 - level) * data + level * fresh
+
+
 @dataclass(frozen=True)
 class DmdSampler(Sampler):
     """The loop above, in float64 between the predictions.
@@ -36,6 +46,17 @@ class DmdSampler(Sampler):
     # Whether the latents start as noise times the first noise level, not as noise.
     scales_start: ClassVar[bool] = False
 
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """sigma of every step."""
+        unshifted = LinearSigmas().sigmas(self.num_steps) if self.sigmas is None else self.sigmas
+        return tuple(shifted(level, self.flow_shift) for level in unshifted)
+
+    @property
+    def num_train_timesteps(self) -> int:
+        """Timesteps of noise level 1."""
+        return int(self.options.get("num_train_timesteps", _NUM_TRAIN_TIMESTEPS))
+
     def sample(
         self,
         noise: torch.Tensor,
@@ -44,11 +65,8 @@ class DmdSampler(Sampler):
         draw_noise: DrawNoise | None = None,
     ) -> torch.Tensor:
         assert draw_noise is not None or self.num_steps == 1, "this sampler adds noise: give it draw_noise"
-        unshifted = LinearSigmas().sigmas(self.num_steps) if self.sigmas is None else self.sigmas
-        levels = (*(shifted(level, self.flow_shift) for level in unshifted), 0.0)
-        num_timesteps = self.options.get("num_train_timesteps", _NUM_TRAIN_TIMESTEPS)
-        # Apple's GPUs have no float64.
-        precision = torch.float32 if noise.device.type == "mps" else torch.float64
+        levels, num_timesteps = (*self.levels, 0.0), self.num_train_timesteps
+        precision = precision_on(noise.device)
         latents = noise.to(precision)
         if self.scales_start:
             latents = latents * levels[0]
@@ -66,7 +84,7 @@ class DmdSampler(Sampler):
             if following > 0:
                 assert draw_noise is not None
                 fresh = draw_noise().to(latents.device, precision)
-                latents = (1 - following) * latents + following * fresh
+                latents = renoised(latents, following, fresh)
             if on_step is not None:
                 on_step(step, latents.float())
         return latents.float()

@@ -44,14 +44,3 @@ def cached_for_request(name: str, sizes: Hashable, context: AttentionContext, co
     process: a table of rotary positions at 720p is 40 MB, and a server that makes many sizes would collect them.
     """
     return context.state.request.get_or_create(("sizes", name, sizes, context.sharding.tile), compute)
-
-
-def latest_for_request(name: str, of: Hashable, context: AttentionContext, compute: Callable[[], T]) -> T:
-    """As cached_for_request, but one value of a name at a time: for what changes from chunk to chunk of a video without
-    an end. of: all that it depends on beside the model."""
-    scope, key = context.state.request, ("latest", name)
-    entry = scope.get_or_create(key, lambda: _Entry(of, compute()))
-    if entry.source != of:
-        entry = _Entry(of, compute())
-        scope.put(key, entry)
-    return entry.value

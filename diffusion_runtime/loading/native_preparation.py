@@ -47,8 +47,15 @@ from diffusion_runtime.request_rules import RequestRules
 _HEAD_GROUPS = 2
 # The request fields of models that make videos chunk by chunk.
 _OF_CHUNKS = (
-    *("chunk_frames", "first_chunk_frames", "kv_window", "kv_sink", "commit_noise", "positions"),
-    *("prompt_switches", "switch_mode"),
+    "chunk_frames",
+    "first_chunk_frames",
+    "chunk_schedule",
+    "kv_window",
+    "kv_sink",
+    "commit_noise",
+    "positions",
+    "prompt_switches",
+    "switch_mode",
 )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.token_order import in_shared_order
@@ -24,6 +25,7 @@ from diffusion_runtime.media.images import read_image
 from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.interface import Conditions
 from diffusion_runtime.token_layout import Extent
@@ -109,6 +111,17 @@ class DiffusionTransformer(nn.Module, ABC):
         """The forward pass as all blocks see it, made before the grid's tokens are: where all attention layers compute
         in one order, `context.sharding` brings tokens into it and back, and says which for their layout."""
         return in_shared_order(context, self.attention_layers(), grid, device)
+
+    def with_positions(
+        self,
+        cache: FrameCache,
+        shape: Sequence[int],
+        sharding: SequenceSharding,
+        expert: int = 0,
+    ) -> FrameCache:
+        """The cache of a forward pass with the rotary positions of its frames, made before the pass, as a CUDA graph
+        reads them; of models that make videos chunk by chunk. shape: of the latents of the pass."""
+        return cache
 
     def expert_at(self, timestep: float) -> int:
         """Which of its experts predicts at a timestep in [0, 1000]; 0 in models that have one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.denoising.chunks import chunks_of, longest_pass
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.memory.blocks import blocks_of, num_bytes_of, streamed_bytes
 from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.memory.plan import MemoryDemand, PartSize
 from diffusion_runtime.model_folder import read_index
 from diffusion_runtime.models.autoencoder import COMPONENT as AUTOENCODER
+from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.decoder_memory import decoding_bytes
 from diffusion_runtime.models.family import Model, TextShapes
 from diffusion_runtime.models.geometry import ClipSize
@@ -85,7 +87,8 @@ def memory_demand(
             step_bytes(model, module, shapes, dtype, planned, num_sharers)
             for module in modules.values()
             if isinstance(module, DiffusionTransformer)
-        ),
+        )
+        + _cache_bytes(model, modules.values(), dtype, planned) // num_sharers,
         decode_activations=decode_activations,
         notes=tuple(notes),
     )
@@ -109,7 +112,12 @@ def step_bytes(
     ones keep for later steps, and the sampler's latents."""
     num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
     branches = ["cond"] if not planned.is_guided else ["both"] if planned.is_batched else ["cond", "uncond"]
-    sample: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
+    whole: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
+    sample = whole
+    if model.is_causal:
+        # A pass has a part of the frames; those that are done wait beside it.
+        longest = longest_pass(planned.request, chunks_of(planned.request, whole[1]))
+        sample = (whole[0], longest, *whole[2:])
     latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
     inputs = {branch: _inputs(model, shapes, dtype, planned, num_samples) for branch in branches}
     timestep = torch.empty(num_samples, device=_META)
@@ -123,7 +131,20 @@ def step_bytes(
 
     with _planned_attention(transformer):
         counted = peak_bytes(step, _META)
-    return counted // num_sharers + SAMPLER_COPIES * planned.num_samples * math.prod(sample) * 4
+    held = SAMPLER_COPIES * math.prod(sample) + (math.prod(whole) if model.is_causal else 0)
+    return counted // num_sharers + held * planned.num_samples * 4
+
+
+def _cache_bytes(
+    model: Model[Any, Any], modules: Iterable[nn.Module], dtype: torch.dtype, planned: PlannedRequest
+) -> int:
+    """Of the key-value cache of all branches and experts; 0 for a clip that is made at once."""
+    if not model.is_causal:
+        return 0
+    shape = model.geometry.sample_shape(planned.size)
+    _, height, width = model.geometry.grid(shape)
+    num_samples = planned.num_samples * (2 if planned.is_guided else 1)
+    return cache_bytes(modules, planned.request, shape[1], height * width, num_samples, dtype)
 
 
 def forward_on_meta(

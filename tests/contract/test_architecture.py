@@ -22,6 +22,7 @@ ROWS = [
     {"diffusers_bridge"},
     {"request_profile"},
     {"pipeline", "generation_pipeline"},
+    {"streaming"},
     {"chunked_denoiser"},
     {
         "request_rules",
@@ -41,7 +42,7 @@ ROWS = [
     {"kernels"},
     {"config", "request", "media", "hardware", "device_guard", "cache_folder"},
     {"attention_report", "progress", "model_folder", "step_cache", "progressive_resolution", "block_stack"},
-    {"token_layout", "step_info", "options"},
+    {"token_layout", "step_info", "options", "prompt_switches"},
     {"untrusted", "request_fields", "samplers", "memory_size"},
     {"errors"},
 ]

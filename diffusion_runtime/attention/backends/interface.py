@@ -239,7 +239,8 @@ class Backend(ABC):
         return ()
 
     def reserve(self, limits: PlanLimits) -> Any:  # noqa: ARG002
-        """Buffers on the device for the plans of calls up to `limits`, made once per CUDA graph; None for nothing."""
+        """Buffers on the device for the plans of calls up to `limits`, made once per CUDA graph, and once per video
+        that is made chunk by chunk with a key-value cache; None for nothing."""
         return None
 
     def prepare(self, plan: ForwardPlan, into: Any = None) -> Any:  # noqa: ARG002

@@ -20,21 +20,24 @@ class FrameCache:
 
     plan: what the pass reads and writes. positions: of the frames that keys are rotated by, `absolute` for their places
     in the video, `window` for those among the frames in sight, as LongLive's infinite mode has them. make_store: makes
-    the store of a layer when it is first called. query_rotations [tokens of the pass, head_dim / 2], key_rotations
-    [num_keys, head_dim / 2]: complex, of keys that are stored without positions and rotated where they are read; None
-    where queries and keys come rotated.
+    the store of a layer when it is first called.
+
+    rotations: complex, [tokens, head_dim / 2]; with `absolute` of this process's tokens of the pass, whose queries and
+    keys are rotated before the layer; with `window` of all tokens of the pass, and key_rotations [num_keys, head_dim /
+    2] of those in sight: keys are stored without positions and rotated where they are read. None until a model's
+    with_positions has made them.
     """
 
     plan: CachePlan
     positions: str = "absolute"
     make_store: Callable[[KeyStoreSize], KeyStore] = RingStore
-    query_rotations: torch.Tensor | None = None
+    rotations: torch.Tensor | None = None
     key_rotations: torch.Tensor | None = None
 
-    def with_rotations(self, queries: torch.Tensor, keys: torch.Tensor) -> Self:
-        """The same, rotating where it reads. Stored keys are never rotated again: 200 roundings in bfloat16 put them
-        6.3 % off, one 0.17 %."""
-        return dataclasses.replace(self, query_rotations=queries, key_rotations=keys)
+    def with_rotations(self, rotations: torch.Tensor, keys: torch.Tensor | None = None) -> Self:
+        """The same with positions. Stored keys are never rotated again: 200 roundings in bfloat16 put them 6.3 % off,
+        one 0.17 %."""
+        return dataclasses.replace(self, rotations=rotations, key_rotations=keys)
 
     def new_store(self, k: torch.Tensor) -> KeyStore:
         """An empty store for a layer whose keys are like k, [batch, seq, kv_heads, head_dim]."""
@@ -48,8 +51,8 @@ class FrameCache:
         the pass are written to their slots first."""
         store.write(self.plan, k, v)
         keys, values = store.read(self.plan)
-        if self.query_rotations is not None and self.key_rotations is not None:
-            q, keys = _rotated(q, self.query_rotations), _rotated(keys, self.key_rotations)
+        if self.rotations is not None and self.key_rotations is not None:
+            q, keys = _rotated(q, self.rotations), _rotated(keys, self.key_rotations)
         return q, keys, values
 
 

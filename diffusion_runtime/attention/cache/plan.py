@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 
@@ -23,7 +24,9 @@ class CachePlan:
     first_frame, num_frames: of the video, those of this pass. tokens_per_frame: of the grid. phase: `denoise` writes
     keys that the next step overwrites, `commit` the final ones. write: the slot of each of the frames. read: slots in
     sight, those of this pass included, in memory order. key_frames: the frame that each of these holds.
-    num_slots: of the cache. page_table: int32 [batch, pages], of a store in pages; None for one in a row.
+    num_slots: of the cache. max_frames: of the longest pass that is expected of the same video. page_table: int32
+    [batch, pages], of a store in pages; None for one in a row. write_index: `write` in tokens on the device, int64,
+    where a CUDA graph reads it; None for passes that are not replayed.
     """
 
     first_frame: int
@@ -34,7 +37,9 @@ class CachePlan:
     read: tuple[int, ...]
     key_frames: tuple[int, ...]
     num_slots: int
+    max_frames: int
     page_table: torch.Tensor | None = dataclasses.field(default=None, compare=False)
+    write_index: torch.Tensor | None = dataclasses.field(default=None, compare=False)
 
     @property
     def frames(self) -> range:
@@ -65,6 +70,16 @@ class CachePlan:
         """To which tokens in sight from which of the cache, where they are several runs."""
         return copies_of(self.read, self.tokens_per_frame)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot is in sight: from then on all passes read alike."""
+        return len(self.read) == self.num_slots
+
+    def with_write_index(self, device: torch.device) -> Self:
+        """The same, with the place of every token of the pass on the device."""
+        tokens = [torch.arange(cached.start, cached.stop) for _, cached in self.write_copies]
+        return dataclasses.replace(self, write_index=torch.cat(tokens).to(device))
+
     def ranks(self, frames: Sequence[int]) -> list[int]:
         """The places of frames in sight in the order of the video: their positions where a window's begin at 0."""
         places = {frame: rank for rank, frame in enumerate(sorted(self.key_frames))}
@@ -72,9 +87,15 @@ class CachePlan:
 
 
 def plan_forward(
-    slots: FrameSlots, frames: range, tokens_per_frame: int, phase: str = "denoise", oldest: int = 0
+    slots: FrameSlots,
+    frames: range,
+    tokens_per_frame: int,
+    phase: str = "denoise",
+    oldest: int = 0,
+    max_frames: int | None = None,
 ) -> CachePlan:
-    """The plan of a forward pass over `frames`, whose keys take their slots. oldest: see FrameWindow.visible."""
+    """The plan of a forward pass over `frames`, whose keys take their slots. oldest: see FrameWindow.visible.
+    max_frames: None where all passes are as long as this one."""
     sink, recent = slots.window.visible(frames.start, len(frames), oldest)
     in_sight = sorted((slots.slot_of(frame), frame) for several in (sink, recent, frames) for frame in several)
     return CachePlan(
@@ -86,4 +107,5 @@ def plan_forward(
         read=tuple(slot for slot, _ in in_sight),
         key_frames=tuple(frame for _, frame in in_sight),
         num_slots=slots.num_slots,
+        max_frames=len(frames) if max_frames is None else max(max_frames, len(frames)),
     )

@@ -56,6 +56,10 @@ class RingStore(KeyStore):
 
     def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
         keys, values = self.keys_and_values
+        if plan.write_index is not None:
+            keys.index_copy_(1, plan.write_index, k)
+            values.index_copy_(1, plan.write_index, v)
+            return
         for here, cached in plan.write_copies:
             keys[:, cached] = k[:, here]
             values[:, cached] = v[:, here]

@@ -61,7 +61,7 @@ class CapturedForward:
             given.latents.clone(memory_format=torch.contiguous_format),
             clones.of(given.timestep),
             clones.of(given.inputs),
-            dataclasses.replace(context, state=self._state, plans=self._plans),
+            dataclasses.replace(context, state=self._state, plans=self._plans, cache=clones.of(context.cache)),
         )
         with context.recorder.taped() as self._tape:
             self.first = capture.warm_up(lambda: self._fixed.run(model))
@@ -95,7 +95,10 @@ class CapturedForward:
             self._bind(given)
         self._fixed.latents.copy_(given.latents)
         self._fixed.timestep.copy_(given.timestep)
-        self._plans.write(given.context.step)
+        cache = given.context.cache
+        # The stores of its layers are one for all passes of a video; where it writes and what it rotates by are data.
+        copy_tensors(cache, self._fixed.context.cache)
+        self._plans.write(given.context.step, None if cache is None else cache.plan)
         velocity = self._replay().clone()
         given.context.recorder.play(self._tape, given.context.step)
         return velocity

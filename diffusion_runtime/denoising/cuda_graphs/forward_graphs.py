@@ -12,6 +12,7 @@ nobody.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.backends.registry import num_changes
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.fixed_state import form_of
 from diffusion_runtime.attention.force import current_force
@@ -60,6 +62,7 @@ class _Form:
         self.graph: CapturedForward | None = None
         self.refusal: str | None = None
         self.num_misfits = 0
+        self.holds_cache = False
         self.misfit_of: weakref.ref[RequestCache] | None = None
 
 
@@ -118,6 +121,12 @@ class ForwardGraphs:
         finally:
             self.pause_reason = None
 
+    def forget_videos(self) -> None:
+        """End the graphs of passes with a key-value cache, which hold the keys of the video that they were captured
+        for: gigabytes that the next video has anew."""
+        for key in [key for key, form in self._forms.items() if form.holds_cache]:
+            del self._forms[key]
+
     def form(self, key: Hashable) -> _Form:
         """What is known of a kind of forward pass."""
         form = self._forms.setdefault(key, _Form())
@@ -175,6 +184,7 @@ class GraphedForward:
             return self._run(given, refusal)
         form = self._graphs.form(self._key(given))
         form.num_passes += 1
+        form.holds_cache = given.context.cache is not None
         if form.graph is not None:
             return self._replay(form, given)
         if form.num_passes == 1:
@@ -196,6 +206,10 @@ class GraphedForward:
         num_passes = self._num_replayed + sum(eager.values())
         self._recorder.record_graphs(GraphReplays(num_passes, self._num_replayed, num_graphs, pool_bytes, eager))
 
+    def end_video(self) -> None:
+        """No further pass reads the key-value cache of this generation."""
+        self._graphs.forget_videos()
+
     def _key(self, given: ForwardPass) -> Hashable:
         """All that decides which kernels a pass launches, and with which numbers, beside those in its tensors."""
         context, step = given.context, given.context.step
@@ -206,13 +220,14 @@ class GraphedForward:
             form_of(given.timestep),
             self._forms_of_inputs[id(given.inputs)][1],
             (step.branch, step.expert, context.is_compiled, context.layout),
+            _cache_key(context.cache, step),
             self._step_key(step),
             kernel_switches(given.latents.device.type),
         )
 
     def _step_key(self, step: StepInfo) -> Hashable:
         """What of a step decides which kernels attention launches."""
-        moment = (step.index, step.num_steps, step.expert, current_force(), num_changes())
+        moment = (step.index, step.num_steps, step.expert, step.phase, current_force(), num_changes())
         if moment not in self._step_keys:
             key = tuple(layer.step_key(step) for layer in self._layers)
             self._step_keys[moment] = key, moment[3:]
@@ -272,7 +287,21 @@ def _refusal_of(given: ForwardPass) -> str | None:
     """Why a pass cannot be replayed, by its context alone."""
     if type(given.context.block_runner) is not BlockRunner:
         return "a step cache or a measurement decides within the forward pass"
+    cache = given.context.cache
+    if cache is not None and not cache.plan.is_full:
+        return "the key-value cache is not full, or read in part: every pass reads another number of keys"
     return None
+
+
+def _cache_key(cache: FrameCache | None, step: StepInfo) -> Hashable:
+    """What of a pass with a key-value cache decides its kernels: all but the places that it writes and its positions.
+    The tokens of a pass whose frames have timesteps of their own are cut where these change."""
+    if cache is None:
+        return None
+    runs = tuple(len(list(group)) for _, group in itertools.groupby(step.frame_timesteps or ()))
+    plan = cache.plan
+    sizes = (plan.num_frames, plan.tokens_per_frame, plan.num_slots, plan.read)
+    return step.phase, sizes, runs, cache.positions, cache.make_store
 
 
 def refusal_of_group(group: RankGroup) -> str | None:

@@ -37,6 +37,7 @@ def read_cache_defaults(folder: AnyFolder, component: str = "transformer") -> di
     return {
         "chunk_frames": chunk_frames,
         **first,
+        "chunk_schedule": "sequential",
         "kv_window": span,
         "kv_sink": sink,
         "commit_noise": 0.0,

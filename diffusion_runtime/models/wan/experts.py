@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.transformer import WanTransformer
+from diffusion_runtime.parallel.sharding import SequenceSharding
 
 # The components of a folder, in the order of the experts.
 COMPONENTS = ("transformer", "transformer_2")
@@ -54,8 +56,11 @@ class WanExperts(DiffusionTransformer):
     def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
         return self.expert(0).read_inputs(inputs)
 
-    def replay_refusal(self) -> str | None:
-        return self.expert(0).replay_refusal()
+    def with_positions(
+        self, cache: FrameCache, shape: Sequence[int], sharding: SequenceSharding, expert: int = 0
+    ) -> FrameCache:
+        """See DiffusionTransformer.with_positions. The two may differ in the size of a head."""
+        return self.expert(expert).with_positions(cache, shape, sharding)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         return self.expert(0).settle(latents, inputs)

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
@@ -34,7 +35,7 @@ from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm, norm_for
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
-from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request, latest_for_request
+from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import cached_rotations, grid_rotations, position_rotations, split_head_dim
 from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.models.geometry import LatentGeometry
@@ -220,7 +221,15 @@ class WanTransformer(DiffusionTransformer):
         sharding = context.sharding
         x = sharding.shard(self.patch_embedding(self._with_image(latents, image).to(dtype)))
         image_tokens = self._image_tokens(image)
-        context, rotations = self._positions(grid, context)
+        cache = context.cache
+        if cache is None:
+            rotations: torch.Tensor | None = self._rotations(grid, context)
+        else:
+            if cache.rotations is None:
+                cache = self.with_positions(cache, latents.shape, sharding)
+                context = dataclasses.replace(context, cache=cache)
+            # With rotations of the keys in sight, the layer applies both.
+            rotations = cache.rotations if cache.key_rotations is None else None
         block_inputs = BlockInputs(
             runs=self._runs(timestep, grid, image, sharding, context.step),
             rotations=rotations,
@@ -265,11 +274,6 @@ class WanTransformer(DiffusionTransformer):
         """Without the lengths of the text, whose padding is attended to."""
         read = super().read_inputs(inputs)
         return dataclasses.replace(read, text=dataclasses.replace(read.text, lengths=()))
-
-    def replay_refusal(self) -> str | None:
-        if self.config.is_causal:
-            return "it writes keys and values that later chunks read, at places that change from chunk to chunk"
-        return super().replay_refusal()
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         if self.config.condition_channels or inputs.image is None:
@@ -340,30 +344,16 @@ class WanTransformer(DiffusionTransformer):
             start = stop
         return tuple(runs)
 
-    def _positions(
-        self, grid: tuple[int, int, int], context: AttentionContext
-    ) -> tuple[AttentionContext, torch.Tensor | None]:
-        """The rotations of this process's tokens; with a cache that rotates where it reads, the context with those of
-        its queries and keys."""
-        cache, head_dim, device = context.cache, self.config.head_dim, self.out.weight.device
-        if cache is None:
-            return context, self._rotations(grid, context)
-        plan = cache.plan
+    def with_positions(
+        self, cache: FrameCache, shape: Sequence[int], sharding: SequenceSharding, expert: int = 0
+    ) -> FrameCache:
+        """See DiffusionTransformer.with_positions."""
+        grid, plan = self.geometry.grid(tuple(shape)), cache.plan
+        head_dim, device = self.config.head_dim, self.out.weight.device
         if cache.positions == "window":
-            queries, keys = latest_for_request(
-                "rotations",
-                (plan.frames, plan.key_frames, grid, head_dim),
-                context,
-                lambda: cached_rotations(plan, grid, head_dim, device),
-            )
-            return dataclasses.replace(context, cache=cache.with_rotations(queries, keys)), None
+            return cache.with_rotations(*cached_rotations(plan, grid, head_dim, device))
         box = (plan.frames, range(grid[1]), range(grid[2]))
-        return context, latest_for_request(
-            "rotations",
-            (plan.frames, grid, head_dim),
-            context,
-            lambda: context.sharding.shard(position_rotations(box, split_head_dim(head_dim), device), 0),
-        )
+        return cache.with_rotations(sharding.shard(position_rotations(box, split_head_dim(head_dim), device), 0))
 
     def _rotations(self, grid: tuple[int, int, int], context: AttentionContext) -> torch.Tensor:
         """[S, head_dim / 2], complex."""

@@ -6,22 +6,30 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from recorded_capture import RecordedCapture
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.attention import AttentionCall, AttentionResult, TokenLayout, register_backend
+from diffusion_runtime.attention.backends.reference import ReferenceBackend
+from diffusion_runtime.attention.backends.registry import unregister_backend
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
+from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
+from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
+from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.prompt_switches import SWITCH_MODES
@@ -154,6 +162,8 @@ def test_cached_chunks_are_the_block_causal_model(
     assert cache is not None
     samples = 2 if others else 1
     assert cache.num_bytes == samples * 2 * 2 * (span or 12) * 4 * 4 * 16 * 4
+    planned = cache_bytes([pipeline.transformer], pipeline.resolve(request), 12, 4, samples, torch.float32)
+    assert planned == cache.num_bytes
     assert (cache.window_frames, cache.sink_frames, cache.num_commits) == (span or None, sink, num_chunks - 1)
 
 
@@ -166,6 +176,52 @@ def test_two_experts_have_a_cache_each(tmp_path: Path) -> None:
     cache = media.attention_report.cache
     assert cache is not None
     assert cache.num_bytes == 2 * 2 * 2 * 7 * 4 * 4 * 16 * 4
+
+
+def test_a_rolling_window(pipeline: Pipeline) -> None:
+    """Every pass over its chunks, each at a noise level of its own; then the first one's keys, and fresh noise."""
+    levels, shift = (1.0, 0.6, 0.3), 5.0
+    sigmas = [shift * t / (1 + (shift - 1) * t) for t in levels]
+    request = dataclasses.replace(
+        REQUEST, num_frames=25, chunk_frames=1, chunk_schedule="rolling", sigmas_before_shift=levels, kv_sink=0
+    )
+    with recorded(pipeline) as passes:
+        pipeline(dataclasses.replace(request, kv_window=0))
+    denoised = [given for given in passes if given.step.phase == "denoise"]
+    # 7 chunks in a window of 3, which fills and empties.
+    spans = [(0, 1), (0, 2), (0, 3), (1, 4), (2, 5), (3, 6), (4, 7), (5, 7), (6, 7)]
+    assert [given.plan.frames for given in denoised] == [range(*span) for span in spans]
+    clean = {given.plan.first_frame: given.latents for given in passes if given.step.phase == "commit"}
+    assert sorted(clean) == [0, 1, 2, 3, 4, 5]
+    noise = ChunkNoise((16, 4, 4), [4])
+    for window, given in enumerate(denoised):
+        first, stop = spans[window]
+        steps = [window - chunk for chunk in range(first, stop)]
+        torch.testing.assert_close(given.timestep, torch.tensor([[1000 * sigmas[step] for step in steps]]))
+        whole = torch.cat([*(clean[frame] for frame in range(first)), given.latents], dim=2)
+        mask = torch.ones(stop, stop, dtype=torch.bool).tril()
+        mask[first:] = True
+        times = [0.0] * first + given.timestep[0].tolist()
+        expected = under_mask(expert_of(pipeline, 0), whole, times, given.inputs, mask)[:, :, first:]
+        torch.testing.assert_close(given.velocity, expected, rtol=1e-5, atol=1e-5)
+        for place, (chunk, step) in enumerate(zip(range(first, stop), steps, strict=True)):
+            after = given.latents[:, :, place] - sigmas[step] * given.velocity[:, :, place]
+            if step == len(levels) - 1:
+                found = clean.get(chunk, after[:, :, None])[:, :, 0]
+            else:
+                after = (1 - sigmas[step + 1]) * after + sigmas[step + 1] * noise.draw(chunk, 1, step + 1)[:, :, 0]
+                found = denoised[window + 1].latents[:, :, chunk - spans[window + 1][0]]
+            torch.testing.assert_close(found, after, rtol=1e-5, atol=1e-5)
+    with recorded(pipeline) as passes:
+        pipeline(dataclasses.replace(request, kv_window=5, kv_sink=1))
+    written = 0
+    for given in passes:
+        frames = given.plan.frames
+        written = max(written, frames.stop)
+        # The sink, and of the ring of 4 what has not given its slot to a later frame.
+        assert sorted(given.plan.key_frames) == sorted(
+            {*range(min(1, frames.stop)), *range(max(1, written - 4), frames.stop)}
+        )
 
 
 def test_a_video_is_the_beginning_of_a_longer_one(pipeline: Pipeline) -> None:
@@ -282,11 +338,107 @@ def denoiser_of(pipeline: Pipeline, settings: BatchSettings) -> Any:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class KeysInSight:
+    """How many keys a pass has, on the device."""
+
+    number: torch.Tensor
+
+
+class PlanningBackend(ReferenceBackend):
+    """The reference, on as many keys as its plan says."""
+
+    name = "planning_attn"
+    aliases = ()
+    prepares = True
+    not_replayed = None
+    reserved: ClassVar[list[PlanLimits]] = []
+    prepared: ClassVar[list[tuple[str, int, int]]] = []
+    runs: ClassVar[list[tuple[int, int]]] = []
+
+    def reserve(self, limits: PlanLimits) -> KeysInSight:
+        self.reserved.append(limits)
+        return KeysInSight(torch.zeros(1, dtype=torch.int32, device=limits.device))
+
+    def prepare(self, plan: ForwardPlan, into: KeysInSight | None = None) -> KeysInSight:
+        assert plan.cache is not None
+        if into is None:
+            # Of a pass that is watched before it is captured.
+            into = KeysInSight(torch.zeros(1, dtype=torch.int32))
+        self.prepared.append((plan.step.phase, plan.step.chunk, plan.cache.num_keys))
+        into.number.fill_(plan.cache.num_keys)
+        return into
+
+    def run(self, call: AttentionCall) -> AttentionResult:
+        self.runs.append((call.prepared.number.data_ptr(), call.k.shape[1]))
+        assert call.prepared.number.item() == call.k.shape[1]
+        return super().run(call)
+
+
+def test_backends_plan_once_per_pass_in_buffers_that_are_reserved_once(folder: Path) -> None:
+    """Not once per layer; and every plan lies where the first one lay."""
+    register_backend(PlanningBackend)
+    try:
+        pipeline = load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "planning_attn"}})
+        with recorded(pipeline) as passes:
+            pipeline(dataclasses.replace(REQUEST, num_frames=57))
+    finally:
+        unregister_backend(PlanningBackend.name)
+    phases = [("denoise", chunk) for chunk in range(5) for _ in range(4)]
+    expected = [*phases[:4], ("commit", 0), *phases[4:8], ("commit", 1), *phases[8:12], ("commit", 2)]
+    expected += [*phases[12:16], ("commit", 3), *phases[16:]]
+    # 3 frames, 6, and then the window of 7, of 4 tokens.
+    keys = [12, 24, 28, 28, 28]
+    assert PlanningBackend.prepared == [(phase, chunk, keys[chunk]) for phase, chunk in expected]
+    assert len(passes) == len(expected) == 5 * 4 + 4
+    assert len(PlanningBackend.runs) == 2 * len(passes)
+    assert len({address for address, _ in PlanningBackend.runs}) == 1
+    (limits,) = PlanningBackend.reserved
+    assert (limits.num_queries, limits.num_keys, limits.layout) == (12, 28, TokenLayout((7, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("positions", "others"),
+    [
+        ("absolute", {"guidance_scale": 3.0}),
+        ("window", {}),
+        ("absolute", {"chunk_schedule": "rolling", "chunk_frames": 1, "kv_sink": 1}),
+    ],
+)
+def test_a_full_cache_is_replayed_from_cuda_graphs(folder: Path, positions: str, others: dict[str, Any]) -> None:
+    """On the CPU, where recorded operators stand for a graph: where a chunk's keys go and its positions are data."""
+    register_backend(PlanningBackend)
+    try:
+        pipeline = load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "planning_attn"}})
+        request = dataclasses.replace(REQUEST, num_frames=81, positions=positions, **others)
+        expected = pipeline(request).frames
+        PlanningBackend.reserved.clear()
+        pipeline._graphs = ForwardGraphs(RecordedCapture(), is_probed=False)
+        media = pipeline(request)
+    finally:
+        unregister_backend(PlanningBackend.name)
+    graphs = media.attention_report.graphs
+    assert graphs is not None
+    assert graphs.num_replayed >= 12
+    assert sum(graphs.eager.values()) + graphs.num_replayed == graphs.num_forwards
+    assert any("the key-value cache is not full" in reason for reason in graphs.eager)
+    assert abs(media.frames.astype(int) - expected).max() <= 1
+    # Of the passes that run eagerly, and of each graph: no replay makes another.
+    assert len(PlanningBackend.reserved) == 1 + graphs.num_graphs
+    # A graph holds the keys of its video, which ends with it.
+    assert pipeline._graphs.num_graphs == 0
+
+
 def test_what_is_refused(pipeline: Pipeline, folder: Path, tmp_path: Path) -> None:
     for values, message in (
         ({"kv_window": 4}, r"kv_window: expected 5 latent frames or more, a sink of 2 and a chunk of 3, got 4"),
         ({"kv_sink": 5}, r"kv_window: expected 8 latent frames"),
         ({"step_cache": "easycache"}, r"step_cache: this model makes a video chunk by chunk"),
+        (
+            {"chunk_schedule": "rolling"},
+            r"kv_window: expected 14 latent frames or more, a sink of 2 and 4 chunks of 3 at once",
+        ),
+        ({"chunk_schedule": "rolling", "kv_window": 0, "sampler": "unipc"}, r"chunk_schedule: .* expected sampler dmd"),
         ({"positions": "relative"}, r"positions: unknown value"),
         ({"commit_noise": 1.0}, r"commit_noise: expected a number from 0 to 0.999"),
     ):
