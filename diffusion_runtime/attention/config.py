@@ -25,9 +25,9 @@ _CONFIG_KEYS = ("default", "per_role", "schedule")
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class AttentionSpec:
-    """A backend and its options.
+    """A backend and its options. `backend` and `extra`, vLLM-Omni's names, are taken for `name` and `options`.
 
     name: a backend, several in order of preference (`fa,torch_sdpa`), or `auto` for no choice. Any spelling that the
         registry knows; kept in its canonical form.
@@ -35,13 +35,41 @@ class AttentionSpec:
         the backend that a lower level chooses and are checked there. What they say together is checked where the set
         is complete, when a layer makes its choice: another level may complete it.
 
-    Raises ConfigError for an unknown name, an unknown option or a wrong type.
+    Raises ConfigError for an unknown name, an unknown option, a wrong type, or one value under two names.
     """
 
     name: str = AUTO
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        backend: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        for ours, theirs, both in (
+            ("name", "backend", (name, backend)),
+            ("options", "extra", (options, extra)),
+        ):
+            if None not in both:
+                raise ConfigError(f"AttentionSpec: {ours} and {theirs} are two names of the same value; give one")
+        object.__setattr__(self, "name", next((given for given in (name, backend) if given is not None), AUTO))
+        object.__setattr__(self, "options", next((given for given in (options, extra) if given is not None), {}))
+        self._check()
+
+    @property
+    def backend(self) -> str:
+        """`name`, as vLLM-Omni calls it."""
+        return self.name
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """`options`, as vLLM-Omni calls them."""
+        return self.options
+
+    def _check(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ConfigError(f"attention backend: expected a name, got {shown(self.name)}")
         candidates = [part for part in self.name.split(",") if part.strip()]

@@ -1,6 +1,7 @@
 """force_attention_backend: the choice above all others, for what runs inside it and nothing else.
 
-The choices that are in force are one ContextVar, so threads and tasks do not see each other's.
+The choices that are in force are one ContextVar, so threads and tasks do not see each other's. Below them stands one of
+the whole process, which global_force_attn_backend sets.
 """
 
 from __future__ import annotations
@@ -34,10 +35,23 @@ class ForcedChoice:
 
 _forced: contextvars.ContextVar[tuple[ForcedChoice, ...]] = contextvars.ContextVar("forced_attention", default=())
 
+_of_process: tuple[ForcedChoice, ...] = ()
+
 
 def current_force() -> tuple[ForcedChoice, ...]:
-    """The choices forced on this thread or task now, the innermost last."""
-    return _forced.get()
+    """The choices forced on this thread or task now, the innermost last; that of the process comes first."""
+    return (*_of_process, *_forced.get()) if _of_process else _forced.get()
+
+
+def global_force_attn_backend(backend: AttentionSpec | str | dict[str, Any] | None) -> None:
+    """Force `backend` on every thread of the process from now on, as SGLang and FastVideo do; None takes it back.
+
+    It is the outermost `force_attention_backend`: one that is entered decides before it. Raises ConfigError for unknown
+    names and options.
+    """
+    global _of_process
+    where = "global_force_attn_backend"
+    _of_process = () if backend is None else (ForcedChoice(AttentionSpec.parse(backend, where)),)
 
 
 class force_attention_backend:
