@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
     from diffusion_runtime.attention.force import force_attention_backend, global_force_attn_backend
+    from diffusion_runtime.cli.script_flags import parse_flags
     from diffusion_runtime.config import RuntimeConfig
     from diffusion_runtime.diffusers_bridge.attach import attach
     from diffusion_runtime.errors import (
@@ -50,6 +51,7 @@ _HOMES = {
     "join_processes": "session.processes",
     "lead": "session.following",
     "load_pipeline": "loading",
+    "parse_flags": "cli.script_flags",
 }
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "join_processes",
     "lead",
     "load_pipeline",
+    "parse_flags",
 ]
 
 
