@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.attention_density import DensityCounter, Kept, LayerDensity, PlanPicture
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ class AttentionReport:
     """Every attention call of one generation, and the components whose attention is their library's own. steps: empty
     where every step is computed by request. products: of quantised linear layers; empty where there are none. skipped:
     by layer, of calls that may skip keys; empty where none did. graphs, decoder_graphs: None where CUDA graphs were not
-    to be used. Calls and products of a replayed forward pass count as those of any."""
+    to be used. Calls and products of a replayed forward pass count as those of any. density, plan: where they were to
+    be counted (`Pipeline.counted_density`); plan is None where every call was dense."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()
@@ -130,6 +132,8 @@ class AttentionReport:
     graphs: GraphReplays | None = None
     decoder_graphs: GraphReplays | None = None
     skipped: tuple[SkipRow, ...] = ()
+    density: tuple[LayerDensity, ...] = ()
+    plan: PlanPicture | None = None
 
     @property
     def num_calls(self) -> int:
@@ -146,6 +150,8 @@ class AttentionReport:
             "graphs": None if self.graphs is None else asdict(self.graphs),
             "decoder_graphs": None if self.decoder_graphs is None else asdict(self.decoder_graphs),
             "skipped": [{**asdict(row), "share": row.share} for row in self.skipped],
+            "density": [row.to_dict() for row in self.density],
+            "plan": None if self.plan is None else self.plan.to_dict(),
             "notes": list(self.notes),
         }
 
@@ -210,9 +216,10 @@ class CallTape:
 
 
 class AttentionRecorder:
-    """Counts the calls of one request; `report()` is what it saw so far."""
+    """Counts the calls of one request; `report()` is what it saw so far. counts_density: see attention_density.py."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_density: bool = False) -> None:
+        self._density = DensityCounter() if counts_density else None
         self._steps: dict[tuple[str, int], _StepTally] = {}
         self._tallies: dict[tuple[str, str, str, str, str], _Tally] = {}
         self._libraries: list[LibraryAttention] = []
@@ -243,9 +250,20 @@ class AttentionRecorder:
             self.note(note)
 
     def record(
-        self, layer: LayerInfo, step: StepInfo, *, backend: str, implementation: str, source: str, reason: str
+        self,
+        layer: LayerInfo,
+        step: StepInfo,
+        *,
+        backend: str,
+        implementation: str,
+        source: str,
+        reason: str,
+        kept: Sequence[Kept] = (Kept(),),
     ) -> None:
-        """Count one call."""
+        """Count one call. kept: of its pairs, by the parts of its heads in which it was computed; every pair unless
+        it is said."""
+        if self._density is not None:
+            self._density.add(layer, step, kept)
         if self._tape is not None:
             named = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
             self._tape.calls.append((layer, named))
@@ -350,6 +368,8 @@ class AttentionRecorder:
             skipped=skipped,
             graphs=self._graphs,
             decoder_graphs=self._decoder_graphs,
+            density=() if self._density is None else self._density.layers(),
+            plan=None if self._density is None else self._density.picture,
         )
 
 

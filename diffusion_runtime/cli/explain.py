@@ -30,7 +30,7 @@ diffusion-runtime explain --attention-config attention.yaml --html plan.html
 diffusion-runtime explain --model-path flux.1-dev --height 2048 --width 2048 --json
 """
 # Flags of `generate` that are about what it writes.
-_NOT_HERE = ("output_path", "file_format", "resume", "dry_run", "profile")
+_NOT_HERE = ("output_path", "file_format", "resume", "dry_run", "profile", "attention_plot")
 _ANY_PROMPT = "a prompt"
 
 

@@ -121,7 +121,9 @@ def generate(context: typer.Context, **given: Any) -> None:
     what, run = _taken(options.PromptFlags, given), _taken(options.RunFlags, given)
     flags = flags_of(given)
     terminal = Terminal(quiet=run.quiet, verbose=run.verbose)
-    output_flags = OutputFlags(run.output_path, run.file_format, run.as_json, run.dry_run, run.resume, run.profile)
+    output_flags = OutputFlags(
+        run.output_path, run.file_format, run.as_json, run.dry_run, run.resume, run.profile, run.attention_plot
+    )
     num_typed = len(what.prompts or ()) + len(given["prompt"] or ())
     command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))
     process_info = read_process_info()

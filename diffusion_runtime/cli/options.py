@@ -251,6 +251,15 @@ Profile: TypeAlias = Annotated[
     str | None,
     _flag(OUTPUT, "Trace of the first request, for Perfetto. See docs/profiling.md.", "--profile", metavar="FILE.json"),
 ]
+AttentionPlot: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        OUTPUT,
+        "A picture of the density of attention by layer and step, and of one plan. See docs/attention_plot.md.",
+        "--attention-plot",
+        metavar="FILE.png",
+    ),
+]
 Quiet: TypeAlias = Annotated[bool, _flag(OUTPUT, "Errors only, and the paths.", "--quiet", "-q")]
 Verbose: TypeAlias = Annotated[bool, _flag(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")]
 
@@ -316,6 +325,7 @@ class RunFlags:
     dry_run: DryRun = False
     resume: Resume = False
     profile: Profile = None
+    attention_plot: AttentionPlot = None
     quiet: Quiet = False
     verbose: Verbose = False
 

@@ -74,6 +74,7 @@ class DiffusersPipeline:
         self._choice: AttentionChoice = plan.choice
         self._libraries: tuple[LibraryAttention, ...] = plan.libraries
         self._planned: dict[bool, AttachedAttention | ObservedAttention] = {}
+        self._counts_density = False
         self._one_generation = OneGeneration()
         self._loras: tuple[PlannedLora, ...] = plan.loras
         self._load_timings: dict[str, float] = {}
@@ -154,6 +155,15 @@ class DiffusersPipeline:
         """As GenerationPipeline says."""
         return ("diffusers' own pipeline runs: stages and steps have names, guidance branches and attention none",)
 
+    @contextlib.contextmanager
+    def counted_density(self) -> Iterator[None]:
+        """As GenerationPipeline says; of the calls that our attention serves."""
+        before, self._counts_density = self._counts_density, True
+        try:
+            yield
+        finally:
+            self._counts_density = before
+
     def named_ranges(self) -> contextlib.AbstractContextManager[None]:
         """None: what a pipeline of diffusers calls has no names that all share."""
         return contextlib.nullcontext()
@@ -223,7 +233,7 @@ class DiffusersPipeline:
         """The chosen attention, for one run."""
         # A force context around this call is a choice as well.
         planned = self._planned_attention(self._choice.ours or bool(current_force()))
-        planned.start_report()
+        planned.start_report(counts_density=self._counts_density)
         if isinstance(planned, AttachedAttention):
             planned.take_modules()
             with planned:
