@@ -22,7 +22,8 @@ MAX_CELLS = 192
 class CountedPlan(Protocol):
     """What is read of a block-sparse plan (SparsePlan of kernels/block_sparse)."""
 
-    method: str
+    @property
+    def method(self) -> str: ...
 
     @property
     def density(self) -> float: ...
@@ -139,7 +140,7 @@ def _cells(kept: torch.Tensor) -> tuple[str, ...]:
     """kept: float32 [query blocks, key blocks] on the CPU."""
     from torch.nn.functional import adaptive_avg_pool2d
 
-    size = [min(MAX_CELLS, length) for length in kept.shape]
+    size = min(MAX_CELLS, kept.shape[0]), min(MAX_CELLS, kept.shape[1])
     # Any pair at all is at least a 1.
     digits = (adaptive_avg_pool2d(kept[None], size)[0] * 9).ceil().clamp(0, 9).int().tolist()
     return tuple("".join(map(str, row)) for row in digits)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.attention_density import DensityCounter, Kept, LayerDensity, PlanPicture
+from diffusion_runtime.report_html import report_html
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 if TYPE_CHECKING:
@@ -155,6 +156,10 @@ class AttentionReport:
             "notes": list(self.notes),
         }
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return report_html(self.to_dict())
+
     def __str__(self) -> str:
         lines = [
             f"{row.role}: {row.backend} ({row.implementation}) x {row.count}, layers {row.layers}, steps {row.steps}, "
@@ -210,7 +215,7 @@ class CallTape:
     """What a captured forward pass recorded, which each of its replays counts. calls: a layer, and what `record` was
     given beside the step; products: of `record_product`; notes: of `note`."""
 
-    calls: list[tuple[LayerInfo, dict[str, str]]] = field(default_factory=list)
+    calls: list[tuple[LayerInfo, dict[str, Any]]] = field(default_factory=list)
     products: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -189,8 +189,8 @@ def _draw_plan(picture: Image, draw: ImageDraw.ImageDraw, plan: Mapping[str, Any
     queries, keys = plan["num_query_blocks"], plan["num_key_blocks"]
     title = f"Plan of {plan['method']}, role {plan['role']}, layer {plan['layer']}, step {plan['step']}, head "
     draw.text((_MARGIN, top + 8), f"{title}{plan['head']}: which key blocks each query block keeps", _INK, _font(15))
-    how = f"{queries} query blocks and {keys} key blocks; density of the call {plan['density']:.2f}, with the text, "
-    draw.text((_MARGIN, top + 32), f"{how}which every block keeps and which is not drawn", _FAINT, _font(_TEXT))
+    how = f"{queries} query blocks and {keys} key blocks of the grid; density of the call {plan['density']:.2f}"
+    draw.text((_MARGIN, top + 32), how, _FAINT, _font(_TEXT))
     left, y = _MARGIN + _LEFT, top + 58
     image = Image.new("RGB", (len(cells[0]), len(cells)))
     image.putdata([_colour(int(digit) / 9) for row in cells for digit in row])

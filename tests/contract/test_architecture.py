@@ -40,7 +40,7 @@ ROWS = [
     {"kernels"},
     {"config", "request", "media", "hardware", "device_guard", "cache_folder"},
     {"attention_report", "progress", "model_folder", "step_cache", "progressive_resolution", "block_stack"},
-    {"attention_density"},
+    {"attention_density", "report_html"},
     {"token_layout", "step_info", "options"},
     {"untrusted", "request_fields", "samplers", "memory_size", "spellings"},
     {"errors"},
