@@ -35,11 +35,17 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class LibraryAttention:
-    """Attention that a library runs itself and this runtime neither chooses nor counts."""
+    """Attention that a library runs itself and this runtime does not count. chosen: which choice says so; empty where
+    it is the library's own."""
 
     component: str
     library: str
     implementation: str
+    chosen: str = ""
+
+    def __str__(self) -> str:
+        why = f"chosen by {self.chosen}" if self.chosen else "not chosen here"
+        return f"{self.component}: attention of {self.library} ({self.implementation}), {why}"
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,9 @@ class AttentionReport:
             for row in self.rows
         ]
         lines += [
-            f"{item.component}: {item.library}'s own attention ({item.implementation})" for item in self.libraries
+            f"{item.component}: {item.library}'s own attention ({item.implementation})"
+            + (f", chosen by {item.chosen}" if item.chosen else "")
+            for item in self.libraries
         ]
         lines += [f"steps of {row}" for row in self.steps]
         lines += [f"quantised linear layers: {row.count} x {row.implementation}" for row in self.products]
@@ -281,9 +289,9 @@ class AttentionRecorder:
         tally.layers.add(layer.index)
         tally.steps.add(step.index)
 
-    def record_library(self, component: str, library: str, implementation: str) -> None:
-        """Say that a component ran its library's own attention."""
-        row = LibraryAttention(component, library, implementation)
+    def record_library(self, component: str, library: str, implementation: str, chosen: str = "") -> None:
+        """Say that a component ran its library's own attention. chosen: which choice says so."""
+        row = LibraryAttention(component, library, implementation, chosen)
         if row not in self._libraries:
             self._libraries.append(row)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
-from diffusion_runtime.attention.roles import CATEGORIES, is_role, known_roles, role_category
+from diffusion_runtime.attention.roles import CATEGORIES, TEXT_ENCODER, is_role, known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.options import FrozenMapping, check_options, option_names, parse_pairs, unknown_option
@@ -192,8 +192,10 @@ class StatedChoice(NamedTuple):
 class AttentionConfig:
     """One level's choices. Values may be given as specs, names or mappings.
 
-    default: for every role its backend serves; per_role: by role or role category; schedule: rules that come before
-    both, the first that holds wins. Raises ConfigError for unknown roles, keys, names and options.
+    default: for every role its backend serves; per_role: by role or role category, or for the text encoders
+    (`text_encoder`); schedule: rules that come before both, the first that holds wins.
+
+    Raises ConfigError for unknown roles, keys, names and options.
     """
 
     default: AttentionSpec | None = None
@@ -208,7 +210,8 @@ class AttentionConfig:
         specs = {}
         for role, value in self.per_role.items():
             where = f"per_role.{role[:80] if isinstance(role, str) else shown(role)}"
-            _check_role(role, where)
+            if role != TEXT_ENCODER:
+                _check_role(role, where)
             specs[role] = AttentionSpec.parse(value, where)
         object.__setattr__(self, "per_role", FrozenMapping(specs))
         if isinstance(self.schedule, str | Mapping) or not hasattr(self.schedule, "__iter__"):
@@ -240,7 +243,7 @@ class AttentionConfig:
         `model` has: it would choose nothing."""
         named = [(f"per_role.{role}", role) for role in self.per_role]
         named += [(f"schedule[{index}].role", rule.role) for index, rule in enumerate(self.schedule) if rule.role]
-        known = dict.fromkeys((*roles, *CATEGORIES))
+        known = dict.fromkeys((*roles, *CATEGORIES, TEXT_ENCODER))
         for key, role in named:
             if role not in known:
                 raise ConfigError(
@@ -427,5 +430,8 @@ def _check_not_misspelt(options: Mapping[str, Any]) -> None:
 
 
 def _check_role(role: Any, where: str) -> None:
+    if role == TEXT_ENCODER:
+        raise ConfigError(f"{where}: text encoders have no steps and layers to choose by; use per_role.{TEXT_ENCODER}")
     if not is_role(role):
-        raise ConfigError(f"{where}: unknown attention role {shown(role)}.{nearest(role, known_roles())}")
+        known = (*known_roles(), TEXT_ENCODER)
+        raise ConfigError(f"{where}: unknown attention role {shown(role)}.{nearest(role, known)}")

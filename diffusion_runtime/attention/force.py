@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
 from diffusion_runtime.attention.config import AttentionSpec
-from diffusion_runtime.attention.roles import is_role, known_roles, role_category
+from diffusion_runtime.attention.roles import TEXT_ENCODER, is_role, known_roles, role_category
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, nearest
 
 Parameters = ParamSpec("Parameters")
@@ -55,7 +55,8 @@ def global_force_attn_backend(backend: AttentionSpec | str | dict[str, Any] | No
 
 
 class force_attention_backend:
-    """Context manager and decorator: `spec` serves `role` (None: every role it serves) inside, above all else.
+    """Context manager and decorator: `spec` serves `role` (None: every role it serves) inside, above all else; role
+    `text_encoder` is for text encoders that are loaded inside.
 
     Nestable, the innermost that names a backend for a role wins; restored on exceptions; invisible to other threads and
     tasks, which may hold the same instance at the same time. A layer built inside keeps the choice; a layer called
@@ -67,7 +68,7 @@ class force_attention_backend:
     """
 
     def __init__(self, spec: AttentionSpec | str | dict[str, Any], role: str | None = None) -> None:
-        if role is not None and not is_role(role):
+        if role not in (None, TEXT_ENCODER) and not is_role(role):
             raise ConfigError(f"unknown attention role {role!r}.{nearest(role, known_roles())}")
         self._choice = ForcedChoice(AttentionSpec.parse(spec, "force_attention_backend"), role)
 

@@ -100,6 +100,8 @@ def show(explanation: Explanation, terminal: Terminal) -> None:
     ]
     terminal.show(facts_table(facts, "\nWhat would run"))
     terminal.show(attention_plan(description))
+    for library in description.libraries:
+        terminal.say(str(library))
     drawn = schedule_map(explanation.schedule)
     rows = [(row.role, row.layers, letters) for row in drawn.rows for letters in _wrapped(row.letters)]
     terminal.show(plain_table(("role", "layers", "steps, one letter each"), rows, "Attention by layer and step"))

@@ -41,6 +41,7 @@ from diffusion_runtime.progress import Cancellations, OnProgress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.step_cache import StepCacheSettings
 from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.text_encoders.attention_choice import set_implementation
 from diffusion_runtime.text_encoders.loading import quiet_transformers
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
@@ -317,6 +318,10 @@ def load_passthrough(
             _check_complete(folder, pipeline)
             _check_numbers(folder, pipeline)
             pipeline.to(device)
+            if plan.text_attention is not None:
+                encoders = [part for name, part in pipeline.components.items() if name.startswith("text_encoder")]
+                models = [part for part in encoders if hasattr(part, "set_attn_implementation")]
+                set_implementation(models, plan.text_attention.implementation)
         except (MemoryError, torch.OutOfMemoryError, ModelLoadError):
             raise
         except Exception as error:
