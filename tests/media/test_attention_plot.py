@@ -64,7 +64,7 @@ def test_density_is_that_of_the_plans(made: GeneratedMedia) -> None:
 def test_cells_are_the_pairs_of_the_dense_mask(backend: str) -> None:
     options = {
         "sliding_tile_attn": {"tile_size": [2, 2, 2], "window": [1, 3, 1]},
-        "vmoba_attn": {**ONE_CHUNK, "first_full_step": 0},
+        "vmoba_attn": {**ONE_CHUNK, "first_full_step": 0, "temporal_topk": 2},
         "sparse_video_gen_2_attn": {"svg2_num_q_centroids": 4, "svg2_num_k_centroids": 6, "svg2_first_times_fp": 0.0},
     }
     torch.manual_seed(0)
@@ -182,7 +182,9 @@ class Tags(html.parser.HTMLParser):
 def test_html_is_self_contained_and_escaped(made: GeneratedMedia, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = '"><script>alert(1)</script><img src="http://x.y/z" onerror="">'
     recipe = {**made.recipe, "request": {**made.recipe["request"], "prompt": prompt}}
-    clip = dataclasses.replace(made, recipe=recipe)
+    row = dataclasses.replace(made.attention_report.rows[0], implementation=prompt, reason=prompt)
+    report = dataclasses.replace(made.attention_report, rows=(row,), notes=(prompt,))
+    clip = dataclasses.replace(made, recipe=recipe, attention_report=report)
     image = dataclasses.replace(clip, frames=clip.frames[:1])
     monkeypatch.setattr(notebook, "MAX_INLINE_BYTES", 10_000_000)
     shown = clip._repr_html_(), image._repr_html_()
@@ -199,5 +201,6 @@ def test_html_is_self_contained_and_escaped(made: GeneratedMedia, monkeypatch: p
     # The density map: a rectangle per run of equal steps, with its share.
     assert "<title>layer 0, steps 0-1: 1</title>" in shown[0]
     assert "vmoba_attn" in made.attention_report._repr_html_()
+    assert "script" not in {tag for tag, _ in Tags(report._repr_html_()).found}
     assert "<svg" not in AttentionReport()._repr_html_()
     assert numpy.array_equal(clip.frames, made.frames)
