@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,7 +244,7 @@ class AttentionConfig:
         `model` has: it would choose nothing."""
         named = [(f"per_role.{role}", role) for role in self.per_role]
         named += [(f"schedule[{index}].role", rule.role) for index, rule in enumerate(self.schedule) if rule.role]
-        known = dict.fromkeys((*roles, *CATEGORIES, TEXT_ENCODER))
+        known = dict.fromkeys((*roles, *CATEGORIES))
         for key, role in named:
             if role not in known:
                 raise ConfigError(
@@ -298,6 +299,11 @@ class AttentionConfig:
             return cls(default=AttentionSpec(AUTO, nested))
         _check_keys(nested, _CONFIG_KEYS, "attention config")
         return cls(nested.get("default"), nested.get("per_role") or {}, nested.get("schedule") or ())
+
+    def of_layers(self) -> Self:
+        """The same without what is chosen for text encoders."""
+        per_role = {role: spec for role, spec in self.per_role.items() if role != TEXT_ENCODER}
+        return dataclasses.replace(self, per_role=per_role)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `parse` reads back."""

@@ -68,7 +68,7 @@ def _named(policy: AttentionPolicy) -> Iterator[AttentionSpec]:
     specs = [choice.spec for choice in policy.forced if choice.role != TEXT_ENCODER]
     for level in (policy.cli, policy.config):
         specs += [rule.spec for rule in level.schedule]
-        specs += [spec for role, spec in level.per_role.items() if role != TEXT_ENCODER]
+        specs += level.per_role.values()
         specs += [] if level.default is None else [level.default]
     default = policy.config.default
     if policy.environment and (default is None or not default.candidates):

@@ -76,7 +76,12 @@ class AttentionChoice:
         levels = (config.attention_override, config.attention)
         forced = any(choice.role != TEXT_ENCODER for choice in current_force())
         ours = any(map(_is_choice, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or forced
-        return cls(config.attention, config.attention_override, ours, None, "platform", config.self_check)
+        # Those of text encoders are made when they are loaded.
+        stated, override = (
+            None if level is None else AttentionConfig.parse(level).of_layers()
+            for level in (config.attention, config.attention_override)
+        )
+        return cls(stated, override, ours, None, "platform", config.self_check)
 
 
 @dataclass(frozen=True)
@@ -245,11 +250,9 @@ def _components(index: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 def _is_choice(choice: Any) -> bool:
     """Whether a level chooses anything; `auto` alone is no choice."""
-    config = AttentionConfig.parse(choice)
+    config = AttentionConfig.parse(choice).of_layers()
     default = [] if config.default is None else [config.default]
-    # Text encoders are none of the attention modules that ours is attached to.
-    of_roles = [spec for role, spec in config.per_role.items() if role != TEXT_ENCODER]
-    specs = [*default, *of_roles, *(rule.spec for rule in config.schedule)]
+    specs = [*default, *config.per_role.values(), *(rule.spec for rule in config.schedule)]
     return any(spec.candidates or spec.options for spec in specs)
 
 

@@ -88,7 +88,7 @@ def prepare_native(
     model = model.shared_by(mesh.tensor)
     override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
     for level in (override, stated):
-        level.check_roles([role for role, _ in family.roles], family.name)
+        level.of_layers().check_roles([role for role, _ in family.roles], family.name)
     policy = AttentionPolicy(
         cli=override,
         config=stated,

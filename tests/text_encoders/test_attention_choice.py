@@ -12,7 +12,7 @@ from tables import table
 from tiny_flux1 import write_tiny_flux1
 from tiny_pipelines import write_tiny_image_pipeline
 
-from diffusion_runtime import AttentionConfig, GenerationRequest, force_attention_backend, load_pipeline
+from diffusion_runtime import AttentionConfig, GenerationRequest, attach, force_attention_backend, load_pipeline
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.roles import TEXT_ENCODER
 from diffusion_runtime.config import RuntimeConfig
@@ -112,3 +112,9 @@ def test_encoders_of_diffusers_own_pipelines_too(tmp_path: Path) -> None:
     assert rows["text_encoder"] == ("eager", "config: per_role.text_encoder says reference")
     # The choice is none for the denoiser, whose attention stays diffusers'.
     assert {row.backend for row in report.rows} == {"diffusers"}
+    # attach() loads no text encoder, so there it would choose nothing.
+    with pytest.raises(ConfigError, match="have no attention role 'text_encoder'"):
+        attach(pipeline.pipeline, {"per_role": {TEXT_ENCODER: "eager"}})
+    both = {"per_role": {TEXT_ENCODER: "eager", "self": "torch_sdpa"}}
+    report = load_pipeline(folder, backend="diffusers", attention=both)(REQUEST).attention_report
+    assert {row.backend for row in report.rows} >= {"torch_sdpa"}
