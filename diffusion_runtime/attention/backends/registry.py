@@ -146,9 +146,12 @@ def canonical_name(name: str) -> str:
         raise ConfigError(
             f"attention backend {name!r} has no counterpart here: {theirs.remark}; the nearest is {theirs.instead!r}"
         )
-    known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends, *_aliases}
-    known |= {spelling for spelling, row in table_of("backend").items() if row.means}
-    raise ConfigError(f"unknown attention backend {shown(name)}.{nearest(spelled, known)}")
+    known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends}
+    spellings = {spelling for spelling, row in table_of("backend").items() if row.means}
+    hint = nearest(spelled, {*known, *_aliases, *spellings})
+    # Without a name that is like it, ours are listed, and not every spelling of theirs.
+    hint = hint if "Did you mean" in hint else nearest(spelled, known)
+    raise ConfigError(f"unknown attention backend {shown(name)}.{hint}")
 
 
 @functools.cache
