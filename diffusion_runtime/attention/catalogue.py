@@ -190,8 +190,13 @@ def _availability(backend: Backend, hardware: Hardware, importing: bool) -> Avai
 
 
 def _spellings(name: str, aliases: tuple[str, ...]) -> tuple[str, ...]:
-    # Spellings with a leading underscore are another program's inner names: accepted, not advertised.
-    peers = [row.spelling for row in table_of("backend").values() if row.means == name and row.spelling[0] != "_"]
+    # Those with a leading underscore are another program's inner names, and those with a remark are not quite the same:
+    # accepted, not advertised.
+    peers = [
+        row.spelling
+        for row in table_of("backend").values()
+        if row.means == name and row.spelling[0] != "_" and not row.remark
+    ]
     return tuple(dict.fromkeys([*aliases, *peers]))
 
 
