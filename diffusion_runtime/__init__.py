@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
-    from diffusion_runtime.attention.force import force_attention_backend
+    from diffusion_runtime.attention.force import force_attention_backend, global_force_attn_backend
+    from diffusion_runtime.cli.script_flags import parse_flags
     from diffusion_runtime.config import RuntimeConfig
     from diffusion_runtime.diffusers_bridge.attach import attach
     from diffusion_runtime.errors import (
@@ -46,9 +47,11 @@ _HOMES = {
     "attach": "diffusers_bridge.attach",
     "follow": "session.following",
     "force_attention_backend": "attention.force",
+    "global_force_attn_backend": "attention.force",
     "join_processes": "session.processes",
     "lead": "session.following",
     "load_pipeline": "loading",
+    "parse_flags": "cli.script_flags",
 }
 
 __all__ = [
@@ -68,14 +71,26 @@ __all__ = [
     "attach",
     "follow",
     "force_attention_backend",
+    "global_force_attn_backend",
     "join_processes",
     "lead",
     "load_pipeline",
+    "parse_flags",
 ]
 
 
 def __getattr__(name: str) -> object:
+    """A public name. Raises AttributeError for any other, and ImportError with what to write instead for the names of
+    other projects: `from diffusion_runtime import ServerArgs` would drop the text of an AttributeError."""
     if name not in _HOMES:
+        if not name.startswith("_"):
+            from diffusion_runtime.spellings import resolve
+
+            theirs = resolve("name", name)
+            if theirs is not None and theirs.means:
+                return getattr(importlib.import_module("diffusion_runtime"), theirs.means)
+            if theirs is not None:
+                raise ImportError(f"diffusion_runtime has no {theirs.refusal}")
         raise AttributeError(f"module 'diffusion_runtime' has no attribute {name!r}")
     return getattr(importlib.import_module(f"diffusion_runtime.{_HOMES[name]}"), name)
 

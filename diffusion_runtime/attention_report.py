@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.attention_density import DensityCounter, Kept, LayerDensity, PlanPicture
+from diffusion_runtime.report_html import report_html
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 
 if TYPE_CHECKING:
@@ -33,11 +35,17 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class LibraryAttention:
-    """Attention that a library runs itself and this runtime neither chooses nor counts."""
+    """Attention that a library runs itself and this runtime does not count. chosen: which choice says so; empty where
+    it is the library's own."""
 
     component: str
     library: str
     implementation: str
+    chosen: str = ""
+
+    def __str__(self) -> str:
+        why = f"chosen by {self.chosen}" if self.chosen else "not chosen here"
+        return f"{self.component}: attention of {self.library} ({self.implementation}), {why}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,8 @@ class AttentionReport:
     where every step is computed by request. products: of quantised linear layers; empty where there are none. skipped:
     by layer, of calls that may skip keys; empty where none did. graphs, decoder_graphs: None where CUDA graphs were not
     to be used. Calls and products of a replayed forward pass count as those of any. cache: of a video that was made
-    chunk by chunk, None for one made at once."""
+    chunk by chunk, None for one made at once. density, plan: where they were to be counted
+    (`Pipeline.counted_density`); plan is None where every call was dense."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()
@@ -158,6 +167,8 @@ class AttentionReport:
     decoder_graphs: GraphReplays | None = None
     skipped: tuple[SkipRow, ...] = ()
     cache: CacheRow | None = None
+    density: tuple[LayerDensity, ...] = ()
+    plan: PlanPicture | None = None
 
     @property
     def num_calls(self) -> int:
@@ -175,8 +186,14 @@ class AttentionReport:
             "decoder_graphs": None if self.decoder_graphs is None else asdict(self.decoder_graphs),
             "cache": None if self.cache is None else asdict(self.cache),
             "skipped": [{**asdict(row), "share": row.share} for row in self.skipped],
+            "density": [row.to_dict() for row in self.density],
+            "plan": None if self.plan is None else self.plan.to_dict(),
             "notes": list(self.notes),
         }
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return report_html(self.to_dict())
 
     def __str__(self) -> str:
         lines = [
@@ -185,7 +202,9 @@ class AttentionReport:
             for row in self.rows
         ]
         lines += [
-            f"{item.component}: {item.library}'s own attention ({item.implementation})" for item in self.libraries
+            f"{item.component}: {item.library}'s own attention ({item.implementation})"
+            + (f", chosen by {item.chosen}" if item.chosen else "")
+            for item in self.libraries
         ]
         lines += [f"steps of {row}" for row in self.steps]
         lines += [f"quantised linear layers: {row.count} x {row.implementation}" for row in self.products]
@@ -234,15 +253,16 @@ class CallTape:
     """What a captured forward pass recorded, which each of its replays counts. calls: a layer, and what `record` was
     given beside the step; products: of `record_product`; notes: of `note`."""
 
-    calls: list[tuple[LayerInfo, dict[str, str]]] = field(default_factory=list)
+    calls: list[tuple[LayerInfo, dict[str, Any]]] = field(default_factory=list)
     products: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 class AttentionRecorder:
-    """Counts the calls of one request; `report()` is what it saw so far."""
+    """Counts the calls of one request; `report()` is what it saw so far. counts_density: see attention_density.py."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_density: bool = False) -> None:
+        self._density = DensityCounter() if counts_density else None
         self._steps: dict[tuple[str, int], _StepTally] = {}
         self._tallies: dict[tuple[str, str, str, str, str], _Tally] = {}
         self._libraries: list[LibraryAttention] = []
@@ -274,9 +294,20 @@ class AttentionRecorder:
             self.note(note)
 
     def record(
-        self, layer: LayerInfo, step: StepInfo, *, backend: str, implementation: str, source: str, reason: str
+        self,
+        layer: LayerInfo,
+        step: StepInfo,
+        *,
+        backend: str,
+        implementation: str,
+        source: str,
+        reason: str,
+        kept: Sequence[Kept] = (Kept(),),
     ) -> None:
-        """Count one call."""
+        """Count one call. kept: of its pairs, by the parts of its heads in which it was computed; every pair unless
+        it is said."""
+        if self._density is not None:
+            self._density.add(layer, step, kept)
         if self._tape is not None:
             named = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
             self._tape.calls.append((layer, named))
@@ -289,9 +320,9 @@ class AttentionRecorder:
         tally.layers.add(layer.index)
         tally.steps.add(step.index)
 
-    def record_library(self, component: str, library: str, implementation: str) -> None:
-        """Say that a component ran its library's own attention."""
-        row = LibraryAttention(component, library, implementation)
+    def record_library(self, component: str, library: str, implementation: str, chosen: str = "") -> None:
+        """Say that a component ran its library's own attention. chosen: which choice says so."""
+        row = LibraryAttention(component, library, implementation, chosen)
         if row not in self._libraries:
             self._libraries.append(row)
 
@@ -386,6 +417,8 @@ class AttentionRecorder:
             graphs=self._graphs,
             decoder_graphs=self._decoder_graphs,
             cache=self._cache,
+            density=() if self._density is None else self._density.layers(),
+            plan=None if self._density is None else self._density.picture,
         )
 
 

@@ -82,5 +82,8 @@ class GenerationPipeline(Protocol):
         """While it holds, what a generation computes consists of named ranges of torch.profiler, as far as this
         pipeline knows them."""
 
+    def counted_density(self) -> AbstractContextManager[None]:
+        """While it holds, attention reports say which share of the pairs each layer computed at each step."""
+
     def close(self) -> None:
         """Give the memory of the model back; a later generation is a PipelineClosedError."""

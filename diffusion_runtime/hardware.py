@@ -37,6 +37,15 @@ ATTENTION_PACKAGES = (
 )
 # The compilers that backends without precompiled kernels call.
 PROGRAMS = ("g++", "clang++", "nvcc")
+# The first compute capability of each, the newest first.
+_ARCHITECTURES = (
+    ((10, 0), "Blackwell"),
+    ((9, 0), "Hopper"),
+    ((8, 9), "Ada"),
+    ((8, 0), "Ampere"),
+    ((7, 5), "Turing"),
+    ((7, 0), "Volta"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,13 @@ class Hardware:
     packages: Mapping[str, str] = field(default_factory=dict)
     programs: frozenset[str] = frozenset()
     is_here: bool = field(default=False, compare=False)
+
+    @property
+    def architecture(self) -> str:
+        """NVIDIA's name of the chip's generation; empty for others and for what came before or after these."""
+        if self.capability is None or self.capability >= (13, 0):
+            return ""
+        return next((name for lowest, name in _ARCHITECTURES if self.capability >= lowest), "")
 
     def describe(self) -> str:
         """One phrase for log lines: `cuda sm_90, torch 2.13.0`."""

@@ -123,6 +123,7 @@ class Pipeline:
         self._one_generation = OneGeneration()
         self._load_timings: dict[str, float] = {}
         self._watch_latents: OnStep | None = None
+        self._counts_density = False
 
     def note_load(self, timings: Mapping[str, float]) -> None:
         """As GenerationPipeline says."""
@@ -290,6 +291,19 @@ class Pipeline:
             yield
 
     @contextlib.contextmanager
+    def counted_density(self) -> Iterator[None]:
+        """While it holds, attention reports say which share of the pairs every layer computed at every step, and show a
+        plan (`density`, `plan`). Forward passes run without CUDA graphs, and each call waits for the device."""
+        before, self._counts_density = self._counts_density, True
+        try:
+            with contextlib.ExitStack() as stack:
+                if self._graphs is not None:
+                    stack.enter_context(self._graphs.paused("the density of each call is counted"))
+                yield
+        finally:
+            self._counts_density = before
+
+    @contextlib.contextmanager
     def watched_latents(self, watch: OnStep) -> Iterator[None]:
         """While it holds, `watch` is called after every denoising step with its StepInfo and the latents at its end,
         float32 [batch, *sample_shape] on the model's device, which it must not keep."""
@@ -406,7 +420,8 @@ class Pipeline:
         watch = None if on_progress is None else cancellations.watch
         digests = input_digests(settings.shared)
         inputs = {"inputs": digests} if digests else {}
-        recorder, clock = AttentionRecorder(), StageClock(self.device, watch)
+        recorder = AttentionRecorder(counts_density=self._counts_density)
+        clock = StageClock(self.device, watch)
         self._note_remarks(batch, settings, remarks, recorder)
         if self._quantization is not None:
             self._quantization.counter.start(recorder.record_product)

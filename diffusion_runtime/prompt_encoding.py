@@ -40,9 +40,10 @@ def encode_prompts(
     positive = [request.prompt for request in batch]
     negative = [request.negative_prompt or "" for request in batch] if is_guided else []
     texts = list(dict.fromkeys([*positive, *negative]))
+    chosen_by = text_encoder.chosen
     text_encoder = text_encoder.of_pictures(image_paths(batch[0], "image_path"))
     conditions = text_encoder.encode(texts)
-    recorder.record_library("text_encoder", text_encoder.library, text_encoder.implementation)
+    recorder.record_library("text_encoder", text_encoder.library, text_encoder.implementation, chosen_by)
     remarks = {text: conditions.remarks(index, text) for index, text in enumerate(texts)}
     for remark in (remark for several in remarks.values() for remark in several):
         logger.warning(remark)

@@ -1,22 +1,26 @@
-"""An image from a prompt: a video model asked for one frame.
+"""Images from a prompt: a video model is asked for one frame. Every flag of `diffusion-runtime generate` is taken:
 
-python examples/text_to_image.py "a blue star" [out.png]
+python examples/text_to_image.py --prompt "a blue star" --seed 1-4 --output star.png
+python examples/text_to_image.py --model flux.1-schnell --height 512 --width 512 --num-inference-steps 4
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
-from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime import load_pipeline, parse_flags
 
 
-def main(prompt: str, path: str = "text_to_image.png", model: str = "shapes") -> None:
-    pipeline = load_pipeline(model)
-    for seed in range(2):
-        media = pipeline(GenerationRequest(prompt=prompt, num_frames=1, seed=seed))
+def main() -> None:
+    flags = parse_flags(prompt="a blue star")
+    pipeline = load_pipeline(flags.runtime)
+    for request in flags.requests(pipeline):
+        media = pipeline(dataclasses.replace(request, num_frames=1))
         # A name that is taken gets a number, so nothing is overwritten.
-        print(media.save(path, overwrite=False))
+        print(media.save(flags.output_path or "text_to_image.png", overwrite=False))
+        print(media.attention_report, file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,22 +1,26 @@
-"""A video from a prompt, with a backend chosen by role, and a word on what ran.
+"""A video from a prompt, and a word on what ran. Every flag of `diffusion-runtime generate` is taken:
 
-python examples/text_to_video.py "a red circle moving left" [out.mp4]
+python examples/text_to_video.py --prompt "a red circle moving left" --seed 1 --output circle.mp4
+python examples/text_to_video.py --model wan2.1-1.3b --num-frames 33 --attention-backend fa,torch_sdpa
+python examples/text_to_video.py --attention-config.per_role.cross.backend torch_sdpa
 """
 
 from __future__ import annotations
 
 import sys
 
-from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, load_pipeline
+from diffusion_runtime import load_pipeline, parse_flags
 
 
-def main(prompt: str, path: str = "text_to_video.mp4", model: str = "shapes") -> None:
-    attention = AttentionConfig(default=AttentionSpec("auto"), per_role={"cross": "torch_sdpa"})
-    pipeline = load_pipeline(model, attention=attention)
-    media = pipeline(GenerationRequest(prompt=prompt, seed=1))
-    print(media.save(path))
-    print(media.attention_report, file=sys.stderr)
+def main() -> None:
+    flags = parse_flags(prompt="a red circle moving left")
+    pipeline = load_pipeline(flags.runtime)
+    for request in flags.requests(pipeline):
+        media = pipeline(request)
+        # A name that is taken gets a number, so nothing is overwritten.
+        print(media.save(flags.output_path or "text_to_video.mp4", overwrite=False))
+        print(media.attention_report, file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

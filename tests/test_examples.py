@@ -6,9 +6,11 @@ import ast
 import json
 import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+from tables import table
 from tiny_pipelines import write_tiny_image_pipeline
 
 import diffusion_runtime
@@ -35,11 +37,15 @@ def run_example(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_text_to_video(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By way of scripts/, with flags in the command's spelling and in that of others."""
     out = tmp_path / "out.mp4"
-    run_example("text_to_video", "a red circle", str(out), str(small_model), monkeypatch=monkeypatch)
+    monkeypatch.setattr("sys.argv", ["text_to_video.py", "--prompt", "a red circle", "--model", str(small_model)])
+    sys.argv += ["--output", str(out), "--attention-config.per_role.cross.backend", "TORCH_NATIVE", "--seed", "1"]
+    runpy.run_path(str(EXAMPLES[0].parents[1] / "scripts" / "text_to_video.py"), run_name="__main__")
     told = capsys.readouterr()
     assert told.out == f"{out}\n"
     assert "cross: torch_sdpa" in told.err
+    assert "from cli: per_role.cross says torch_sdpa" in told.err
     assert read_media_file(out).num_frames == 5
 
 
@@ -47,9 +53,30 @@ def test_text_to_image(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.png"
-    run_example("text_to_image", "a star", str(out), str(small_model), monkeypatch=monkeypatch)
+    flags = ("--model", str(small_model), "--seed", "0-1", "--num_inference_steps=1", "--output", str(out))
+    run_example("text_to_image", "--prompt", "a star", *flags, monkeypatch=monkeypatch)
     assert capsys.readouterr().out == f"{out}\n{tmp_path / 'out-2.png'}\n"
     assert out.read_bytes() != (tmp_path / "out-2.png").read_bytes()
+
+
+@table(
+    ("flags", "code", "said"),
+    [
+        (["--no-such-flag"], 2, "No such option: --no-such-flag"),
+        (["--attention-backend", "flashmla"], 2, "attention backend 'flashmla' has no counterpart here"),
+        (["--trust-remote-code"], 2, "no code of a model folder is run here"),
+        (["--height", "x"], 2, "Invalid value for '--height'"),
+        (["--seed", "x"], 2, "seed"),
+        (["--help"], 0, ""),
+    ],
+)
+def test_wrong_flags_of_a_script_end_it_as_the_command_would(
+    flags: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        diffusion_runtime.parse_flags(flags, prompt="a star")
+    assert end.value.code == code
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*requires torchvision")

@@ -15,7 +15,6 @@ from diffusion_runtime.attention.backends.packages import ImportingBackend
 from diffusion_runtime.attention.backends.refusals import unaskable
 from diffusion_runtime.attention.backends.registry import (
     KNOWN_NAMES,
-    PEER_SPELLINGS,
     available_names,
     broken_backends,
     find_backend,
@@ -28,6 +27,7 @@ from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.kernels.importing import raised_line as raised_line
 from diffusion_runtime.options import option_names
+from diffusion_runtime.spellings import table_of
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,13 @@ def _availability(backend: Backend, hardware: Hardware, importing: bool) -> Avai
 
 
 def _spellings(name: str, aliases: tuple[str, ...]) -> tuple[str, ...]:
-    # Spellings with a leading underscore are another program's inner names: accepted, not advertised.
-    peers = [spelling for spelling, meant in PEER_SPELLINGS.items() if meant == name and not spelling.startswith("_")]
+    # Those with a leading underscore are another program's inner names, and those with a remark are not quite the same:
+    # accepted, not advertised.
+    peers = [
+        row.spelling
+        for row in table_of("backend").values()
+        if row.means == name and row.spelling[0] != "_" and not row.remark
+    ]
     return tuple(dict.fromkeys([*aliases, *peers]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
-from diffusion_runtime.attention.roles import CATEGORIES, is_role, known_roles, role_category
+from diffusion_runtime.attention.roles import CATEGORIES, TEXT_ENCODER, is_role, known_roles, role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.options import FrozenMapping, check_options, option_names, parse_pairs, unknown_option
@@ -25,9 +26,9 @@ _CONFIG_KEYS = ("default", "per_role", "schedule")
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class AttentionSpec:
-    """A backend and its options.
+    """A backend and its options. `backend` and `extra`, vLLM-Omni's names, are taken for `name` and `options`.
 
     name: a backend, several in order of preference (`fa,torch_sdpa`), or `auto` for no choice. Any spelling that the
         registry knows; kept in its canonical form.
@@ -35,13 +36,41 @@ class AttentionSpec:
         the backend that a lower level chooses and are checked there. What they say together is checked where the set
         is complete, when a layer makes its choice: another level may complete it.
 
-    Raises ConfigError for an unknown name, an unknown option or a wrong type.
+    Raises ConfigError for an unknown name, an unknown option, a wrong type, or one value under two names.
     """
 
     name: str = AUTO
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        backend: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        for ours, theirs, both in (
+            ("name", "backend", (name, backend)),
+            ("options", "extra", (options, extra)),
+        ):
+            if None not in both:
+                raise ConfigError(f"AttentionSpec: {ours} and {theirs} are two names of the same value; give one")
+        object.__setattr__(self, "name", next((given for given in (name, backend) if given is not None), AUTO))
+        object.__setattr__(self, "options", next((given for given in (options, extra) if given is not None), {}))
+        self._check()
+
+    @property
+    def backend(self) -> str:
+        """`name`, as vLLM-Omni calls it."""
+        return self.name
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """`options`, as vLLM-Omni calls them."""
+        return self.options
+
+    def _check(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ConfigError(f"attention backend: expected a name, got {shown(self.name)}")
         candidates = [part for part in self.name.split(",") if part.strip()]
@@ -164,8 +193,10 @@ class StatedChoice(NamedTuple):
 class AttentionConfig:
     """One level's choices. Values may be given as specs, names or mappings.
 
-    default: for every role its backend serves; per_role: by role or role category; schedule: rules that come before
-    both, the first that holds wins. Raises ConfigError for unknown roles, keys, names and options.
+    default: for every role its backend serves; per_role: by role or role category, or for the text encoders
+    (`text_encoder`); schedule: rules that come before both, the first that holds wins.
+
+    Raises ConfigError for unknown roles, keys, names and options.
     """
 
     default: AttentionSpec | None = None
@@ -180,7 +211,8 @@ class AttentionConfig:
         specs = {}
         for role, value in self.per_role.items():
             where = f"per_role.{role[:80] if isinstance(role, str) else shown(role)}"
-            _check_role(role, where)
+            if role != TEXT_ENCODER:
+                _check_role(role, where)
             specs[role] = AttentionSpec.parse(value, where)
         object.__setattr__(self, "per_role", FrozenMapping(specs))
         if isinstance(self.schedule, str | Mapping) or not hasattr(self.schedule, "__iter__"):
@@ -267,6 +299,11 @@ class AttentionConfig:
             return cls(default=AttentionSpec(AUTO, nested))
         _check_keys(nested, _CONFIG_KEYS, "attention config")
         return cls(nested.get("default"), nested.get("per_role") or {}, nested.get("schedule") or ())
+
+    def of_layers(self) -> Self:
+        """The same without what is chosen for text encoders."""
+        per_role = {role: spec for role, spec in self.per_role.items() if role != TEXT_ENCODER}
+        return dataclasses.replace(self, per_role=per_role)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `parse` reads back."""
@@ -399,5 +436,8 @@ def _check_not_misspelt(options: Mapping[str, Any]) -> None:
 
 
 def _check_role(role: Any, where: str) -> None:
+    if role == TEXT_ENCODER:
+        raise ConfigError(f"{where}: text encoders have no steps and layers to choose by; use per_role.{TEXT_ENCODER}")
     if not is_role(role):
-        raise ConfigError(f"{where}: unknown attention role {shown(role)}.{nearest(role, known_roles())}")
+        known = (*known_roles(), TEXT_ENCODER)
+        raise ConfigError(f"{where}: unknown attention role {shown(role)}.{nearest(role, known)}")

@@ -1,6 +1,7 @@
 """force_attention_backend: the choice above all others, for what runs inside it and nothing else.
 
-The choices that are in force are one ContextVar, so threads and tasks do not see each other's.
+The choices that are in force are one ContextVar, so threads and tasks do not see each other's. Below them stands one of
+the whole process, which global_force_attn_backend sets.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
 from diffusion_runtime.attention.config import AttentionSpec
-from diffusion_runtime.attention.roles import is_role, known_roles, role_category
+from diffusion_runtime.attention.roles import TEXT_ENCODER, is_role, known_roles, role_category
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, nearest
 
 Parameters = ParamSpec("Parameters")
@@ -34,14 +35,28 @@ class ForcedChoice:
 
 _forced: contextvars.ContextVar[tuple[ForcedChoice, ...]] = contextvars.ContextVar("forced_attention", default=())
 
+_of_process: tuple[ForcedChoice, ...] = ()
+
 
 def current_force() -> tuple[ForcedChoice, ...]:
-    """The choices forced on this thread or task now, the innermost last."""
-    return _forced.get()
+    """The choices forced on this thread or task now, the innermost last; that of the process comes first."""
+    return (*_of_process, *_forced.get()) if _of_process else _forced.get()
+
+
+def global_force_attn_backend(backend: AttentionSpec | str | dict[str, Any] | None) -> None:
+    """Force `backend` on every thread of the process from now on, as SGLang and FastVideo do; None takes it back.
+
+    It is the outermost `force_attention_backend`: one that is entered decides before it. Raises ConfigError for unknown
+    names and options.
+    """
+    global _of_process
+    where = "global_force_attn_backend"
+    _of_process = () if backend is None else (ForcedChoice(AttentionSpec.parse(backend, where)),)
 
 
 class force_attention_backend:
-    """Context manager and decorator: `spec` serves `role` (None: every role it serves) inside, above all else.
+    """Context manager and decorator: `spec` serves `role` (None: every role it serves) inside, above all else; role
+    `text_encoder` is for text encoders that are loaded inside.
 
     Nestable, the innermost that names a backend for a role wins; restored on exceptions; invisible to other threads and
     tasks, which may hold the same instance at the same time. A layer built inside keeps the choice; a layer called
@@ -53,7 +68,7 @@ class force_attention_backend:
     """
 
     def __init__(self, spec: AttentionSpec | str | dict[str, Any], role: str | None = None) -> None:
-        if role is not None and not is_role(role):
+        if role not in (None, TEXT_ENCODER) and not is_role(role):
             raise ConfigError(f"unknown attention role {role!r}.{nearest(role, known_roles())}")
         self._choice = ForcedChoice(AttentionSpec.parse(spec, "force_attention_backend"), role)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from diffusion_runtime.attention.opaque import (
 )
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
 from diffusion_runtime.attention.select import Decision, Resolved, resolve_decision, select
+from diffusion_runtime.attention_density import Kept
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import detect_hardware, resolve_device
 from diffusion_runtime.kernels.block_packing.reference import PackedTokens, TokenBlocks
@@ -185,21 +186,23 @@ class AttentionLayer(nn.Module, ABC):
         inputs = AttentionInputs(q, k, v, context.layout, gate, mask, self.first_head, self.num_heads_total, packed)
         if not served.shared:
             result = self._run(inputs, context, served, block_mask)
-            self._count(context, served, result.implementation)
+            self._count(context, served, result.implementation, [Kept(result.plan, result.skip_counts)])
             self._count_skipped(context, result)
             return result.out
         if block_mask is not None:
             raise ConfigError(f"{self.layer.name or self.layer.role}: a block mask cannot be cut for {served.shared}")
         implementations: list[str] = []
+        kept: list[Kept] = []
 
         def run(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
             result = self._run(inputs, context, served)
             implementations.append(result.implementation)
+            kept.append(Kept(result.plan, result.skip_counts))
             self._count_skipped(context, result)
             return result.out, result.lse
 
         out = served.exchange.attend(inputs, run)
-        self._count(context, served, implementations[0] if implementations else "no tokens on this process")
+        self._count(context, served, implementations[0] if implementations else "no tokens on this process", kept)
         return out
 
     def takes_gate(self, x: torch.Tensor, context: AttentionContext | None = None) -> bool:
@@ -374,8 +377,14 @@ class AttentionLayer(nn.Module, ABC):
         in_sight = CachedLayout(grid, num_query_frames=plan.num_frames, key_frames=plan.key_frames)
         return inputs._replace(q=q, k=k, v=v, layout=in_sight, packed=None)
 
-    def _count(self, context: AttentionContext, served: _ResolvedCall, implementation: str) -> None:
-        """Record one call, however many parts it was computed in."""
+    def _count(
+        self,
+        context: AttentionContext,
+        served: _ResolvedCall,
+        implementation: str,
+        kept: Sequence[Kept],
+    ) -> None:
+        """Record one call. kept: of its pairs, by the parts it was computed in."""
         decision = served.resolved.decision
         context.recorder.record(
             self.layer,
@@ -384,6 +393,7 @@ class AttentionLayer(nn.Module, ABC):
             implementation=implementation,
             source=decision.source,
             reason=decision.reason,
+            kept=kept,
         )
         for name, reason in decision.rejected:
             context.recorder.note(f"{self.layer.role}: {name} not used: {reason}")

@@ -8,6 +8,10 @@ from diffusion_runtime.errors import ConfigError, nearest, shown
 
 CATEGORIES = ("self", "cross")
 
+# The attention of text encoders, which is not a layer's: it is chosen by this name alone, among what transformers has
+# (text_encoders/attention_choice.py).
+TEXT_ENCODER = "text_encoder"
+
 # Who knows the roles of every model. They stand above and are not imported from here: they are asked by their names,
 # and only about a role that nobody has registered, so that a choice can be checked before its model is known.
 _DECLARED_IN = ("diffusion_runtime.models.registry", "diffusion_runtime.diffusers_bridge.modules")

@@ -51,8 +51,11 @@ class Decision:
         if self.source == "platform":
             backend = find_backend(self.backend)
             versions = "" if backend is None else backend.versions(hardware)
-            machine = f"{hardware.describe()}, {versions}" if versions else hardware.describe()
-            return f"Defaulting to attention backend '{self.backend}' for role={role} ({machine})"
+            machine = ", ".join(filter(None, [hardware.architecture, hardware.describe(), versions]))
+            refused = {name for name, _ in self.rejected}
+            before = [name for name in platform_candidates(hardware) if name in refused and name != self.backend]
+            last = f"; {', '.join(before)} cannot run here" if before else ""
+            return f"Defaulting to attention backend '{self.backend}' for role={role} ({machine}){last}"
         return f"Using attention backend '{self.backend}' for role={role} ({self.source})"
 
 
@@ -267,15 +270,15 @@ def resolve_dense(decision: Decision) -> DenseAttention:
     return DenseAttention(found.backend, found.options, "" if is_plain_default else decision.reason)
 
 
-# Chips whose fastest dense kernels are cuDNN's, from 9.5 on.
-_CUDNN_FIRST = ((10, 0), (10, 3), (12, 0), (12, 1))
+# Blackwell: chips whose fastest dense kernels are cuDNN's, from 9.5 on. sm_101 and sm_110 are Jetson Thor's.
+_CUDNN_FIRST = ((10, 0), (12, 1))
 
 
 def platform_candidates(hardware: Hardware) -> tuple[str, ...]:
     """Backend names in the order of preference for this device; the last one always runs."""
     capability = hardware.capability
     if hardware.platform == "cuda" and capability is not None:
-        if capability in _CUDNN_FIRST:
+        if _CUDNN_FIRST[0] <= capability <= _CUDNN_FIRST[1]:
             cudnn = ("cudnn_attn",) if hardware.cudnn is not None and hardware.cudnn >= (9, 5) else ()
             return (*cudnn, "flashinfer_attn", "fa4", "torch_sdpa")
         if (8, 0) <= capability < (10, 0):

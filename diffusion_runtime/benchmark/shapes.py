@@ -10,6 +10,7 @@ from diffusion_runtime.errors import ConfigError, nearest
 from diffusion_runtime.model_folder import ConfigFile, read_config, read_json
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
 from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.spellings import resolve
 from diffusion_runtime.token_layout import TokenLayout
 
 # A CPU computes this many operations in about a second.
@@ -148,6 +149,8 @@ def find_shapes(names: Iterable[str], *, small_by_default: bool) -> tuple[Attent
     groups = {"all": list(known), "small": [name for name, shape in known.items() if shape.is_small]}
     chosen: list[str] = []
     for name in wanted:
+        theirs = resolve("shape", name)
+        name = name if theirs is None else theirs.means
         if name not in groups and name not in known:
             raise ConfigError(f"--shapes: unknown shape {name!r}.{nearest(name, [*known, *groups])}")
         chosen += groups.get(name, [name])

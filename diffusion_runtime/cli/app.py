@@ -35,6 +35,7 @@ from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, p
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
+from diffusion_runtime.spellings import resolve
 
 # What the parser raises for a wrong command line. Its class has had several homes; it is always BadParameter's parent.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -71,6 +72,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     try:
         rewritten = rewrite_dotted_flags(arguments or ["--help"])
+        _refuse_verb(rewritten[0])
         # obj: what was typed, for a verb that starts itself again in several processes.
         code = app(args=rewritten, prog_name="diffusion-runtime", standalone_mode=False, obj=tuple(rewritten))
         return code if isinstance(code, int) else 0
@@ -84,6 +86,13 @@ def run(arguments: Sequence[str]) -> int:
             verb = next((argument for argument in arguments if not argument.startswith("-")), "generate")
             put_failure_on_stdout(f"diffusion_runtime.{verb}/1", failure.to_dict())
     return failure.exit_code
+
+
+def _refuse_verb(word: str) -> None:
+    """Raises UsageError for a verb of other projects that has no counterpart here."""
+    theirs = resolve("verb", word)
+    if theirs is not None:
+        raise UsageError(theirs.refusal)
 
 
 def _parser_message(error: Any) -> str:
@@ -119,8 +128,8 @@ app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
 app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
 app.command("models", cls=CheckedCommand, epilog=MODELS_EPILOG)(models)
 app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)
-bench.command("step", epilog=STEP_EPILOG)(step)
-bench.command("generate", epilog=BENCH_GENERATE_EPILOG)(bench_generate)
+bench.command("step", cls=CheckedCommand, epilog=STEP_EPILOG)(step)
+bench.command("generate", cls=CheckedCommand, epilog=BENCH_GENERATE_EPILOG)(bench_generate)
 app.add_typer(bench, name="bench")
 
 

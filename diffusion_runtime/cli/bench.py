@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.flag_syntax import CheckedCommand
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
@@ -52,7 +53,7 @@ def _bench() -> None:
     """Measure how fast this machine is."""
 
 
-@bench.command("attention", epilog=EPILOG)
+@bench.command("attention", cls=CheckedCommand, epilog=EPILOG)
 def attention(
     backends: Annotated[
         str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ def show_plan(
     for check in description.self_checks:
         terminal.say(str(check))
     for library in description.libraries:
-        terminal.say(f"{library.component}: attention of {library.library}, not chosen here")
+        terminal.say(str(library))
     rows = [(path, request.seed, request.prompt) for path, request in zip(paths, makeable, strict=True)]
     terminal.show(plain_table(("file", "seed", "prompt"), rows[:_MAX_ROWS], "What would be written"))
     if len(rows) > _MAX_ROWS:
@@ -166,10 +167,7 @@ def _to_json_object(
         "memory": None if description.memory is None else description.memory.to_dict(),
         "defaults": dict(description.rules.defaults),
         "presets": {name: dict(values) for name, values in description.rules.presets.items()},
-        "libraries": [
-            {"component": library.component, "library": library.library, "implementation": library.implementation}
-            for library in description.libraries
-        ],
+        "libraries": [dataclasses.asdict(library) for library in description.libraries],
         "self_checks": [check.to_dict() for check in description.self_checks],
         "items": rows_of_items,
         "exit_code": exit_code,

@@ -30,7 +30,7 @@ diffusion-runtime explain --attention-config attention.yaml --html plan.html
 diffusion-runtime explain --model-path flux.1-dev --height 2048 --width 2048 --json
 """
 # Flags of `generate` that are about what it writes.
-_NOT_HERE = ("output_path", "file_format", "resume", "dry_run", "profile")
+_NOT_HERE = ("output_path", "file_format", "resume", "dry_run", "profile", "attention_plot")
 _ANY_PROMPT = "a prompt"
 
 
@@ -100,6 +100,8 @@ def show(explanation: Explanation, terminal: Terminal) -> None:
     ]
     terminal.show(facts_table(facts, "\nWhat would run"))
     terminal.show(attention_plan(description))
+    for library in description.libraries:
+        terminal.say(str(library))
     drawn = schedule_map(explanation.schedule)
     rows = [(row.role, row.layers, letters) for row in drawn.rows for letters in _wrapped(row.letters)]
     terminal.show(plain_table(("role", "layers", "steps, one letter each"), rows, "Attention by layer and step"))

@@ -1,19 +1,22 @@
-"""Command-line syntax beyond the parser's: dotted flags (a path in the name), peer spellings, flags given twice.
+"""Command-line syntax beyond the parser's: dotted flags (a path in the name), spellings of other projects, flags given
+twice.
 
 `--request.height 128` becomes `--set request.height=128`, `--attention-config.per_role.cross.backend fa` becomes
 `--dotted-attention per_role.cross.backend=fa`. A path may be anything, so no parser can list these flags.
-`--at 5s "a blue star"` becomes `--at "5s a blue star"`. Of a flag that is given twice the last value holds, and every
-value is checked.
+`--at 5s "a blue star"` becomes `--at "5s a blue star"`. A verb that has no flag of a name takes it for one of
+`spellings.py`, and underscores for dashes. Of a flag that is given twice the last value holds, and every value is
+checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from typer.core import TyperCommand
 
 from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.spellings import resolve
 
 # A time and a prompt.
 _AT = "--at"
@@ -23,11 +26,6 @@ _TARGETS = {
     "runtime": ("--set", True),
     "attention-config": ("--dotted-attention", False),
     "diffusion-attention-config": ("--dotted-attention", False),
-}
-# vLLM-Omni's spellings of flags without a path.
-_PEER_SPELLINGS = {
-    "--diffusion-attention-backend": "--attention-backend",
-    "--diffusion-attention-config": "--attention-config",
 }
 
 
@@ -49,8 +47,9 @@ def rewrite_dotted_flags(arguments: Sequence[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         head, dot, path = name.removeprefix("--").partition(".")
         if not name.startswith("--") or not dot or any(character.isspace() for character in name):
-            rewritten.append(_PEER_SPELLINGS.get(name, name) + equals + value)
+            rewritten.append(argument)
             continue
+        head = head.replace("_", "-")
         if head not in _TARGETS:
             raise ConfigError(f"no such option: {name}.{nearest(head, _TARGETS).replace(chr(39), '')}")
         if not path or path.endswith("."):
@@ -64,6 +63,48 @@ def rewrite_dotted_flags(arguments: Sequence[str]) -> list[str]:
     return rewritten
 
 
+def in_own_spelling(arguments: Sequence[str], switches: Mapping[str, bool]) -> list[str]:
+    """`arguments` with every flag that a verb does not have by its name as the one of the verb that it stands for.
+
+    switches: the verb's flags -> whether they take no value. A name that stands for none is left to the parser. Raises
+    ConfigError for a flag that has no counterpart here, with the reason.
+    """
+    rewritten: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if argument == "--":
+            return [*rewritten, argument, *waiting]
+        name, equals, value = argument.partition("=")
+        own = _own_flag(name, switches) if name.startswith("--") and name not in switches else None
+        if own is not None:
+            # A flag with a path is one argument with its value.
+            first = [value] if equals else waiting[:1] if "." in own[0] else []
+            rest = waiting if equals else waiting[len(first) :]
+            waiting = [*rewrite_dotted_flags([*own, *first]), *rest]
+            continue
+        rewritten.append(argument)
+        # A value may look like a flag.
+        if waiting and not equals and switches.get(name) is False:
+            rewritten.append(waiting.pop(0))
+    return rewritten
+
+
+def _own_flag(name: str, switches: Mapping[str, bool]) -> list[str] | None:
+    """The flag of a verb that a name stands for, with the value that it has then; None for no flag of the verb."""
+    dashed = name.replace("_", "-")
+    if dashed in switches:
+        return [dashed]
+    theirs = resolve("flag", name)
+    if theirs is None:
+        return None
+    if not theirs.means:
+        raise ConfigError(theirs.refusal)
+    own = theirs.means.split(" ")
+    target = _TARGETS[own[0][2:].partition(".")[0]][0] if "." in own[0] else own[0]
+    return own if target in switches else None
+
+
 class CheckedCommand(TyperCommand):
     """A verb whose flags are checked wherever they stand: the parser itself looks at the last of each alone."""
 
@@ -75,6 +116,7 @@ class CheckedCommand(TyperCommand):
             if parameter.param_type_name == "option"
             for name in (*parameter.opts, *parameter.secondary_opts)
         }
+        args = in_own_spelling(args, {name: _is_switch(flag) for name, flag in flags.items()})
         for name, value in _given_values(args, {name for name, flag in flags.items() if not _is_switch(flag)}):
             # Those that may be given several times are all looked at by the parser.
             if not flags[name].multiple:

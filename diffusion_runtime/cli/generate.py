@@ -124,7 +124,15 @@ def generate(context: typer.Context, **given: Any) -> None:
     flags = flags_of(given)
     terminal = Terminal(quiet=run.quiet, verbose=run.verbose)
     output_flags = OutputFlags(
-        run.output_path, run.file_format, run.as_json, run.dry_run, run.resume, run.profile, run.stream, run.interactive
+        run.output_path,
+        run.file_format,
+        run.as_json,
+        run.dry_run,
+        run.resume,
+        run.profile,
+        run.stream,
+        run.interactive,
+        run.attention_plot,
     )
     num_typed = len(what.prompts or ()) + len(given["prompt"] or ())
     command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.cli.attention_plot_flag import check_plot_place, counting_density, write_plot
 from diffusion_runtime.cli.dry_run import show_plan
 from diffusion_runtime.cli.launching import CommandLine, launch_processes
 from diffusion_runtime.cli.output_flags import OutputFlags
@@ -63,6 +64,7 @@ def run_generate(
     for note in settings.notes:
         terminal.warn(note)
     check_profile_place(output_flags.profile, dry_run=output_flags.dry_run)
+    check_plot_place(output_flags.attention_plot, outputs.file, dry_run=output_flags.dry_run)
     if output_flags.dry_run:
         outputs.check_without_writing()
         prepared, items = prepare_items(settings, outputs, is_dry_run=True)
@@ -132,8 +134,13 @@ def _generate(
     load_seconds = time.perf_counter() - load_started
     prints_paths = coordinator.is_first and not output_flags.as_json
     on_file = put_path_on_stdout if prints_paths else None
-    with profiled(output_flags.profile, pipeline, on_file, len(items), coordinator, terminal) as (make, finish):
+    with (
+        counting_density(output_flags.attention_plot, pipeline),
+        profiled(output_flags.profile, pipeline, on_file, len(items), coordinator, terminal) as (make, finish),
+    ):
         result = run_batch(items, make, outputs, terminal, finish, coordinator)
+    if coordinator.is_first:
+        write_plot(output_flags.attention_plot, result, terminal)
     result = dataclasses.replace(result, done=done)
     timings = {**parts, "load": load_seconds, **sum_timings(result), "total": time.perf_counter() - started}
     try:

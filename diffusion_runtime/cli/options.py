@@ -271,6 +271,15 @@ Interactive: TypeAlias = Annotated[
         "--interactive",
     ),
 ]
+AttentionPlot: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        OUTPUT,
+        "A picture of the density of attention by layer and step, and of one plan. See docs/attention_plot.md.",
+        "--attention-plot",
+        metavar="FILE.png",
+    ),
+]
 Quiet: TypeAlias = Annotated[bool, _flag(OUTPUT, "Errors only, and the paths.", "--quiet", "-q")]
 Verbose: TypeAlias = Annotated[bool, _flag(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")]
 
@@ -338,6 +347,7 @@ class RunFlags:
     profile: Profile = None
     stream: Stream = None
     interactive: Interactive = False
+    attention_plot: AttentionPlot = None
     quiet: Quiet = False
     verbose: Verbose = False
 

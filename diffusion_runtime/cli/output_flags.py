@@ -17,3 +17,4 @@ class OutputFlags:
     profile: str | None = None
     stream: str | None = None
     interactive: bool = False
+    attention_plot: str | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from diffusion_runtime.attention_report import CacheRow, GraphReplays, SkipRow, skipped_lines
+from diffusion_runtime.attention_report import CacheRow, GraphReplays, LibraryAttention, SkipRow, skipped_lines
 from diffusion_runtime.cli.tables import MAX_CELL_CHARACTERS, mappings_in
 
 _STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
@@ -19,8 +19,11 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """reports: of AttentionReport.to_dict(). Each remark stands once; counts are summed over the reports."""
     steps = (_describe_steps(row) for row in _rows(reports, "steps"))
     libraries = (
-        f"{_text(item, 'component')}: attention of {_text(item, 'library')} ({_text(item, 'implementation')}), not "
-        "chosen here"
+        str(
+            LibraryAttention(
+                _text(item, "component"), _text(item, "library"), _text(item, "implementation"), _chosen_by(item)
+            )
+        )
         for item in _rows(reports, "libraries")
     )
     notes = (f"note: {note}" for report in reports if isinstance(found := report.get("notes"), list) for note in found)
@@ -109,6 +112,11 @@ def _describe_steps(row: Mapping[str, Any]) -> str:
     error = row.get("largest_error")
     at_most = f", largest accumulated error {error:.3g}" if isinstance(error, float) else ""
     return text + (f" by {by} ({_text(row, 'reused')}){at_most}" if _text(row, "num_reused") != "0" else "")
+
+
+def _chosen_by(item: Mapping[str, Any]) -> str:
+    """Files of earlier versions have no such key."""
+    return str(item.get("chosen", ""))[:MAX_CELL_CHARACTERS]
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:

@@ -214,9 +214,9 @@ class AttachedAttention:
         remarks = (self.reach, *self.remarks, *remarks_on(self.self_checks), self._calls.describe(), *report.notes)
         return dataclasses.replace(report, notes=tuple(filter(None, remarks)))
 
-    def start_report(self) -> None:
-        """Begin a new report."""
-        self._recorder = AttentionRecorder()
+    def start_report(self, *, counts_density: bool = False) -> None:
+        """Begin a new report. counts_density: see Pipeline.counted_density."""
+        self._recorder = AttentionRecorder(counts_density=counts_density)
         self._calls = CallCount()
         self._logged = frozenset()
 

@@ -155,7 +155,9 @@ class ModuleAttention:
         if deciding_choice(self._levels(step), info.role) is None:
             out = call.run_own()
             reason = "its mask is a BlockMask, and no backend was chosen for it"
-            recorder.record(info, step, backend="diffusers", implementation=call.own, source="platform", reason=reason)
+            recorder.record(
+                info, step, backend="diffusers", implementation=call.own, source="platform", reason=reason, kept=()
+            )
             return out
         context = AttentionContext(None, step, now.state, recorder)
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.attention.roles import TEXT_ENCODER, role_category
 from diffusion_runtime.attention.select import Choice, Levels
 from diffusion_runtime.diffusers_bridge.modules import FoundModule, head_shape
 from diffusion_runtime.errors import BackendUnavailableError
@@ -65,7 +65,7 @@ def _possible(policy: AttentionPolicy, module: FoundModule) -> Iterator[Choice]:
 
 def _named(policy: AttentionPolicy) -> Iterator[AttentionSpec]:
     """Every choice that names a backend."""
-    specs = [choice.spec for choice in policy.forced]
+    specs = [choice.spec for choice in policy.forced if choice.role != TEXT_ENCODER]
     for level in (policy.cli, policy.config):
         specs += [rule.spec for rule in level.schedule]
         specs += level.per_role.values()

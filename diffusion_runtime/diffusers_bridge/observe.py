@@ -94,9 +94,9 @@ class ObservedAttention:
                     [(self._name, "no call came to it")],
                 )
 
-    def start_report(self) -> None:
-        """Begin a new report."""
-        self._recorder = AttentionRecorder()
+    def start_report(self, *, counts_density: bool = False) -> None:
+        """Begin a new report. counts_density: for nothing, as diffusers does not say what it keeps."""
+        self._recorder = AttentionRecorder(counts_density=counts_density)
         self._calls = CallCount()
 
     def report(self) -> AttentionReport:
@@ -127,7 +127,13 @@ class ObservedAttention:
     def _record(self, module: FoundModule, step: StepInfo, implementation: str, is_chosen: bool) -> None:
         source, reason = (self._source, f"{self._name} of diffusers") if is_chosen else ("platform", _OWN)
         self._recorder.record(
-            module.layer, step, backend="diffusers", implementation=implementation, source=source, reason=reason
+            module.layer,
+            step,
+            backend="diffusers",
+            implementation=implementation,
+            source=source,
+            reason=reason,
+            kept=(),
         )
 
     def _is_planned(self, component: str, module: FoundModule) -> bool:

@@ -41,6 +41,7 @@ from diffusion_runtime.progress import Cancellations, OnProgress
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.step_cache import StepCacheSettings
 from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.text_encoders.attention_choice import set_implementation
 from diffusion_runtime.text_encoders.loading import quiet_transformers
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
@@ -74,6 +75,7 @@ class DiffusersPipeline:
         self._choice: AttentionChoice = plan.choice
         self._libraries: tuple[LibraryAttention, ...] = plan.libraries
         self._planned: dict[bool, AttachedAttention | ObservedAttention] = {}
+        self._counts_density = False
         self._one_generation = OneGeneration()
         self._loras: tuple[PlannedLora, ...] = plan.loras
         self._load_timings: dict[str, float] = {}
@@ -154,6 +156,15 @@ class DiffusersPipeline:
         """As GenerationPipeline says."""
         return ("diffusers' own pipeline runs: stages and steps have names, guidance branches and attention none",)
 
+    @contextlib.contextmanager
+    def counted_density(self) -> Iterator[None]:
+        """As GenerationPipeline says; of the calls that our attention serves."""
+        before, self._counts_density = self._counts_density, True
+        try:
+            yield
+        finally:
+            self._counts_density = before
+
     def named_ranges(self) -> contextlib.AbstractContextManager[None]:
         """None: what a pipeline of diffusers calls has no names that all share."""
         return contextlib.nullcontext()
@@ -223,7 +234,7 @@ class DiffusersPipeline:
         """The chosen attention, for one run."""
         # A force context around this call is a choice as well.
         planned = self._planned_attention(self._choice.ours or bool(current_force()))
-        planned.start_report()
+        planned.start_report(counts_density=self._counts_density)
         if isinstance(planned, AttachedAttention):
             planned.take_modules()
             with planned:
@@ -307,6 +318,10 @@ def load_passthrough(
             _check_complete(folder, pipeline)
             _check_numbers(folder, pipeline)
             pipeline.to(device)
+            if plan.text_attention is not None:
+                encoders = [part for name, part in pipeline.components.items() if name.startswith("text_encoder")]
+                models = [part for part in encoders if hasattr(part, "set_attn_implementation")]
+                set_implementation(models, plan.text_attention.implementation)
         except (MemoryError, torch.OutOfMemoryError, ModelLoadError):
             raise
         except Exception as error:

@@ -15,6 +15,8 @@ import torch
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.force import current_force
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.attention.roles import TEXT_ENCODER
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE
 from diffusion_runtime.attention.self_check import SelfCheck, SelfChecker
 from diffusion_runtime.attention_report import LibraryAttention
@@ -35,6 +37,7 @@ from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.published import PublishedModel, model_of_name
 from diffusion_runtime.models.registry import supported_transformer_classes
 from diffusion_runtime.models.weight_files import find_weight_files, refuse_without_scales, stored_dtypes
+from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, choose_encoder_attention
 from diffusion_runtime.text_encoders.loading import quiet_transformers
 from diffusion_runtime.untrusted.files import shown_path
 
@@ -71,8 +74,14 @@ class AttentionChoice:
                 # Below a choice of ours, a name that both have is one of ours.
                 break
         levels = (config.attention_override, config.attention)
-        ours = any(map(_is_choice, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or bool(current_force())
-        return cls(config.attention, config.attention_override, ours, None, "platform", config.self_check)
+        forced = any(choice.role != TEXT_ENCODER for choice in current_force())
+        ours = any(map(_is_choice, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or forced
+        # Those of text encoders are made when they are loaded.
+        stated, override = (
+            None if level is None else AttentionConfig.parse(level).of_layers()
+            for level in (config.attention, config.attention_override)
+        )
+        return cls(stated, override, ours, None, "platform", config.self_check)
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,8 @@ class PassthroughPlan:
 
     pipeline_class: of diffusers. layers: ours, as they would be attached; empty when none are, or when they are unknown
     before the weights are loaded. libraries: components whose attention is their library's own. self_checks: of the
-    backends that those layers chose. loras: the LoRA files, read.
+    backends that those layers chose. loras: the LoRA files, read. text_attention: what was chosen for the text
+    encoders, None for transformers' own choice.
     """
 
     pipeline_class: Any
@@ -91,6 +101,7 @@ class PassthroughPlan:
     libraries: tuple[LibraryAttention, ...]
     self_checks: tuple[SelfCheck, ...] = ()
     loras: tuple[PlannedLora, ...] = ()
+    text_attention: EncoderAttention | None = None
 
 
 def plan_passthrough(
@@ -125,6 +136,7 @@ def plan_passthrough(
         loras = plan_loras(pipeline_class, config.lora, models)
         sizes = SizeRules.of(interface, meta_pipeline(pipeline_class, folder, index, models))
     handles = _planned(models, choice, device, dtype, checker) if choice.ours else []
+    text_attention = _text_attention(index, config, device, dtype)
     settings = generation_settings(folder)
 
     def check_steps(num_steps: int) -> None:
@@ -151,10 +163,28 @@ def plan_passthrough(
         choice,
         rules,
         tuple(layer for handle in handles for module in handle.modules for layer in module.layers),
-        tuple(library_attention(index)),
+        tuple(library_attention(index, text_attention)),
         tuple(dict.fromkeys(check for handle in handles for check in handle.self_checks)),
         loras,
+        text_attention,
     )
+
+
+def _text_attention(
+    index: Mapping[str, Any], config: RuntimeConfig, device: torch.device, dtype: torch.dtype
+) -> EncoderAttention | None:
+    """What the choices say about the text encoders. Raises BackendUnavailableError."""
+    levels = [
+        AttentionConfig() if dispatcher_name(level) is not None else AttentionConfig.parse(level)
+        for level in (config.attention_override, config.attention)
+    ]
+    classes = {
+        name: entry[1]
+        for name, entry in _components(index)
+        if name.startswith("text_encoder") and entry[0] == "transformers"
+    }
+    policy = AttentionPolicy(cli=levels[0], config=levels[1], device=str(device), dtype=dtype)
+    return choose_encoder_attention(policy, classes)
 
 
 def check_weights(folder: ModelFolder) -> str | None:
@@ -185,13 +215,20 @@ def check_weights(folder: ModelFolder) -> str | None:
     return variant
 
 
-def library_attention(index: Mapping[str, Any]) -> list[LibraryAttention]:
-    """Text encoders and autoencoders: nothing is chosen for them."""
-    return [
-        LibraryAttention(name, entry[0], "its own choice")
-        for name, entry in _components(index)
-        if entry[0] in _LIBRARIES and name.startswith(("text_encoder", "vae", "image_encoder"))
-    ]
+def library_attention(index: Mapping[str, Any], text_attention: EncoderAttention | None) -> list[LibraryAttention]:
+    """Text encoders and autoencoders, which none of our attention is attached to."""
+    rows = []
+    for name, entry in _components(index):
+        if entry[0] not in _LIBRARIES or not name.startswith(("text_encoder", "vae", "image_encoder")):
+            continue
+        if text_attention is not None and name.startswith("text_encoder") and entry[0] == "transformers":
+            row = LibraryAttention(name, entry[0], text_attention.implementation, text_attention.reason)
+        elif entry[0] == "transformers":
+            row = LibraryAttention(name, entry[0], f"{entry[1]}'s default")
+        else:
+            row = LibraryAttention(name, entry[0], entry[1])
+        rows.append(row)
+    return rows
 
 
 def _left_out(named: PublishedModel, rules: PassthroughRules) -> str:
@@ -213,7 +250,7 @@ def _components(index: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 def _is_choice(choice: Any) -> bool:
     """Whether a level chooses anything; `auto` alone is no choice."""
-    config = AttentionConfig.parse(choice)
+    config = AttentionConfig.parse(choice).of_layers()
     default = [] if config.default is None else [config.default]
     specs = [*default, *config.per_role.values(), *(rule.spec for rule in config.schedule)]
     return any(spec.candidates or spec.options for spec in specs)

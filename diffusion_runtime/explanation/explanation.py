@@ -86,6 +86,7 @@ class Explanation:
         return {
             "schema": SCHEMA,
             **{key: value for key, value in self.description.to_dict().items() if key != "schema"},
+            "libraries": [asdict(library) for library in self.description.libraries],
             "request": self.request.to_dict(),
             "grid": list(self.grid),
             "num_text_tokens": self.num_text_tokens,

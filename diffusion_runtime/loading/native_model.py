@@ -61,6 +61,7 @@ from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, use_attention
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import OffloadedTextEncoder, ReloadedTextEncoder, modules_of
 from diffusion_runtime.text_encoders.shared import SharedTextEncoder
@@ -71,7 +72,8 @@ class PreparedModel:
     """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
     the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own.
     upsampler: of a second stage. quantization: of the transformer's linear layers, already made in `transformer` as far
-    as the config asks for it. planned: what its memory plan is for, None without one."""
+    as the config asks for it. planned: what its memory plan is for, None without one. text_attention: what was
+    chosen for the text encoders, None for transformers' own choice."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -86,6 +88,7 @@ class PreparedModel:
     upsampler: UpsamplerFolder | None
     quantization: Quantization
     planned: PlannedRequest | None = None
+    text_attention: EncoderAttention | None = None
 
     @property
     def rules(self) -> RequestRules:
@@ -289,19 +292,24 @@ class PreparedModel:
     def _load_text_encoder(self, offloading: Offloading | None) -> TextEncoder:
         def load() -> TextEncoder:
             if offloading is None:
-                return self.model.load_text_encoder(self.device, self.dtype)
+                return self._load_encoders(self.device)
             if offloading.plan.waits_in_files:
                 reloaded = ReloadedTextEncoder(
-                    functools.partial(self.model.load_text_encoder, self.device, self.dtype),
+                    functools.partial(self._load_encoders, self.device),
                     offloading.use_text_encoders,
                 )
                 offloading.add_reloaded_text_encoder(reloaded)
                 return reloaded
-            encoder = self.model.load_text_encoder(torch.device("cpu"), self.dtype)
+            encoder = self._load_encoders(torch.device("cpu"))
             offloading.add_text_encoders(modules_of(encoder))
             return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
 
         return load() if self.world is None else SharedTextEncoder(load() if self.world.is_first else None, self.world)
+
+    def _load_encoders(self, device: torch.device) -> TextEncoder:
+        """The text encoders on a device, with the attention that was chosen for them."""
+        encoder = self.model.load_text_encoder(device, self.dtype)
+        return encoder if self.text_attention is None else use_attention(encoder, self.text_attention)
 
     def _load_image_conditioner(self) -> ImageConditioner:
         conditioner = self.model.load_image_conditioner(self.device, self.dtype)

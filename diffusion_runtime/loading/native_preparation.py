@@ -20,7 +20,7 @@ from diffusion_runtime.loading.compilation import check_compilation, refuse_comp
 from diffusion_runtime.loading.cuda_graphs import check_graphs
 from diffusion_runtime.loading.memory_planning import check_offload
 from diffusion_runtime.loading.native_model import PreparedModel, build_transformer, self_checker_of
-from diffusion_runtime.model_folder import ModelFolder
+from diffusion_runtime.model_folder import ModelFolder, component_class, read_index
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.generation import FILE_NAME as GENERATION_FILE
 from diffusion_runtime.models.latent_spectrum import read_spectrum
@@ -41,6 +41,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh, planned_mesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.request import layered
 from diffusion_runtime.request_rules import RequestRules
+from diffusion_runtime.text_encoders.attention_choice import DEFAULT, choose_encoder_attention
 
 # Ulysses sends one group of heads while it computes another. On two H200s that hides 15 of 17.5 ms of a forward pass
 # (benchmarks/results/parallel_gpu.json); over gloo, on CPUs, it costs more than it hides.
@@ -99,7 +100,7 @@ def prepare_native(
     model = model.shared_by(mesh.tensor)
     override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
     for level in (override, stated):
-        level.check_roles([role for role, _ in family.roles], family.name)
+        level.of_layers().check_roles([role for role, _ in family.roles], family.name)
     policy = AttentionPolicy(
         cli=override,
         config=stated,
@@ -109,6 +110,7 @@ def prepare_native(
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
         self_check=config.self_check,
     )
+    text_attention = choose_encoder_attention(policy, _text_encoder_classes(model, dtype))
     quantization = Quantization.of(family.name, config.quantization, config.quantization_ignored_layers)
     # Every attention layer decides when it is made, so a choice that cannot run ends here.
     transformer, self_checks = self_checker_of(config, rules, degrees).build_checked(
@@ -145,18 +147,50 @@ def prepare_native(
         ),
         attention=planned_attention(layers),
         libraries=(
-            LibraryAttention("text_encoder", family.text_library(folder, dtype), "its own choice"),
             LibraryAttention(
-                "vae", family.decoding_library(folder) if tiny is None else TinyDecoder.library, "its own choice"
+                "text_encoder",
+                family.text_library(folder, dtype),
+                DEFAULT if text_attention is None else text_attention.implementation,
+                "" if text_attention is None else text_attention.reason,
             ),
+            _decoder_attention(model, tiny),
         ),
         degrees=degrees,
         self_checks=self_checks,
         quantization=quantization.describe(model.modules(transformer)),
     )
     return PreparedModel(
-        description, model, transformer, policy, device, dtype, loras, mesh, world, tiny, upsampler, quantization
+        description,
+        model,
+        transformer,
+        policy,
+        device,
+        dtype,
+        loras,
+        mesh,
+        world,
+        tiny,
+        upsampler,
+        quantization,
+        text_attention=text_attention,
     )
+
+
+def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[str, str | None]:
+    """Of each text encoder in the folder, its class of transformers; None for a module of ours."""
+    is_ours = model.family.text_library(model.folder, dtype) == "torch"
+    return {
+        name: None if is_ours else str(entry[1])
+        for name, entry in read_index(model.folder).items()
+        if name.startswith("text_encoder") and isinstance(entry, list) and len(entry) == 2
+    }
+
+
+def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None) -> LibraryAttention:
+    """What decodes, and by which class: its attention is the class's own, and cannot be chosen."""
+    if tiny is not None:
+        return LibraryAttention("vae", TinyDecoder.library, "a tiny decoder, without attention")
+    return LibraryAttention("vae", model.family.decoding_library(model.folder), component_class(model.folder, "vae")[1])
 
 
 def _variant_here(config: RuntimeConfig, folder: ModelFolder) -> str | None:

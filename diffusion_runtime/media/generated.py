@@ -140,6 +140,12 @@ class GeneratedMedia:
         except OSError as error:
             raise OutputError(f"cannot write {chosen} to memory: {error.strerror or error}") from error
 
+    def _repr_html_(self) -> str:
+        """For notebooks: the video inline up to 12 MB, else its first frame."""
+        from diffusion_runtime.media.notebook import media_html
+
+        return media_html(self)
+
     @contextlib.contextmanager
     def _media_file(
         self, file_format: str, folder: Path, writer: FileWriter | None

@@ -129,12 +129,14 @@ class TextEncoder(ABC):
     """A tokenizer and an encoder, loaded and on their device.
 
     max_tokens: capacity for one prompt, its end token included. library, implementation: of its attention, for the
-    report; the runtime neither chooses nor counts it.
+    report; the runtime does not count it. chosen: which choice says so, empty for the library's own
+    (attention_choice.py).
     """
 
     max_tokens: int
     library: str
     implementation: str
+    chosen: str = ""
 
     def of_pictures(self, paths: Sequence[str]) -> TextEncoder:  # noqa: ARG002
         """The encoder of prompts about these images, in their order, in a model that reads them with the prompt; itself

@@ -18,6 +18,7 @@ class OffloadedTextEncoder(TextEncoder):
         self.max_tokens = encoder.max_tokens
         self.library = encoder.library
         self.implementation = encoder.implementation
+        self.chosen = encoder.chosen
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """See TextEncoder.encode."""
@@ -37,6 +38,7 @@ class ReloadedTextEncoder(TextEncoder):
         self.max_tokens = encoder.max_tokens
         self.library = encoder.library
         self.implementation = encoder.implementation
+        self.chosen = encoder.chosen
 
     @property
     def is_on_device(self) -> bool:
@@ -60,12 +62,13 @@ class ReloadedTextEncoder(TextEncoder):
 
 def modules_of(encoder: object) -> list[nn.Module]:
     """The modules that hold the weights of an encoder, whether it has them itself or by the encoders it is made of."""
-    return list(dict.fromkeys(_modules(encoder)))
+    values = (value for each in encoders_of(encoder) for value in vars(each).values())
+    return list(dict.fromkeys(value for value in values if isinstance(value, nn.Module)))
 
 
-def _modules(encoder: object) -> Iterator[nn.Module]:
+def encoders_of(encoder: object) -> Iterator[object]:
+    """The encoder, and those that it is made of."""
+    yield encoder
     for value in vars(encoder).values():
-        if isinstance(value, nn.Module):
-            yield value
-        elif type(value).__module__.startswith(__package__):
-            yield from _modules(value)
+        if type(value).__module__.startswith(__package__) and not isinstance(value, nn.Module):
+            yield from encoders_of(value)

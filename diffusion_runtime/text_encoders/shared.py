@@ -26,6 +26,7 @@ class SharedTextEncoder(TextEncoder):
         self.max_tokens = header["max_tokens"]
         self.library = header["library"]
         self.implementation = header["implementation"]
+        self.chosen = header["chosen"]
 
     def of_pictures(self, paths: Sequence[str]) -> SharedTextEncoder:
         """See TextEncoder.of_pictures."""
@@ -58,6 +59,7 @@ class SharedTextEncoder(TextEncoder):
             "max_tokens": encoder.max_tokens,
             "library": encoder.library,
             "implementation": encoder.implementation,
+            "chosen": encoder.chosen,
         }
 
 

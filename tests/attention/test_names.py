@@ -9,15 +9,10 @@ from tables import table
 
 from diffusion_runtime.attention import AttentionSpec
 from diffusion_runtime.attention.backends import registry
-from diffusion_runtime.attention.backends.registry import (
-    PEER_SPELLINGS,
-    REFUSED_SPELLINGS,
-    SPELLING_REMARKS,
-    available_names,
-    canonical_name,
-)
+from diffusion_runtime.attention.backends.registry import available_names, canonical_name
 from diffusion_runtime.diffusers_bridge.dispatcher_names import DISPATCHER_NAMES
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.spellings import resolve, table_of
 
 # As their command lines and enumerations have them: SGLang 0.5.23, vLLM-Omni 0.30.0.
 SGLANG = (
@@ -25,9 +20,14 @@ SGLANG = (
     *("sliding_tile_attn", "video_sparse_attn", "vmoba_attn", "sparse_video_gen_2_attn", "aiter", "xformers"),
     *("sla_attn", "sage_sla_attn"),
 )
+# Of SGLang's server for language models, and of vLLM's: typed by habit.
+SERVERS = (
+    *("triton", "torch_native", "flex_attention", "nsa", "cutlass_mla", "flashmla", "trtllm_mla", "trtllm_mha", "fa3"),
+    *("dual_chunk_flash_attn", "wave", "intel_amx", "intel_xpu", "ascend", "flashinfer", "FLASHINFER_MLA", "fa4"),
+)
 VLLM_OMNI = (
     *("FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB", "TORCH_SDPA", "CUDNN_ATTN", "FLASHINFER_ATTN", "SAGE_ATTN"),
-    *("SAGE_ATTN_3", "FASTVIDEO_VSA", "TRTLLM_ATTN", "RAINFUSION"),
+    *("SAGE_ATTN_3", "FASTVIDEO_VSA", "TRTLLM_ATTN", "RAINFUSION", "SPARSE_BLOCK"),
 )
 
 
@@ -38,8 +38,8 @@ def violations(names: tuple[str, ...]) -> list[str]:
         try:
             found = canonical_name(name)
         except ConfigError as error:
-            reason, near = REFUSED_SPELLINGS.get(name.lower(), ("", ""))
-            if not reason or reason not in str(error) or near not in available_names() or repr(near) not in str(error):
+            row = resolve("backend", name)
+            if row is None or row.remark not in str(error) or f"the nearest is {row.instead!r}" not in str(error):
                 wrong.append(f"{name}: {error}")
         else:
             if found not in available_names():
@@ -53,7 +53,7 @@ def test_every_backend_of_the_installed_diffusers() -> None:
     assert violations(tuple(member.value for member in AttentionBackendName)) == []
 
 
-@table("names", [SGLANG, VLLM_OMNI, DISPATCHER_NAMES], ids=["SGLang", "vLLM-Omni", "diffusers 0.42"])
+@table("names", [SGLANG, VLLM_OMNI, DISPATCHER_NAMES, SERVERS], ids=["SGLang", "vLLM-Omni", "diffusers 0.42", "LLMs"])
 def test_every_backend_of_peers(names: tuple[str, ...]) -> None:
     assert violations(names) == []
 
@@ -72,14 +72,20 @@ def test_the_spellings_stand_for_what_they_name() -> None:
         "sage_varlen": "sage_attn",
         "sage_blackwell_hub": "sage_attn_3",
         "aiter_fa2_hub": "aiter",
+        "torch_native": "torch_sdpa",
+        "flex_attention": "flex_attn",
+        "FASTVIDEO_VSA": "video_sparse_attn",
+        "intel_amx": "torch_sdpa",
     }
     assert {name: AttentionSpec(name).name for name in expected} == expected
 
 
-def test_no_spelling_stands_for_a_name_that_is_not_ours_or_is_refused_too() -> None:
-    assert set(PEER_SPELLINGS.values()) <= set(available_names())
-    assert set(SPELLING_REMARKS) <= set(PEER_SPELLINGS)
-    assert not set(REFUSED_SPELLINGS) & (set(PEER_SPELLINGS) | set(available_names()))
+def test_every_spelling_has_one_meaning_that_is_ours_or_a_reason_and_the_nearest() -> None:
+    rows = table_of("backend").values()
+    assert {row.means for row in rows} - {""} <= set(available_names())
+    assert {row.instead for row in rows if not row.means} <= set(available_names())
+    assert [row.spelling for row in rows if not row.means and not row.remark] == []
+    assert not {row.spelling for row in rows} & set(available_names())
 
 
 def test_what_a_spelling_says_beyond_its_backend_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

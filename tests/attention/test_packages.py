@@ -129,7 +129,7 @@ def test_fa_passes_over_a_broken_generation_and_says_so(tmp_path: Path) -> None:
     assert (said["fa"], said["fa2"], said["serves"], said["listed"]) == ("fa", "fa2", "fa2", "fa2 2.8.3")
     assert "OSError: no CUDA 13" in said["fa4"][0]
     assert said["default"][0] == "fa"
-    assert said["default"][1].endswith("(cuda sm_90, torch 2.13.0, flash-attn 2.8.3)")
+    assert said["default"][1].endswith("(Hopper, cuda sm_90, torch 2.13.0, flash-attn 2.8.3)")
     what = "package 'flash-attn-4' 4.0.0b36 is installed and cannot be imported: OSError: no CUDA 13"
     assert log.count(f"fa takes fa2 and passes over fa4: {what}") == 1
 

@@ -41,7 +41,9 @@ def default_on(hardware: Hardware, *, head_dim: int = 128, dtype: str = "bfloat1
         ((8, 9), FLASH),
         ((9, 0), FLASH),
         ((10, 0), BLACKWELL),
+        ((10, 1), BLACKWELL),
         ((10, 3), BLACKWELL),
+        ((11, 0), BLACKWELL),
         ((12, 0), BLACKWELL),
         ((12, 1), BLACKWELL),
     ],
@@ -79,7 +81,7 @@ def test_every_platform_is_in_the_matrix_and_ends_with_what_always_runs() -> Non
 def test_no_default_refuses_every_call_of_its_chip() -> None:
     """A name in the order that a chip can never have is a step that does not exist."""
     always_refused = []
-    for capability in [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]:
+    for capability in [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]:
         hardware = cuda(capability, *EVERYTHING)
         requirements = AttentionRequirements("self", "self", 64, "bfloat16", hardware, num_heads=8, num_kv_heads=8)
         for name in platform_candidates(hardware):
@@ -169,30 +171,45 @@ def test_the_generation_follows_the_head_size() -> None:
 @table(
     ("hardware", "taken", "versions"),
     [
-        (cuda((9, 0), *EVERYTHING), "fa", "cuda sm_90, torch 2.13.0, flash-attn-4 4.0.0b36"),
-        (cuda((8, 6), "flash-attn"), "fa", "cuda sm_86, torch 2.13.0, flash-attn 2.8.3"),
-        (cuda((10, 0)), "cudnn_attn", "cuda sm_100, torch 2.13.0, cuDNN 9.15"),
+        (cuda((9, 0), *EVERYTHING), "fa", "Hopper, cuda sm_90, torch 2.13.0, flash-attn-4 4.0.0b36"),
+        (cuda((8, 6), "flash-attn"), "fa", "Ampere, cuda sm_86, torch 2.13.0, flash-attn 2.8.3"),
+        (cuda((10, 0)), "cudnn_attn", "Blackwell, cuda sm_100, torch 2.13.0, cuDNN 9.15"),
         (
             cuda((10, 0), *EVERYTHING, cudnn=(9, 4)),
             "flashinfer_attn",
-            "cuda sm_100, torch 2.13.0, flashinfer-python 0.6.1",
+            "Blackwell, cuda sm_100, torch 2.13.0, flashinfer-python 0.6.1",
         ),
-        (cuda((10, 3), "flash-attn-4", cudnn=None), "fa4", "cuda sm_103, torch 2.13.0, flash-attn-4 4.0.0b36"),
-        (cuda((9, 0), cudnn=(9, 8)), "torch_sdpa", "cuda sm_90, torch 2.13.0, cuDNN 9.8"),
-        (cuda((9, 0), cudnn=None), "torch_sdpa", "cuda sm_90, torch 2.13.0"),
+        (
+            cuda((10, 3), "flash-attn-4", cudnn=None),
+            "fa4",
+            "Blackwell, cuda sm_103, torch 2.13.0, flash-attn-4 4.0.0b36",
+        ),
+        (cuda((9, 0), cudnn=(9, 8)), "torch_sdpa", "Hopper, cuda sm_90, torch 2.13.0, cuDNN 9.8"),
+        (cuda((9, 0), cudnn=None), "torch_sdpa", "Hopper, cuda sm_90, torch 2.13.0"),
         (other("rocm", "flash-attn"), "fa", "rocm, torch 2.13.0, flash-attn 2.8.3"),
         (other("cpu"), "torch_sdpa", "cpu, torch 2.13.0"),
     ],
 )
 def test_a_default_is_announced_with_the_versions_it_rests_on(hardware: Hardware, taken: str, versions: str) -> None:
     line = f"Defaulting to attention backend '{taken}' for role=self ({versions})"
-    assert default_on(hardware).log_line("self", hardware) == line
+    assert default_on(hardware).log_line("self", hardware).partition(";")[0] == line
+
+
+def test_a_default_says_what_of_its_chip_cannot_run() -> None:
+    cases = [
+        (cuda((9, 0)), "; fa cannot run here"),
+        (cuda((10, 0), cudnn=(9, 4)), "; flashinfer_attn, fa4 cannot run here"),
+        (cuda((10, 0)), ""),
+        (other("cpu"), ""),
+    ]
+    lines = [default_on(hardware).log_line("self", hardware) for hardware, _ in cases]
+    assert [line.partition(")")[2] for line in lines] == [end for _, end in cases]
 
 
 def test_log_lines_name_the_platform_and_its_versions(caplog: pytest.LogCaptureFixture) -> None:
     hopper = cuda((9, 0), *EVERYTHING)
     assert default_on(hopper).log_line("self", hopper) == (
-        "Defaulting to attention backend 'fa' for role=self (cuda sm_90, torch 2.13.0, flash-attn-4 4.0.0b36)"
+        "Defaulting to attention backend 'fa' for role=self (Hopper, cuda sm_90, torch 2.13.0, flash-attn-4 4.0.0b36)"
     )
     chosen = select_backend(head_dim=128, dtype="bfloat16", device=hopper, num_heads=8, cli="fa2")
     assert chosen.log_line("cross", hopper) == "Using attention backend 'fa2' for role=cross (cli)"

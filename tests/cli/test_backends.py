@@ -33,7 +33,7 @@ def test_the_table_of_a_cpu(command: Command) -> None:
     usable, unusable = shown.out.split("Not usable here")
     row = next(line for line in usable.splitlines() if " torch_sdpa *" in line)
     assert row.split()[2:5] == [torch.__version__.partition("+")[0], "fp32", "bf16"]
-    assert "torch, sdpa, native" in usable
+    assert "torch, native, sdpa," in usable
     assert "self-attention only" in usable
     assert "runs on cuda, rocm, not on cpu" in unusable
     assert "* torch_sdpa is the default of cpu, torch" in unusable
@@ -74,7 +74,7 @@ def test_one_object(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = {entry["name"]: entry for entry in shown.json["backends"]}
     assert set(listed) >= NAMES
     assert listed["vmoba_attn"]["capability"]["categories"] == ["self"]
-    assert listed["torch_sdpa"]["aliases"] == ["torch", "sdpa", "native"]
+    assert listed["torch_sdpa"]["aliases"] == ["torch", "native", "sdpa", "torch_native"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])

@@ -42,8 +42,9 @@ ROWS = [
     {"kernels"},
     {"config", "request", "media", "hardware", "device_guard", "cache_folder"},
     {"attention_report", "progress", "model_folder", "step_cache", "progressive_resolution", "block_stack"},
+    {"attention_density", "report_html"},
     {"token_layout", "step_info", "options", "prompt_switches"},
-    {"untrusted", "request_fields", "samplers", "memory_size"},
+    {"untrusted", "request_fields", "samplers", "memory_size", "spellings"},
     {"errors"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

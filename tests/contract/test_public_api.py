@@ -10,7 +10,7 @@ import diffusion_runtime.attention
 
 PACKAGE_NAMES = """AttentionConfig AttentionSpec BackendUnavailableError Cancelled DiffusionRuntimeError GeneratedMedia
 GenerationRequest ModelLoadError OutputError Pipeline RuntimeConfig UsageError __version__ attach follow
-force_attention_backend join_processes lead load_pipeline""".split()
+force_attention_backend global_force_attn_backend join_processes lead load_pipeline parse_flags""".split()
 
 ATTENTION_NAMES = """AttentionCall AttentionConfig AttentionContext AttentionPolicy AttentionRecorder AttentionReport
 AttentionResult AttentionSpec Availability Backend BackendInfo Capability Decision HeadSizes KeyCounts

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from diffusion_runtime.kernels.block_packing.reference import PackedTokens, TokenBlocks
+    from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,14 @@ class AttentionResult(NamedTuple):
 
     A query that sees no key gets 0 and -inf. implementation: who computed it, for the report. skip_counts: of a call
     that may leave out pieces of keys whose weights are too small, int64 [2] on the device: how many pairs of a tile of
-    queries and a piece of keys were skipped, and all of them.
+    queries and a piece of keys were skipped, and all of them. plan: which blocks were kept of a call that is sparse.
     """
 
     out: torch.Tensor
     lse: torch.Tensor | None
     implementation: str
     skip_counts: torch.Tensor | None = None
+    plan: SparsePlan | None = None
 
 
 class Backend(ABC):

@@ -14,6 +14,7 @@ from diffusion_runtime.attention.backends.capability import FEATURES
 from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.kernels.importing import raised_line
+from diffusion_runtime.spellings import Spelling, resolve, table_of
 
 # Names may be known here before this version has the backend: choosing it then fails with that reason.
 KNOWN_NAMES = (
@@ -36,80 +37,6 @@ KNOWN_NAMES = (
     "skip_softmax",
     "int8_attn",
 )
-
-# Spellings of SGLang, vLLM-Omni and diffusers that differ from ours in more than case.
-PEER_SPELLINGS = {
-    "flash": "fa",
-    "flash_attn": "fa",
-    "flash_attn_hub": "fa",
-    "flash_attention": "fa",
-    "flash_hub": "fa",
-    "flash_varlen": "fa",
-    "flash_varlen_hub": "fa",
-    "flash_attn_2": "fa2",
-    "flash_attn_3": "fa3",
-    "flash_attn_3_hub": "fa3",
-    "_flash_3": "fa3",
-    "_flash_3_hub": "fa3",
-    "_flash_varlen_3": "fa3",
-    "_flash_3_varlen_hub": "fa3",
-    "flash_attn_4": "fa4",
-    "flash_4_hub": "fa4",
-    "aiter_fa2_hub": "aiter",
-    "sdpa": "torch_sdpa",
-    "native": "torch_sdpa",
-    "_native_efficient": "torch_sdpa",
-    "_native_flash": "torch_sdpa",
-    "_native_math": "torch_sdpa",
-    "cudnn": "cudnn_attn",
-    "cudnn_sdpa": "cudnn_attn",
-    "torch_cudnn_sdpa": "cudnn_attn",
-    "dynamic_cudnn_sdpa": "cudnn_attn",
-    "_native_cudnn": "cudnn_attn",
-    "flashinfer": "flashinfer_attn",
-    "sage": "sage_attn",
-    "sage_hub": "sage_attn",
-    "sage_varlen": "sage_attn",
-    "_sage_qk_int8_pv_fp8_cuda": "sage_attn",
-    "_sage_qk_int8_pv_fp8_cuda_sm90": "sage_attn",
-    "_sage_qk_int8_pv_fp16_cuda": "sage_attn",
-    "_sage_qk_int8_pv_fp16_triton": "sage_attn",
-    "sage_attn3": "sage_attn_3",
-    "sage3": "sage_attn_3",
-    "sage_blackwell_hub": "sage_attn_3",
-    "flex": "flex_attn",
-    "sta": "sliding_tile_attn",
-    "vsa": "video_sparse_attn",
-    "fastvideo_vsa": "video_sparse_attn",
-    "vmoba": "vmoba_attn",
-    "svg2": "sparse_video_gen_2_attn",
-    "blasst": "skip_softmax",
-}
-
-_TORCH_CHOOSES = "torch_sdpa lets torch choose among its kernels"
-_SAGE_CHOOSES = "sage_attn lets SageAttention choose its kernel for the chip"
-_INSTALLED = "diffusers takes this kernel from the hub, {} takes the installed package"
-# Spellings that say more than the backend they stand for: what is done instead, logged once per process.
-SPELLING_REMARKS = {
-    "_native_efficient": _TORCH_CHOOSES,
-    "_native_flash": _TORCH_CHOOSES,
-    "_native_math": _TORCH_CHOOSES,
-    "_sage_qk_int8_pv_fp8_cuda": _SAGE_CHOOSES,
-    "_sage_qk_int8_pv_fp8_cuda_sm90": _SAGE_CHOOSES,
-    "_sage_qk_int8_pv_fp16_cuda": _SAGE_CHOOSES,
-    "_sage_qk_int8_pv_fp16_triton": _SAGE_CHOOSES,
-    **{spelling: _INSTALLED.format(name) for spelling, name in PEER_SPELLINGS.items() if spelling.endswith("_hub")},
-}
-
-# Backends of SGLang, vLLM-Omni and diffusers that have no counterpart here: why, and the nearest of ours.
-REFUSED_SPELLINGS = {
-    "_native_npu": ("it is torch_npu's fused attention, which this runtime does not call", "torch_sdpa"),
-    "_native_xla": ("it is torch_xla's flash attention, and this runtime runs on no XLA device", "torch_sdpa"),
-    "trtllm_attn": ("it is TensorRT-LLM's attention, which this runtime does not call", "flashinfer_attn"),
-    "sla_attn": ("sparse-linear attention needs a model trained with it, and no family here is", "video_sparse_attn"),
-    "sage_sla_attn": ("sparse-linear attention needs a model trained with it", "video_sparse_attn"),
-    "rainfusion": ("it is a sparse method for Ascend NPUs, which this runtime does not have", "sliding_tile_attn"),
-}
 
 ENTRY_POINT_GROUP = "diffusion_runtime.attention_backends"
 
@@ -139,7 +66,7 @@ _OWN_MODULES = {
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 _backends: dict[str, Backend] = {}
-_aliases: dict[str, str] = dict(PEER_SPELLINGS)
+_aliases: dict[str, str] = {}
 _entry_points_read = False
 # Those that are there and cannot be loaded: name -> why.
 _broken: dict[str, str] = {}
@@ -161,7 +88,8 @@ def register_backend(backend_class: BackendClass) -> BackendClass:
     if unknown:
         raise ConfigError(f"backend {backend_class.name!r}: unknown feature{nearest(sorted(unknown)[0], FEATURES)}")
     for name in map(plain, (backend_class.name, *backend_class.aliases)):
-        holder = _backends.get(_aliases.get(name, name))
+        theirs = resolve("backend", name)
+        holder = _backends.get(_aliases.get(name, theirs.means if theirs is not None and theirs.means else name))
         if holder is not None and type(holder).__qualname__ != backend_class.__qualname__:
             raise ConfigError(f"backend name {shown(name)} is taken by {type(holder).__name__}")
     name = plain(backend_class.name)
@@ -175,7 +103,7 @@ def unregister_backend(name: str) -> None:
     """Take a backend that was registered by hand out again."""
     canonical = canonical_name(name)
     _backends.pop(canonical, None)
-    for alias in [alias for alias, target in _aliases.items() if target == canonical and alias not in PEER_SPELLINGS]:
+    for alias in [alias for alias, target in _aliases.items() if target == canonical]:
         del _aliases[alias]
     _notify_changed()
 
@@ -204,28 +132,36 @@ def canonical_name(name: str) -> str:
     spelled = plain(name)
     canonical = _aliases.get(spelled, spelled)
     if canonical in _backends or canonical in _OWN_MODULES or canonical in KNOWN_NAMES:
-        if spelled in SPELLING_REMARKS:
-            _remark(spelled, canonical)
         return canonical
+    theirs = resolve("backend", spelled)
+    if theirs is not None and theirs.means:
+        if theirs.remark:
+            _remark(theirs)
+        return theirs.means
     _read_entry_points()
     canonical = _aliases.get(spelled, spelled)
     if canonical in _backends or canonical in _broken:
         return canonical
-    if spelled in REFUSED_SPELLINGS:
-        reason, near = REFUSED_SPELLINGS[spelled]
-        raise ConfigError(f"attention backend {name!r} has no counterpart here: {reason}; the nearest is {near!r}")
-    known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends, *_aliases}
-    raise ConfigError(f"unknown attention backend {shown(name)}.{nearest(spelled, known)}")
+    if theirs is not None:
+        raise ConfigError(
+            f"attention backend {name!r} has no counterpart here: {theirs.remark}; the nearest is {theirs.instead!r}"
+        )
+    known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends}
+    spellings = {spelling for spelling, row in table_of("backend").items() if row.means}
+    hint = nearest(spelled, {*known, *_aliases, *spellings})
+    # Without a name that is like it, ours are listed, and not every spelling of theirs.
+    hint = hint if "Did you mean" in hint else nearest(spelled, known)
+    raise ConfigError(f"unknown attention backend {shown(name)}.{hint}")
 
 
 @functools.cache
-def _remark(spelled: str, canonical: str) -> None:
+def _remark(theirs: Spelling) -> None:
     """Cached, so that it is logged once."""
     _logger.warning(
         "attention backend '%s' is '%s' here: %s; the report says what ran",
-        spelled,
-        canonical,
-        SPELLING_REMARKS[spelled],
+        theirs.spelling,
+        theirs.means,
+        theirs.remark,
     )
 
 

@@ -221,7 +221,7 @@ class SparseBackend(ImportingBackend):
         implementation = f"block-sparse {result.implementation}"
         if threshold:
             implementation += f", weights below {threshold:g} skipped"
-        return AttentionResult(result.out, result.lse, implementation, result.skip_counts)
+        return AttentionResult(result.out, result.lse, implementation, result.skip_counts, plan)
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
         """Every key, by the dense backend that goes with this choice, and why; logged once per request.

@@ -126,6 +126,16 @@ class SparsePlan:
         words = self.row_mask[sample, head][:, block // 32]
         return listed & ((words >> (block % 32).int()) & 1).bool()
 
+    def kept_blocks(self, sample: int, head: int) -> torch.Tensor:
+        """float32 [q blocks, kv blocks]: the share of a block's queries that see each key block. For pictures."""
+        if self.row_mask is None:
+            return self.block_mask[int(self.group_of[sample, head])].float()
+        q_row = 0 if self.q.num_groups == 1 else sample * self.num_heads + head
+        sizes = self.q.sizes[q_row].long()
+        seen = self.row_selection(sample, head).float()
+        kept = seen.new_zeros(self.q.num_blocks, self.kv.num_blocks)
+        return kept.index_add_(0, torch.repeat_interleave(sizes), seen) / sizes.clamp(min=1)[:, None]
+
     def valid_text(self, sample: int) -> int:
         """How many text tokens of a sample are valid. Synchronises with the device that holds the plan."""
         return self.num_text_tokens if self.text_lengths is None else int(self.text_lengths[sample])

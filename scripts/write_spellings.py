@@ -1,0 +1,45 @@
+"""Write the tables of docs/spellings.md: every row of diffusion_runtime/spellings.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from diffusion_runtime.spellings import Kind, Spelling, table_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "spellings.md"
+KINDS: tuple[Kind, ...] = ("backend", "flag", "verb", "name", "shape")
+BEGIN, END = "<!-- {} of scripts/write_spellings.py -->", "<!-- end of the table -->"
+
+
+def table_text(rows: Sequence[Spelling]) -> str:
+    """Those with a counterpart first, then the others with the reason."""
+    lines = []
+    taken = [row for row in rows if row.means]
+    if taken:
+        lines += ["| spelling | of | here | remark |", "|---|---|---|---|"]
+        lines += [f"| `{row.spelling}` | {row.origin} | `{row.means}` | {row.remark} |" for row in taken]
+    refused = [row for row in rows if not row.means]
+    if refused:
+        lines += [""] if lines else []
+        lines += ["| without a counterpart | of | why | instead |", "|---|---|---|---|"]
+        lines += [f"| `{row.spelling}` | {row.origin} | {row.remark} | {row.instead} |" for row in refused]
+    return "\n".join(lines)
+
+
+def page_text(page: str) -> str:
+    """The page with every table written anew."""
+    for kind in KINDS:
+        begin = BEGIN.format(kind)
+        block = f"{begin}\n\n{table_text(list(table_of(kind).values()))}\n\n{END}"
+        page = re.sub(f"{re.escape(begin)}.*?{re.escape(END)}", lambda _, text=block: text, page, flags=re.DOTALL)
+    return page
+
+
+def main() -> None:
+    PAGE.write_text(page_text(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Flags, verbs and names of other projects, and the page that lists them."""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import threading
+from pathlib import Path
+
+import pytest
+from cli_support import REPOSITORY, Command
+from tables import table
+
+import diffusion_runtime
+from diffusion_runtime import AttentionSpec, force_attention_backend, global_force_attn_backend
+from diffusion_runtime.attention.force import current_force
+from diffusion_runtime.benchmark.shapes import find_shapes
+from diffusion_runtime.cli.flag_syntax import in_own_spelling
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.spellings import resolve, table_of
+
+# Of a verb: its flags -> whether they take no value.
+FLAGS = {
+    "--model-path": False,
+    "--prompt": False,
+    "--attention-backend": False,
+    "--dotted-attention": False,
+    "--offload": False,
+    "--cfg-parallel": True,
+    "--json": True,
+}
+
+
+@table(
+    ("typed", "taken"),
+    [
+        (["--model", "shapes"], ["--model-path", "shapes"]),
+        (["--model=shapes"], ["--model-path", "shapes"]),
+        (["--MODEL_PATH", "x"], ["--MODEL_PATH", "x"]),
+        (["--model_path=x", "a prompt"], ["--model-path", "x", "a prompt"]),
+        (["--diffusion_attention_backend", "fa"], ["--attention-backend", "fa"]),
+        (["--diffusion-attention-backend=fa"], ["--attention-backend", "fa"]),
+        (
+            ["--mm-attention-backend", "eager", "--json"],
+            ["--dotted-attention", "per_role.text_encoder.backend=eager", "--json"],
+        ),
+        (["--mm-attention-backend=eager"], ["--dotted-attention", "per_role.text_encoder.backend=eager"]),
+        (["--enable-cpu-offload", "--model", "x"], ["--offload", "model", "--model-path", "x"]),
+        (["--enable-cfg-parallel", "a prompt"], ["--cfg-parallel", "a prompt"]),
+        # What follows a flag that takes a value is its value, and what stands behind -- is none.
+        (["--prompt", "--model"], ["--prompt", "--model"]),
+        (["--json", "--", "--model"], ["--json", "--", "--model"]),
+        # Not of this verb: the parser says so.
+        (["--output", "x"], ["--output", "x"]),
+        (["--tp-size", "2"], ["--tp-size", "2"]),
+        (["--no_such_flag=1"], ["--no_such_flag=1"]),
+    ],
+)
+def test_flags_are_taken_for_those_of_the_verb(typed: list[str], taken: list[str]) -> None:
+    assert in_own_spelling(typed, FLAGS) == taken
+
+
+def test_every_flag_has_a_meaning_or_a_reason() -> None:
+    for row in table_of("flag").values():
+        if row.means:
+            head = row.means.split(" ")[0].partition(".")[0]
+            taken = in_own_spelling([row.spelling, "x"], {head: False, "--dotted-attention": False})
+            assert taken[0] in (head, "--dotted-attention"), row
+            continue
+        with pytest.raises(ConfigError) as failure:
+            in_own_spelling([row.spelling, "x"], FLAGS)
+        assert str(failure.value) == f"{row.spelling}: {row.remark}; {row.instead}"
+
+
+def test_a_command_line_in_the_words_of_others(command: Command, tiny_flags: tuple[str, ...], tmp_path: Path) -> None:
+    out = tmp_path / "star.gif"
+    model = ("--model", tiny_flags[1], *tiny_flags[2:-2], "--num_inference_steps=1")
+    made = command(
+        "generate", "--prompt", "a star", *model, "--diffusion_attention_backend", "TORCH_NATIVE", "--output", out
+    )
+    assert (made.code, made.out) == (0, f"{out}\n"), made.err
+    assert "cli: default says torch_sdpa" in made.said
+    refusals = {
+        ("serve", "--model", "x"): "error: serve: there is no server here; generate --prompt-file",
+        ("generate", "x", "--trust_remote_code"): "error: --trust-remote-code: no code of a model folder is run here",
+        ("bench", "attention", "--preset", "hv15", "--backends", "nsa"): "error: attention backend 'nsa' has no count",
+    }
+    for typed, said in refusals.items():
+        refused = command(*typed)
+        assert refused.code == 2
+        assert said in refused.said
+
+
+def test_shapes_of_others() -> None:
+    assert next(shape.name for shape in find_shapes(["hv15", "small"], small_by_default=False)) == "hunyuan-1.5"
+
+
+def test_names_of_python() -> None:
+    for row in table_of("name").values():
+        if row.means:
+            assert getattr(diffusion_runtime, row.spelling) is getattr(diffusion_runtime, row.means)
+            continue
+        with pytest.raises(ImportError) as failure:
+            exec(f"from diffusion_runtime import {row.spelling}")
+        assert str(failure.value) == f"diffusion_runtime has no {row.spelling}: {row.remark}; {row.instead}"
+    assert not hasattr(diffusion_runtime, "NoSuchName")
+
+
+def test_a_spec_takes_the_words_of_vllm_omni() -> None:
+    spec = AttentionSpec(backend="FASTVIDEO_VSA", extra={"sparsity": 0.5})
+    assert spec == AttentionSpec("video_sparse_attn", {"sparsity": 0.5})
+    assert (spec.backend, spec.extra) == (spec.name, spec.options)
+    assert AttentionSpec().name == "auto"
+    for both in ({"name": "fa", "backend": "fa"}, {"options": {}, "extra": {}}):
+        with pytest.raises(ConfigError, match="are two names of the same value"):
+            AttentionSpec(**both)
+
+
+def test_a_choice_of_the_process_is_that_of_every_thread_and_below_any_context() -> None:
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        seen.append([choice.spec.name for choice in current_force()])
+
+    try:
+        global_force_attn_backend("FLEX_ATTENTION")
+        with force_attention_backend("torch_sdpa"):
+            look()
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+        global_force_attn_backend("reference")
+        look()
+        with pytest.raises(ConfigError, match="flashmla"):
+            global_force_attn_backend("flashmla")
+        look()
+    finally:
+        global_force_attn_backend(None)
+    look()
+    assert seen == [["flex_attn", "torch_sdpa"], ["flex_attn"], ["reference"], ["reference"], []]
+
+
+def test_the_page_lists_the_table() -> None:
+    page = REPOSITORY / "docs" / "spellings.md"
+    written = runpy.run_path(str(REPOSITORY / "scripts" / "write_spellings.py"))["page_text"]
+    assert page.read_text() == written(page.read_text()), "run: python scripts/write_spellings.py"
+    assert all(f"| `{row.spelling}` |" in page.read_text() for row in table_of("backend").values())
+
+
+def test_kernels_of_the_hub_say_where_diffusers_takes_them(caplog: pytest.LogCaptureFixture) -> None:
+    """In any place where a backend is named, not as the value of a flag alone."""
+    from diffusion_runtime.attention.backends import registry
+
+    registry._remark.cache_clear()
+    caplog.set_level(logging.WARNING, "diffusion_runtime.attention")
+    assert AttentionSpec("_flash_3_hub,native").name == "fa3,torch_sdpa"
+    assert "from the hub (--backend diffusers), fa3 takes the installed package" in caplog.text
+    with pytest.raises(ConfigError, match="it needs --backend diffusers"):
+        AttentionSpec("torch_sdpa,_native_npu")
+    row = resolve("backend", " Flash-Attn-3-HUB ")
+    assert row is not None
+    assert row.means == "fa3"
