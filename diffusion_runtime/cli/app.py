@@ -22,6 +22,7 @@ from diffusion_runtime.cli.calibrate import EPILOG as CALIBRATE_EPILOG
 from diffusion_runtime.cli.calibrate import calibrate
 from diffusion_runtime.cli.compare import EPILOG as COMPARE_EPILOG
 from diffusion_runtime.cli.compare import compare
+from diffusion_runtime.cli.config_command import config
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
 from diffusion_runtime.cli.explain import EPILOG as EXPLAIN_EPILOG
@@ -122,6 +123,7 @@ app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)
 bench.command("step", epilog=STEP_EPILOG)(step)
 bench.command("generate", epilog=BENCH_GENERATE_EPILOG)(bench_generate)
 app.add_typer(bench, name="bench")
+app.add_typer(config, name="config")
 
 
 @app.command(

@@ -27,7 +27,21 @@ def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
 
 
 @table(
-    "verb", ["", "generate", "backends", "doctor", "models", "info", "calibrate", "compare", "bench", "bench attention"]
+    "verb",
+    [
+        "",
+        "generate",
+        "backends",
+        "doctor",
+        "models",
+        "info",
+        "calibrate",
+        "compare",
+        "bench",
+        "bench attention",
+        "config",
+        "config schema",
+    ],
 )
 def test_help_fits_80_columns_uncut_and_shows_an_example(
     verb: str, command: Command, monkeypatch: pytest.MonkeyPatch
@@ -38,7 +52,7 @@ def test_help_fits_80_columns_uncut_and_shows_an_example(
     assert max(len(line) for line in shown.out.splitlines()) <= 80
     # What stands for the rest of a name that was cut.
     assert "…" not in shown.out
-    is_group = verb in ("", "bench")
+    is_group = verb in ("", "bench", "config")
     assert is_group or "\n diffusion-runtime " in shown.out
     assert verb or "Start with: diffusion-runtime generate" in shown.out
 
