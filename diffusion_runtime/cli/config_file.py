@@ -145,7 +145,7 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
         if not equals or not key:
             raise ConfigError(f"--set: expected request.KEY=VALUE or runtime.KEY=VALUE, got {shown(setting)}")
         if section == "request":
-            request[key] = _request_value(key, text)
+            request[key] = request_value(key, text)
         elif section != "runtime":
             raise ConfigError(
                 f"--set {setting}: unknown section {shown(section)}.{nearest(section, ('request', 'runtime'))}"
@@ -164,7 +164,7 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
     return FileConfig(merged, config.request, _check_request(request, "--set request"), config.presets)
 
 
-def _request_value(key: str, text: str) -> Any:
+def request_value(key: str, text: str) -> Any:
     """`128` as the type that the request's field has; text that does not fit is left to the request's own check."""
     kind = request_field_types().get(key, str)
     if kind is str or key == "seed":

@@ -30,7 +30,12 @@ Prompts: TypeAlias = Annotated[
 ]
 PromptFile: TypeAlias = Annotated[
     str | None,
-    _flag(WHAT, "One prompt per line; # starts a comment; - reads standard input.", "--prompt-file", metavar="FILE"),
+    _flag(
+        WHAT,
+        "One prompt per line (- reads standard input), or rows of request fields: .jsonl, .csv.",
+        "--prompt-file",
+        metavar="FILE",
+    ),
 ]
 ModelPath: TypeAlias = Annotated[
     str | None,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError, RequestError, shown
 from diffusion_runtime.untrusted.files import read_file
+
+if TYPE_CHECKING:
+    from diffusion_runtime.cli.prompt_rows import PromptRow
 
 MAX_PROMPT_FILE_BYTES = 16 * 1024 * 1024
 # Upper bound of seeds per range; a larger range is almost certainly a typo.
@@ -22,11 +25,12 @@ _SEED_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 
 def collect_prompts(
     positional: Sequence[str], flags: Sequence[str], file: str | None, dotted: Sequence[str] = ()
-) -> list[str]:
+) -> list[str | PromptRow]:
     """The prompts of the command line, in that order; empty when there are none. dotted: PATH=VALUE of the flags with a
     path in their name, whose value may have been taken for a prompt.
 
-    Raises RequestError for an empty prompt and for an unquoted one, ConfigError for an unreadable or empty file.
+    Raises RequestError for an empty prompt and for an unquoted one, ConfigError for an unreadable or empty file, and
+    either for a row of a file that cannot be used.
     """
     if len(positional) > 1:
         together = " ".join(positional)[:MAX_SHOWN_CHARACTERS]
@@ -60,8 +64,11 @@ def match_negative_prompts(num_prompts: int, negative_prompts: Sequence[str]) ->
     return list(negative_prompts) * (num_prompts if len(negative_prompts) == 1 else 1)
 
 
-def read_prompt_file(file: str) -> list[str]:
-    """One prompt per line; blank lines and lines that start with # are skipped; `-` is standard input."""
+def read_prompt_file(file: str) -> Sequence[str | PromptRow]:
+    """One prompt per line; blank lines and lines that start with # are skipped; `-` is standard input. A row of request
+    fields per prompt from a file that ends in .jsonl, .ndjson or .csv (prompt_rows.py)."""
+    from diffusion_runtime.cli.prompt_rows import has_rows, parse_rows
+
     name = "standard input" if file == "-" else file
     try:
         if file == "-":
@@ -73,6 +80,11 @@ def read_prompt_file(file: str) -> list[str]:
         raise ConfigError(f"--prompt-file: cannot read {name}: {reason}") from error
     if len(content) > MAX_PROMPT_FILE_BYTES:
         raise ConfigError(f"--prompt-file: {name} is longer than {MAX_PROMPT_FILE_BYTES} characters")
+    if has_rows(file):
+        rows = parse_rows(content, file)
+        if not rows:
+            raise ConfigError(f"--prompt-file: {name} holds no row with a prompt")
+        return rows
     # Counted first: a million lines of one character take a hundred times their file's memory.
     if sum(content.count(end) for end in "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029") > MAX_ITEMS:
         raise ConfigError(f"--prompt-file: {name} has more than {MAX_ITEMS} lines, one prompt each")
