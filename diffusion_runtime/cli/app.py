@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -69,6 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     terminal = Terminal(
         quiet=any(flag in arguments for flag in ("--quiet", "-q")),
         verbose=any(flag in arguments for flag in ("--verbose", "-v")),
+        log_format="json" if _asks_for_json_lines(arguments) else None,
     )
     try:
         rewritten = rewrite_dotted_flags(arguments or ["--help"])
@@ -80,11 +82,16 @@ def run(arguments: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         failure = Failure.of(error)
     with interruptions.reporting() if failure.exit_code == INTERRUPTED else contextlib.nullcontext():
-        terminal.error(failure.message, failure.trace)
+        terminal.error(failure.message, failure.trace, failure.kind, failure.exit_code)
         if "--json" in arguments:
             verb = next((argument for argument in arguments if not argument.startswith("-")), "generate")
             put_failure_on_stdout(f"diffusion_runtime.{verb}/1", failure.to_dict())
     return failure.exit_code
+
+
+def _asks_for_json_lines(arguments: Sequence[str]) -> bool:
+    """Before the parser has run, whose errors are reported so as well."""
+    return "--log-format=json" in arguments or ("--log-format", "json") in itertools.pairwise(arguments)
 
 
 def _parser_message(error: Any) -> str:

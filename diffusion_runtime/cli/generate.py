@@ -120,7 +120,7 @@ def generate(context: typer.Context, **given: Any) -> None:
 
     what, run = _taken(options.PromptFlags, given), _taken(options.RunFlags, given)
     flags = flags_of(given)
-    terminal = Terminal(quiet=run.quiet, verbose=run.verbose)
+    terminal = Terminal(quiet=run.quiet, verbose=run.verbose, log_format=run.log_format)
     output_flags = OutputFlags(run.output_path, run.file_format, run.as_json, run.dry_run, run.resume, run.profile)
     num_typed = len(what.prompts or ()) + len(given["prompt"] or ())
     command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))

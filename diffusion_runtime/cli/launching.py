@@ -83,7 +83,7 @@ def launch_processes(
 
 def report_failure(terminal: Terminal, failure: RankFailure, schema: str | None) -> None:
     """One message on standard error and, where results are JSON, one object on standard output."""
-    terminal.error(failure.message, failure.trace)
+    terminal.error(failure.message, failure.trace, failure.kind, failure.exit_code)
     if schema is not None:
         values = {"error": failure.message, "kind": failure.kind, "exit_code": failure.exit_code}
         put_failure_on_stdout(schema, values)

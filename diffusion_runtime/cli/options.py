@@ -258,6 +258,10 @@ Profile: TypeAlias = Annotated[
 ]
 Quiet: TypeAlias = Annotated[bool, _flag(OUTPUT, "Errors only, and the paths.", "--quiet", "-q")]
 Verbose: TypeAlias = Annotated[bool, _flag(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")]
+LogFormat: TypeAlias = Annotated[
+    str | None,
+    _flag(OUTPUT, "Of standard error: text, or json, one object per line.", "--log-format", metavar="NAME"),
+]
 
 
 @dataclass(frozen=True)
@@ -323,6 +327,7 @@ class RunFlags:
     profile: Profile = None
     quiet: Quiet = False
     verbose: Verbose = False
+    log_format: LogFormat = None
 
 
 def parameters_of(flags: type) -> list[inspect.Parameter]:

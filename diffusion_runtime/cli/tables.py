@@ -109,6 +109,19 @@ def facts_table(facts: Iterable[tuple[str, object]], title: str) -> Table:
     return table
 
 
+def table_values(renderable: RenderableType) -> tuple[str, list[str], list[list[str]]]:
+    """Title, names of columns and cells of a table, for programs."""
+    if isinstance(renderable, _PlainTable):
+        title, columns, rows = renderable.title, list(renderable.columns), [list(row) for row in renderable.rows]
+        return title.strip(), [str(column) for column in columns], [[str(cell) for cell in row] for row in rows]
+    assert isinstance(renderable, Table), f"no values are known of a {type(renderable).__name__}"
+    cells = [
+        [str(cell) for cell in column.cells][1 if renderable.show_header else 0 :] for column in renderable.columns
+    ]
+    columns = [str(column.header) for column in renderable.columns if renderable.show_header]
+    return str(renderable.title or "").strip(), columns, [list(row) for row in zip(*cells, strict=True)]
+
+
 def _empty_table(title: str, *, show_header: bool = True) -> Table:
     return Table(
         box=box.SIMPLE_HEAD if show_header else None,
