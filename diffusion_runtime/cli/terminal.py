@@ -1,4 +1,4 @@
-"""Standard error: lines, warnings and the log, for people or as JSON lines. Standard output is for paths and JSON alone."""
+"""Standard error: lines, warnings and the log, as text or JSON lines. Standard output is for paths and JSON alone."""
 
 from __future__ import annotations
 
