@@ -31,8 +31,9 @@ from diffusion_runtime.cli.explain import explain
 from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_flags
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
-from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
+from diffusion_runtime.cli.models_download import EPILOG as DOWNLOAD_EPILOG
+from diffusion_runtime.cli.models_download import download
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
@@ -125,12 +126,13 @@ app.command("explain", cls=CheckedCommand, epilog=EXPLAIN_EPILOG)(explain)
 app.command("compare", cls=CheckedCommand, epilog=COMPARE_EPILOG)(compare)
 app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
 app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
-app.command("models", cls=CheckedCommand, epilog=MODELS_EPILOG)(models)
 app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)
 bench.command("step", epilog=STEP_EPILOG)(step)
 bench.command("generate", epilog=BENCH_GENERATE_EPILOG)(bench_generate)
 app.add_typer(bench, name="bench")
 app.add_typer(config, name="config")
+models.command("download", cls=CheckedCommand, epilog=DOWNLOAD_EPILOG)(download)
+app.add_typer(models, name="models")
 
 
 @app.command(

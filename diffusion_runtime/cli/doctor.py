@@ -13,8 +13,9 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.backends import SHORT_DTYPES
+from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.tables import facts_table, plain_table
-from diffusion_runtime.cli.terminal import Terminal, json_text, printable, put_on_stdout
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.session.outputs import DEFAULT_FOLDER
 
 if TYPE_CHECKING:

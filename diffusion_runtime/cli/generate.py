@@ -45,7 +45,7 @@ diffusion-runtime generate "a ring" --attention-backend torch_sdpa --dry-run
 def flags_of(given: Mapping[str, Any]) -> Flags:
     """What the flags ask for: requests, the model, attention."""
     from diffusion_runtime.cli.lora_flags import pair_loras
-    from diffusion_runtime.cli.prompts import collect_prompts
+    from diffusion_runtime.cli.prompt_file import collect_prompts
     from diffusion_runtime.cli.settings import Flags
 
     what = _taken(options.PromptFlags, given)
@@ -62,6 +62,8 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
         request=request,
         runtime={
             "model_path": source.model_path,
+            "revision": source.revision,
+            "offline": source.offline,
             "backend": run.backend,
             "device": run.device,
             "dtype": run.dtype,

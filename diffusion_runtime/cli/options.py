@@ -43,6 +43,13 @@ ModelPath: TypeAlias = Annotated[
         WHAT, "shapes (embedded), a name of `models`, a diffusers folder, or a hub id.", "--model-path", metavar="MODEL"
     ),
 ]
+Revision: TypeAlias = Annotated[
+    str | None,
+    _flag(WHAT, "Branch, tag or commit of a hub model; also --model-path ORG/NAME@REV.", "--revision", metavar="REV"),
+]
+Offline: TypeAlias = Annotated[
+    bool | None, _flag(WHAT, "Ask no network: models come from folders and the hub's cache.", "--offline/--no-offline")
+]
 LoraPath: TypeAlias = Annotated[
     list[str] | None,
     _flag(WHAT, "A LoRA file; again for several. See --lora.", "--lora-path", metavar="FILE"),
@@ -277,6 +284,8 @@ class SourceFlags:
     """The model, and where other values come from."""
 
     model_path: ModelPath = None
+    revision: Revision = None
+    offline: Offline = None
     lora: Lora = None
     lora_path: LoraPath = None
     lora_scale: LoraScale = None

@@ -22,7 +22,7 @@ from diffusion_runtime.request import GenerationRequest, layered
 
 # What of a recipe's `runtime` is not repeated: the machine that repeats it may have another device, and other packages
 # to check; the processes that share the work do not change what they make.
-_NOT_REPEATED = ("device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit")
+_NOT_REPEATED = ("device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit", "offline")
 _REPEATED_RUNTIME = tuple(each.name for each in dataclasses.fields(RuntimeConfig) if each.name not in _NOT_REPEATED)
 
 
@@ -198,6 +198,9 @@ def _build_runtime(flags: Flags, config: FileConfig, recipe: Mapping[str, Any]) 
                 values.get("attention"), {"default.backend": planned.get("backend")}
             )
     chosen = {**config.runtime, **_without_none(flags.runtime)}
+    if "model_path" in chosen:
+        # The recorded revision is the recorded model's.
+        values.pop("revision", None)
     if "quantization" in chosen:
         # The recorded layers are left out of the recorded quantization, and of no other.
         values.pop("quantization_ignored_layers", None)

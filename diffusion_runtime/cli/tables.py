@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from diffusion_runtime.cli.terminal import printable
+from diffusion_runtime.cli.printable import printable
 
 # A last column that is narrower than this breaks most lines after two or three words.
 _MIN_LAST_COLUMN = 24
@@ -112,8 +112,8 @@ def facts_table(facts: Iterable[tuple[str, object]], title: str) -> Table:
 def table_values(renderable: RenderableType) -> tuple[str, list[str], list[list[str]]]:
     """Title, names of columns and cells of a table, for programs."""
     if isinstance(renderable, _PlainTable):
-        title, columns, rows = renderable.title, list(renderable.columns), [list(row) for row in renderable.rows]
-        return title.strip(), [str(column) for column in columns], [[str(cell) for cell in row] for row in rows]
+        rows = [[str(cell) for cell in row] for row in renderable.rows]
+        return renderable.title.strip(), [str(column) for column in renderable.columns], rows
     assert isinstance(renderable, Table), f"no values are known of a {type(renderable).__name__}"
     cells = [
         [str(cell) for cell in column.cells][1 if renderable.show_header else 0 :] for column in renderable.columns

@@ -7,13 +7,13 @@ import io
 import logging
 import os
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.cli.log_lines import LOG_FORMATS, LogLines
+from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.progress import show_progress
 from diffusion_runtime.errors import ConfigError, OutputError, nearest, shown
 
@@ -63,7 +63,7 @@ class Terminal:
     def error(self, text: str, trace: str = "", kind: str = "", exit_code: int | None = None) -> None:
         """kind, exit_code: of the failure that ends the command, for programs."""
         if self._lines is not None:
-            details = {"kind": kind, "exit_code": exit_code, "trace": trace if self.verbose else ""}
+            details: dict[str, Any] = {"kind": kind, "exit_code": exit_code, "trace": trace if self.verbose else ""}
             self._put("error", text, "", event="error", **{name: value for name, value in details.items() if value})
             return
         if self.verbose and trace:
@@ -86,6 +86,11 @@ class Terminal:
         """One record of a logger. level: info, or debug."""
         if not self.quiet:
             self._put(level, text, "dim", **({} if self._lines is None else {"event": "log", "logger": logger}))
+
+    def count(self, text: str, **values: Any) -> None:
+        """One line of progress; values: for programs, beside those of every line."""
+        if not self.quiet:
+            self._put("info", text, "", **({} if self._lines is None else {"event": "progress", **values}))
 
     def progress(self, title: str) -> AbstractContextManager[ProgressView]:
         """Shows the progress of one generation below a line with its title."""
@@ -153,11 +158,6 @@ class _TerminalHandler(logging.Handler):
                 self._terminal.log_record("info" if record.levelno >= logging.INFO else "debug", text, record.name)
         except Exception:
             self.handleError(record)
-
-
-def printable(text: str) -> str:
-    """`text` without control characters, which in an untrusted file could drive the terminal; lines and tabs stay."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs"))
 
 
 def prepare_standard_streams() -> None:

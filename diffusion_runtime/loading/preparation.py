@@ -131,10 +131,18 @@ def prepare(
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
     found = (
-        find_configs(config.model_path)
+        find_configs(config.model_path, revision=config.revision, offline=config.offline)
         if is_dry_run
         # Which variants there are is only seen once they are here.
-        else ConfigFolder(resolve_model_folder(config.model_path, weights=config.variant is not None))
+        else ConfigFolder(
+            resolve_model_folder(
+                config.model_path,
+                weights=config.variant is not None,
+                revision=config.revision,
+                offline=config.offline,
+                variant=config.variant,
+            )
+        )
     )
     folder = ModelFolder(found.path, found.download_gb)
     if _is_passthrough(config.backend, folder):

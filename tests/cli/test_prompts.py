@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tables import table
 
+from diffusion_runtime.cli.prompt_file import collect_prompts
 from diffusion_runtime.cli.prompt_rows import PromptRow
-from diffusion_runtime.cli.prompts import collect_prompts, parse_seeds
+from diffusion_runtime.cli.prompts import parse_seeds
 from diffusion_runtime.errors import ConfigError, RequestError
 
 

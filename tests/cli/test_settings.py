@@ -12,7 +12,7 @@ from sample_media import make_media
 
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.cli.attention_flags import AttentionFlags
-from diffusion_runtime.cli.prompts import collect_prompts
+from diffusion_runtime.cli.prompt_file import collect_prompts
 from diffusion_runtime.cli.settings import Flags, resolve_settings
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError
@@ -217,8 +217,18 @@ def test_everything_that_changes_the_frames_is_repeated(tmp_path: Path) -> None:
     assert (plain.quantization, plain.quantization_ignored_layers) == ("none", ())
     assert repeated({"compile": "regional"}).compile == "regional"
     # The others are the machine's; a new field belongs to one of the two.
-    machine = {"device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit"}
-    known = {"model_path", "backend", "dtype", "attention", "attention_override", "vae_decoder", "compile", *OWN_VALUES}
+    machine = {"device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit", "offline"}
+    known = {
+        "model_path",
+        "revision",
+        "backend",
+        "dtype",
+        "attention",
+        "attention_override",
+        "vae_decoder",
+        "compile",
+        *OWN_VALUES,
+    }
     assert {each.name for each in dataclasses.fields(RuntimeConfig)} == known | machine
 
 
