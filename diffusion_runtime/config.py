@@ -256,7 +256,7 @@ class LoraConfig:
 # NAME@REVISION and OWNER/NAME@REVISION; a path that starts with a dot, a slash or a tilde is neither.
 _AT_REVISION = re.compile(r"([A-Za-z0-9_][\w.-]*(?:/[\w.-]+)?)@(.+)")
 # A branch, a tag, a pull request (refs/pr/1) or a commit.
-_REVISION = re.compile(r"[A-Za-z0-9_](?:[\w.-]|/(?!/)){0,199}")
+REVISION = r"^(?!.*\.\.)[A-Za-z0-9_]([A-Za-z0-9_.-]|/(?!/)){0,199}$"
 
 
 def split_revision(model_path: str) -> tuple[str, str | None]:
@@ -419,7 +419,7 @@ class RuntimeConfig:
             object.__setattr__(self, "model_path", path)
             object.__setattr__(self, "revision", revision if revision is not None else self.revision)
         if self.revision is not None and (
-            not isinstance(self.revision, str) or not _REVISION.fullmatch(self.revision) or ".." in self.revision
+            not isinstance(self.revision, str) or not re.fullmatch(REVISION, self.revision)
         ):
             raise ConfigError(f"revision: expected a branch, a tag or a commit, got {shown(self.revision)}")
         if not isinstance(self.offline, bool):

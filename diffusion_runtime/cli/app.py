@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+import typer.main
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.backends import EPILOG as BACKENDS_EPILOG
@@ -23,6 +24,8 @@ from diffusion_runtime.cli.calibrate import EPILOG as CALIBRATE_EPILOG
 from diffusion_runtime.cli.calibrate import calibrate
 from diffusion_runtime.cli.compare import EPILOG as COMPARE_EPILOG
 from diffusion_runtime.cli.compare import compare
+from diffusion_runtime.cli.completion import EPILOG as COMPLETION_EPILOG
+from diffusion_runtime.cli.completion import asked_shell, completion, put_script
 from diffusion_runtime.cli.config_command import config
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
@@ -74,6 +77,10 @@ def run(arguments: Sequence[str]) -> int:
         log_format="json" if _asks_for_json_lines(arguments) else None,
     )
     try:
+        if (shell := asked_shell(arguments)) is not None:
+            # A shell's start waits for this; parsing values, typer imports pydantic, a quarter of the time.
+            put_script(shell, typer.main.get_command(app))
+            return 0
         rewritten = rewrite_dotted_flags(arguments or ["--help"])
         # obj: what was typed, for a verb that starts itself again in several processes.
         code = app(args=rewritten, prog_name="diffusion-runtime", standalone_mode=False, obj=tuple(rewritten))
@@ -133,6 +140,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(config, name="config")
 models.command("download", cls=CheckedCommand, epilog=DOWNLOAD_EPILOG)(download)
 app.add_typer(models, name="models")
+app.command("completion", cls=CheckedCommand, epilog=COMPLETION_EPILOG)(completion)
 
 
 @app.command(

@@ -129,6 +129,8 @@ def _runtime_value(name: str) -> Schema:
         return {"type": "array", "items": _lora()}
     if name == "quantization_ignored_layers":
         return {"anyOf": [_NAME, {"type": "array", "items": _NAME, "maxItems": config.MAX_IGNORED_LAYERS}]}
+    if name == "revision":
+        return {"type": "string", "pattern": config.REVISION}
     if name == "variant":
         return {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,32}$"}
     if name == "memory_limit":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,31 +17,29 @@ from typing import TYPE_CHECKING, Any
 from diffusion_runtime.cli.progress import View
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from diffusion_runtime.progress import Progress
 
 LOG_FORMATS = ("text", "json")
 
 
 class LogLines:
-    """Writes objects to a console's file, each at once."""
+    """Writes objects to standard error, each at once."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
+        self._is_closed = False
 
     def put(self, level: str, message: str, event: str = "message", **values: Any) -> None:
-        if self._console.quiet:
+        if self._is_closed:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = {"time": now, "level": level, "event": event, "message": message, **values}
         try:
             # In one write, so that lines of several processes do not mix.
-            self._console.file.write(json.dumps(line, default=str) + "\n")
-            self._console.file.flush()
+            sys.stderr.write(json.dumps(line, default=str) + "\n")
+            sys.stderr.flush()
         except OSError:
             # Standard error cannot be written, or its reader left. The command goes on.
-            self._console.quiet = True
+            self._is_closed = True
 
     @contextmanager
     def progress(self, title: str) -> Iterator[View]:

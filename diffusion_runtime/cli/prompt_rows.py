@@ -5,7 +5,6 @@ A row's values hold for its prompt: flags come before them, they before --config
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +77,8 @@ def _json_rows(text: str, file: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _csv_rows(text: str, file: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Text of cells in the types that their fields have; an empty cell leaves its field out."""
+    import csv
+
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     columns: list[str] | None = None
     while True:

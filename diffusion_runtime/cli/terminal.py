@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,14 +44,19 @@ class Terminal:
         self.verbose = verbose
         self.silent = silent
         self.log_format = log_format
-        self.console: Console = _make_console()
-        self._lines = LogLines(self.console) if log_format == "json" else None
+        self._lines = LogLines() if log_format == "json" else None
+
+    @cached_property
+    def console(self) -> Console:
+        """Made at its first use: importing rich takes a tenth of a second."""
+        return _make_console()
 
     @property
     def is_live(self) -> bool:
         """Whether lines can be redrawn."""
-        is_redrawn = self.console.is_terminal and not self.console.is_dumb_terminal
-        return is_redrawn and not self.quiet and self._lines is None
+        if self.quiet or self._lines is not None:
+            return False
+        return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def say(self, text: str, style: str = "") -> None:
         if not self.quiet:
