@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from cli_support import Command
+from cli_support import REPOSITORY, Command
 from tables import table
 
 EVENT_KEYS = {
@@ -17,6 +17,14 @@ EVENT_KEYS = {
     "table": {"columns", "rows"},
     "error": {"kind", "exit_code"},
 }
+
+
+def test_every_key_is_documented() -> None:
+    text = (REPOSITORY / "docs" / "command_line.md").read_text(encoding="utf-8")
+    keys = {"time", "level", "event", "message", "trace", "num_bytes", "total_bytes", *EVENT_KEYS}.union(
+        *EVENT_KEYS.values()
+    )
+    assert [key for key in sorted(keys) if f"`{key}`" not in text] == []
 
 
 def lines_of(text: str) -> list[dict[str, Any]]:
