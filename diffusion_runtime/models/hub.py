@@ -106,7 +106,8 @@ def list_files(hub_id: str, revision: str | None = None) -> tuple[str, list[HubF
 
     try:
         api = HfApi()
-        commit = str(api.model_info(hub_id, revision=revision).sha)
+        is_commit = revision is not None and _COMMIT.fullmatch(revision)
+        commit = str(revision) if is_commit else str(api.model_info(hub_id, revision=revision).sha)
         entries = api.list_repo_tree(hub_id, recursive=True, revision=commit)
         files = [
             HubFile(
