@@ -132,7 +132,7 @@ def _build_requests(
     num_requests = sum(map(len, seeds_of))
     if num_requests > MAX_ITEMS:
         raise RequestError(
-            f"{len(rows)} prompts with their seeds are {num_requests} generations, more than {MAX_ITEMS}; make them in "
+            f"{len(rows)} prompts with their seeds are more than {MAX_ITEMS} generations: {num_requests}; make them in "
             "parts"
         )
     own_negative = not flags.negative_prompts and "negative_prompt" not in config.settings
