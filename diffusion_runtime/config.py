@@ -4,6 +4,7 @@ values."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -252,6 +253,18 @@ class LoraConfig:
         raise ConfigError(f"lora: expected a path, [path, scale] or {{path: FILE, scale: 1.0}}, got {shown(value)}")
 
 
+# NAME@REVISION and OWNER/NAME@REVISION; a path that starts with a dot, a slash or a tilde is neither.
+_AT_REVISION = re.compile(r"([A-Za-z0-9_][\w.-]*(?:/[\w.-]+)?)@(.+)")
+# A branch, a tag, a pull request (refs/pr/1) or a commit.
+REVISION = r"^(?!.*\.\.)[A-Za-z0-9_]([A-Za-z0-9_.-]|/(?!/)){0,199}$"
+
+
+def split_revision(model_path: str) -> tuple[str, str | None]:
+    """`org/name@v1` as (`org/name`, `v1`); a path without a revision, or of something that is here, as it is."""
+    match = _AT_REVISION.fullmatch(model_path)
+    return (model_path, None) if match is None or os.path.exists(model_path) else (match[1], match[2])
+
+
 # The keys that name weights from elsewhere than the model's folder.
 WEIGHT_PATHS = ("transformer_path", "transformer_2_path", "vae_path", "text_encoder_path", "text_encoder_2_path")
 
@@ -260,7 +273,10 @@ WEIGHT_PATHS = ("transformer_path", "transformer_2_path", "vae_path", "text_enco
 class RuntimeConfig:
     """The model to load, the device, and the attention backends.
 
-    model_path: `shapes` (the embedded model), a diffusers folder, or a hub id: `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
+    model_path: `shapes` (the embedded model), a diffusers folder, or a hub id: `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`, also
+        with a revision: `org/name@v1`.
+    revision: which branch, tag or commit of a model on the hub; None for its main branch.
+    offline: whether models are taken from the hub's cache alone, without asking the network.
     backend: `native` runs our own transformer, `diffusers` diffusers' own pipeline; `auto` is native where the model's
         class is one of ours, else diffusers.
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ...
@@ -322,8 +338,11 @@ class RuntimeConfig:
     cuda_graphs: str = "auto"
     offload: str = "auto"
     memory_limit: str | None = None
+    revision: str | None = None
+    offline: bool = False
 
     def __post_init__(self) -> None:
+        self._split_model_path()
         if self.backend not in RUNTIME_BACKENDS:
             raise ConfigError(f"backend: unknown value {shown(self.backend)}.{nearest(self.backend, RUNTIME_BACKENDS)}")
         if not isinstance(self.parallel, ParallelConfig):
@@ -389,6 +408,22 @@ class RuntimeConfig:
         for name in ("model_path", "device", "dtype"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{name}: expected a text, got {shown(getattr(self, name))}")
+
+    def _split_model_path(self) -> None:
+        if isinstance(self.model_path, str):
+            path, revision = split_revision(self.model_path)
+            if revision is not None and self.revision not in (None, revision):
+                raise ConfigError(
+                    f"revision: model_path says {shown(revision)} and revision {shown(self.revision)}; give one of them"
+                )
+            object.__setattr__(self, "model_path", path)
+            object.__setattr__(self, "revision", revision if revision is not None else self.revision)
+        if self.revision is not None and (
+            not isinstance(self.revision, str) or not re.fullmatch(REVISION, self.revision)
+        ):
+            raise ConfigError(f"revision: expected a branch, a tag or a commit, got {shown(self.revision)}")
+        if not isinstance(self.offline, bool):
+            raise ConfigError(f"offline: expected true or false, got {shown(self.offline)}")
 
     def _check_quantization(self) -> None:
         if self.quantization not in QUANTIZATION_MODES:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+import typer.main
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.backends import EPILOG as BACKENDS_EPILOG
@@ -22,6 +24,9 @@ from diffusion_runtime.cli.calibrate import EPILOG as CALIBRATE_EPILOG
 from diffusion_runtime.cli.calibrate import calibrate
 from diffusion_runtime.cli.compare import EPILOG as COMPARE_EPILOG
 from diffusion_runtime.cli.compare import compare
+from diffusion_runtime.cli.completion import EPILOG as COMPLETION_EPILOG
+from diffusion_runtime.cli.completion import asked_shell, completion, put_script
+from diffusion_runtime.cli.config_command import config
 from diffusion_runtime.cli.doctor import EPILOG as DOCTOR_EPILOG
 from diffusion_runtime.cli.doctor import doctor
 from diffusion_runtime.cli.explain import EPILOG as EXPLAIN_EPILOG
@@ -29,8 +34,9 @@ from diffusion_runtime.cli.explain import explain
 from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_flags
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
-from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
+from diffusion_runtime.cli.models_download import EPILOG as DOWNLOAD_EPILOG
+from diffusion_runtime.cli.models_download import download
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
@@ -69,8 +75,13 @@ def run(arguments: Sequence[str]) -> int:
     terminal = Terminal(
         quiet=any(flag in arguments for flag in ("--quiet", "-q")),
         verbose=any(flag in arguments for flag in ("--verbose", "-v")),
+        log_format="json" if _asks_for_json_lines(arguments) else None,
     )
     try:
+        if (shell := asked_shell(arguments)) is not None:
+            # A shell's start waits for this; parsing values, typer imports pydantic, a quarter of the time.
+            put_script(shell, typer.main.get_command(app))
+            return 0
         rewritten = rewrite_dotted_flags(arguments or ["--help"])
         _refuse_verb(rewritten[0])
         # obj: what was typed, for a verb that starts itself again in several processes.
@@ -81,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         failure = Failure.of(error)
     with interruptions.reporting() if failure.exit_code == INTERRUPTED else contextlib.nullcontext():
-        terminal.error(failure.message, failure.trace)
+        terminal.error(failure.message, failure.trace, failure.kind, failure.exit_code)
         if "--json" in arguments:
             verb = next((argument for argument in arguments if not argument.startswith("-")), "generate")
             put_failure_on_stdout(f"diffusion_runtime.{verb}/1", failure.to_dict())
@@ -93,6 +104,11 @@ def _refuse_verb(word: str) -> None:
     theirs = resolve("verb", word)
     if theirs is not None:
         raise UsageError(theirs.refusal)
+
+
+def _asks_for_json_lines(arguments: Sequence[str]) -> bool:
+    """Before the parser has run, whose errors are reported so as well."""
+    return "--log-format=json" in arguments or ("--log-format", "json") in itertools.pairwise(arguments)
 
 
 def _parser_message(error: Any) -> str:
@@ -126,11 +142,14 @@ app.command("explain", cls=CheckedCommand, epilog=EXPLAIN_EPILOG)(explain)
 app.command("compare", cls=CheckedCommand, epilog=COMPARE_EPILOG)(compare)
 app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
 app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
-app.command("models", cls=CheckedCommand, epilog=MODELS_EPILOG)(models)
 app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)
 bench.command("step", cls=CheckedCommand, epilog=STEP_EPILOG)(step)
 bench.command("generate", cls=CheckedCommand, epilog=BENCH_GENERATE_EPILOG)(bench_generate)
 app.add_typer(bench, name="bench")
+app.add_typer(config, name="config")
+models.command("download", cls=CheckedCommand, epilog=DOWNLOAD_EPILOG)(download)
+app.add_typer(models, name="models")
+app.command("completion", cls=CheckedCommand, epilog=COMPLETION_EPILOG)(completion)
 
 
 @app.command(

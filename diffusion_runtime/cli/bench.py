@@ -121,13 +121,14 @@ def attention(
     ] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
+    log_format: options.LogFormat = None,
 ) -> None:
     """Attention backends side by side at the shapes of real models.
 
     Milliseconds, TF/s, share of a matrix product's rate, error against float64.
     Exit code 1 when a backend is wrong or fails.
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.benchmark.plot import check_plotting, plot_benchmark
         from diffusion_runtime.hardware import detect_hardware, resolve_device

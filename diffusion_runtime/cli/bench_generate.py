@@ -71,13 +71,14 @@ def generate(
     plot: Annotated[Path | None, _option(options.OUTPUT, "Plot the stages.", "--plot", "FILE.png")] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
+    log_format: options.LogFormat = None,
 ) -> None:
     """The stages of one generation: cold, the first in this process, and warm, the median of those after it.
 
     A folder is loaded with its weights, and diffusers' own pipeline on the same folder is timed beside. A published
     model has random weights at its real size: nothing is downloaded, pictures are noise. Exit code 1 when a row fails.
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.benchmark.generation import GenerationChoice, benchmark_generation
         from diffusion_runtime.benchmark.plot import check_plotting

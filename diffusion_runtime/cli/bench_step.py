@@ -84,6 +84,7 @@ def step(
     plot: Annotated[Path | None, _option(options.OUTPUT, "Plot where the time goes.", "--plot", "FILE.png")] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
+    log_format: options.LogFormat = None,
 ) -> None:
     """One denoising step at a model's real size, with random weights: nothing is downloaded.
 
@@ -91,7 +92,7 @@ def step(
     rate; memory; difference of the velocities. A step in the middle of a generation. Exit code 1 when a row is wrong or
     fails.
     """
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.benchmark.plot import check_plotting
         from diffusion_runtime.benchmark.plot_step import plot_step

@@ -53,6 +53,7 @@ def calibrate(
     quantization: options.Quantization = None,
     quantization_ignored_layers: options.QuantizationIgnoredLayers = None,
     as_json: options.Json = False,
+    log_format: options.LogFormat = None,
 ) -> None:
     """Measure how a model changes from step to step, for --step-cache magcache and teacache, and the spectrum of its
     latents, for --progressive-resolution.
@@ -65,7 +66,7 @@ def calibrate(
         raise OutputError("--output-path: expected the file to write: -o calibration.json")
     path = Path(output_path)
     _check_target(path)
-    terminal = Terminal()
+    terminal = Terminal(log_format=log_format)
     with terminal.log():
         from diffusion_runtime.batch_settings import BatchSettings
         from diffusion_runtime.config import RuntimeConfig

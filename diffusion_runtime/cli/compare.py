@@ -44,7 +44,7 @@ def compare(context: typer.Context, **given: Any) -> None:
     html, threshold, warm_up = (given.pop(name) for name in ("html", "threshold", "warm_up"))
     texts, folder, file_format = (given.pop(name) for name in ("setting", "output_path", "file_format"))
     as_json = given["as_json"]
-    terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"])
+    terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"], log_format=given["log_format"])
     if not threshold > 0:
         raise ConfigError(f"--threshold: expected a number above 0, got {threshold:g}")
     missing = dict.fromkeys(OUTPUT_FLAGS)

@@ -22,7 +22,7 @@ from diffusion_runtime.request import layered
 
 # Flags of `generate` that are about what it writes and says.
 OUTPUT_FLAGS = ("output_path", "file_format", "resume", "dry_run", "profile")
-_NOT_IN_A_SETTING = (*OUTPUT_FLAGS, "as_json", "quiet", "verbose")
+_NOT_IN_A_SETTING = (*OUTPUT_FLAGS, "as_json", "quiet", "verbose", "log_format")
 MAX_NAME_CHARACTERS = 28
 MAX_SETTINGS = 32
 # What the parser raises for wrong flags. Its class has had several homes; it is always BadParameter's parent.

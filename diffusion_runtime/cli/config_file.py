@@ -16,7 +16,12 @@ from diffusion_runtime.errors import ConfigError, UsageError, nearest, shown
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest, request_field_types
 
 SECTIONS = ("runtime", "request", "presets")
+# The JSON Schema of such files, which config_schema.py makes; editors find it by a file's first line.
+SCHEMA_FILE = Path(__file__).parents[1] / "assets" / "config.schema.json"
 _BOOLEAN_KEYS = [item.name for item in dataclasses.fields(RuntimeConfig) if isinstance(item.default, bool)]
+
+# What a key is refused without, while each is checked alone; it may come from a flag.
+_CHECKED_BESIDE = {"quantization_ignored_layers": {"quantization": "fp8"}}
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,12 @@ def read_config(path: str | None, settings: Sequence[str] = ()) -> FileConfig:
     runtime = _check_runtime(content.get("runtime") or {}, f"{where}runtime")
     request = _check_request(content.get("request") or {}, f"{where}request")
     return _with_settings(FileConfig(runtime, request, presets=presets), settings)
+
+
+def schema_comment(schema: str | Path = SCHEMA_FILE) -> str:
+    """The first line of a config file, by which editors find its schema. schema: a path, absolute or from the file's
+    folder."""
+    return f"# yaml-language-server: $schema={schema}\n"
 
 
 def _load(path: Path) -> Mapping[str, Any]:
@@ -115,7 +126,7 @@ def _check_runtime(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             elif key == "parallel" and not isinstance(value, Mapping):
                 raise ConfigError(f"parallel: expected a mapping, got {shown(value)}")
             else:
-                RuntimeConfig.from_dict({key: value})
+                RuntimeConfig.from_dict({**_CHECKED_BESIDE.get(key, {}), key: value})
         except UsageError as error:
             message = f"attention: {error}" if key == "attention" else error
             raise ConfigError(f"{where}.{message}") from error
@@ -134,7 +145,7 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
         if not equals or not key:
             raise ConfigError(f"--set: expected request.KEY=VALUE or runtime.KEY=VALUE, got {shown(setting)}")
         if section == "request":
-            request[key] = _request_value(key, text)
+            request[key] = request_value(key, text)
         elif section != "runtime":
             raise ConfigError(
                 f"--set {setting}: unknown section {shown(section)}.{nearest(section, ('request', 'runtime'))}"
@@ -153,7 +164,7 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
     return FileConfig(merged, config.request, _check_request(request, "--set request"), config.presets)
 
 
-def _request_value(key: str, text: str) -> Any:
+def request_value(key: str, text: str) -> Any:
     """`128` as the type that the request's field has; text that does not fit is left to the request's own check."""
     kind = request_field_types().get(key, str)
     if kind is str or key == "seed":

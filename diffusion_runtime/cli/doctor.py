@@ -13,8 +13,9 @@ import typer
 
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.backends import SHORT_DTYPES
+from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.tables import facts_table, plain_table
-from diffusion_runtime.cli.terminal import Terminal, json_text, printable, put_on_stdout
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.session.outputs import DEFAULT_FOLDER
 
 if TYPE_CHECKING:
@@ -54,13 +55,14 @@ def doctor(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Every single test.", rich_help_panel=options.OUTPUT)
     ] = False,
+    log_format: options.LogFormat = None,
 ) -> None:
     """Check this machine: torch, driver, packages, disk, model, backends.
 
     Each backend computes small inputs and is compared with float64.
     Exit code 1 when a backend that was asked for, or any test, fails.
     """
-    terminal = Terminal(quiet=quiet, verbose=verbose)
+    terminal = Terminal(quiet=quiet, verbose=verbose, log_format=log_format)
     with terminal.log():
         from diffusion_runtime.attention.config import AttentionSpec
         from diffusion_runtime.diagnosis.examination import examine

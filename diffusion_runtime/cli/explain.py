@@ -42,7 +42,7 @@ def explain(context: typer.Context, **given: Any) -> None:
     """
     del context
     html, as_json = given.pop("html"), given["as_json"]
-    terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"])
+    terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"], log_format=given["log_format"])
     missing = dict.fromkeys(_NOT_HERE)
     flags = flags_of({**missing, **given})
     with terminal.log():

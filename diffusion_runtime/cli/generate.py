@@ -45,7 +45,7 @@ diffusion-runtime generate "a ring" --attention-backend torch_sdpa --dry-run
 def flags_of(given: Mapping[str, Any]) -> Flags:
     """What the flags ask for: requests, the model, attention."""
     from diffusion_runtime.cli.lora_flags import pair_loras
-    from diffusion_runtime.cli.prompts import collect_prompts
+    from diffusion_runtime.cli.prompt_file import collect_prompts
     from diffusion_runtime.cli.settings import Flags
 
     what = _taken(options.PromptFlags, given)
@@ -63,6 +63,8 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
         request=request,
         runtime={
             "model_path": source.model_path,
+            "revision": source.revision,
+            "offline": source.offline,
             "backend": run.backend,
             "device": run.device,
             "dtype": run.dtype,
@@ -122,7 +124,7 @@ def generate(context: typer.Context, **given: Any) -> None:
 
     what, run = _taken(options.PromptFlags, given), _taken(options.RunFlags, given)
     flags = flags_of(given)
-    terminal = Terminal(quiet=run.quiet, verbose=run.verbose)
+    terminal = Terminal(quiet=run.quiet, verbose=run.verbose, log_format=run.log_format)
     output_flags = OutputFlags(
         run.output_path,
         run.file_format,

@@ -88,7 +88,7 @@ def _launch(
 ) -> int:
     """Check what can be checked once, then run the command in several processes."""
     # Rank 0 logs it again.
-    with Terminal(quiet=True).log():
+    with Terminal(quiet=True, log_format=terminal.log_format).log():
         prepared, items = prepare_items(settings, outputs)
     description = prepared.description
     if output_flags.resume:

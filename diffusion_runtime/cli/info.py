@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.tables import attention_table, facts_table
-from diffusion_runtime.cli.terminal import json_text, printable, put_on_stdout
+from diffusion_runtime.cli.terminal import json_text, put_on_stdout
 from diffusion_runtime.session.reporter import seconds_text
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from diffusion_runtime.session.interruptions import interruptions
 from diffusion_runtime.session.outputs import Outputs
 
 if TYPE_CHECKING:
+    from diffusion_runtime.cli.prompt_rows import PromptRow
     from diffusion_runtime.parallel.failure import RankFailure
 
 PROMPT_FILE_FLAG = "--prompt-file"
@@ -82,7 +83,7 @@ def launch_processes(
 
 def report_failure(terminal: Terminal, failure: RankFailure, schema: str | None) -> None:
     """One message on standard error and, where results are JSON, one object on standard output."""
-    terminal.error(failure.message, failure.trace)
+    terminal.error(failure.message, failure.trace, failure.kind, failure.exit_code)
     if schema is not None:
         values = {"error": failure.message, "kind": failure.kind, "exit_code": failure.exit_code}
         put_failure_on_stdout(schema, values)
@@ -99,6 +100,7 @@ def _cleared(folder: Path) -> Iterator[None]:
         remove_abandoned_files(folder)
 
 
-def piped_prompts(prompt_file: str | None, prompts: Sequence[str], num_others: int) -> tuple[str, ...]:
+def piped_prompts(prompt_file: str | None, prompts: Sequence[str | PromptRow], num_others: int) -> tuple[str, ...]:
     """Those of `prompts` that came from standard input: all but the first `num_others`."""
-    return tuple(prompts[num_others:]) if prompt_file == "-" else ()
+    # Standard input is lines of text, never rows.
+    return tuple(text for text in prompts[num_others:] if isinstance(text, str)) if prompt_file == "-" else ()

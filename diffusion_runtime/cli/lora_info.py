@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.tables import facts_table
-from diffusion_runtime.cli.terminal import json_text, printable, put_on_stdout
+from diffusion_runtime.cli.terminal import json_text, put_on_stdout
 from diffusion_runtime.models.lora.shipped import SHIPPED_LORAS
 
 if TYPE_CHECKING:

@@ -1,14 +1,19 @@
-"""`models`: the published models with a native implementation: short name, download, memory of the weights."""
+"""`models`, `models list`: the published models with a native implementation: short name, download, memory of the
+weights."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.flag_syntax import CheckedCommand
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.published import PublishedModel
@@ -21,16 +26,53 @@ diffusion-runtime models
 
 diffusion-runtime generate "a cat" --model-path wan2.1-1.3b
 
+diffusion-runtime models list --cached
+
+diffusion-runtime models download wan2.1-1.3b
+
 diffusion-runtime models --json
+"""
+LIST_EPILOG = """[bold]Examples[/]
+
+diffusion-runtime models list
+
+diffusion-runtime models list --cached --json
 """
 _SHOWN_DTYPES = ("bfloat16", "float32")
 
 
-def models(as_json: options.Json = False) -> None:
+models = typer.Typer(rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@models.callback(invoke_without_command=True, epilog=EPILOG)
+def about(context: typer.Context, as_json: options.Json = False) -> None:
     """List the models that run on this project's own transformers, and what each needs.
 
     Any other diffusers folder runs with --backend diffusers.
     """
+    if context.invoked_subcommand is None:
+        show_published(as_json=as_json)
+    elif as_json:
+        raise UsageError(f"--json: give it behind the command: models {context.invoked_subcommand} --json")
+
+
+@models.command("list", cls=CheckedCommand, epilog=LIST_EPILOG)
+def list_models(
+    cached: Annotated[
+        bool, typer.Option("--cached", help="What is in the hub's cache instead: commits, sizes, native or not.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """List the published models, or with --cached those that were downloaded."""
+    if cached:
+        from diffusion_runtime.cli.cached_models import show_cached
+
+        show_cached(as_json=as_json)
+    else:
+        show_published(as_json=as_json)
+
+
+def show_published(*, as_json: bool) -> None:
     terminal = Terminal()
     with terminal.log():
         from diffusion_runtime.models.published import published_models

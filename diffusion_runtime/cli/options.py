@@ -31,13 +31,25 @@ Prompts: TypeAlias = Annotated[
 ]
 PromptFile: TypeAlias = Annotated[
     str | None,
-    _flag(WHAT, "One prompt per line; # starts a comment; - reads standard input.", "--prompt-file", metavar="FILE"),
+    _flag(
+        WHAT,
+        "One prompt per line (- reads standard input), or rows of request fields: .jsonl, .csv.",
+        "--prompt-file",
+        metavar="FILE",
+    ),
 ]
 ModelPath: TypeAlias = Annotated[
     str | None,
     _flag(
         WHAT, "shapes (embedded), a name of `models`, a diffusers folder, or a hub id.", "--model-path", metavar="MODEL"
     ),
+]
+Revision: TypeAlias = Annotated[
+    str | None,
+    _flag(WHAT, "Branch, tag or commit of a hub model; also --model-path ORG/NAME@REV.", "--revision", metavar="REV"),
+]
+Offline: TypeAlias = Annotated[
+    bool | None, _flag(WHAT, "Ask no network: models come from folders and the hub's cache.", "--offline/--no-offline")
 ]
 LoraPath: TypeAlias = Annotated[
     list[str] | None,
@@ -282,6 +294,10 @@ AttentionPlot: TypeAlias = Annotated[
 ]
 Quiet: TypeAlias = Annotated[bool, _flag(OUTPUT, "Errors only, and the paths.", "--quiet", "-q")]
 Verbose: TypeAlias = Annotated[bool, _flag(OUTPUT, "Everything, tracebacks included.", "--verbose", "-v")]
+LogFormat: TypeAlias = Annotated[
+    str | None,
+    _flag(OUTPUT, "Of standard error: text, or json, one object per line.", "--log-format", metavar="NAME"),
+]
 
 
 @dataclass(frozen=True)
@@ -297,6 +313,8 @@ class SourceFlags:
     """The model, and where other values come from."""
 
     model_path: ModelPath = None
+    revision: Revision = None
+    offline: Offline = None
     lora: Lora = None
     lora_path: LoraPath = None
     lora_scale: LoraScale = None
@@ -350,6 +368,7 @@ class RunFlags:
     attention_plot: AttentionPlot = None
     quiet: Quiet = False
     verbose: Verbose = False
+    log_format: LogFormat = None
 
 
 def parameters_of(flags: type) -> list[inspect.Parameter]:

@@ -65,8 +65,15 @@ def warn_of_changed_files(
     now = described["model"]
     then = settings.repeated.get("model") or {}
     changed = [*changed_weights(settings.repeated, described), *changed_inputs(settings.repeated, requests)]
-    if then.get("path") == now["path"] and then.get("config_sha256") not in (None, now["config_sha256"]):
-        changed.insert(0, now["path"])
+    if then.get("path") == now["path"]:
+        commits = (then.get("commit"), now.get("commit"))
+        if None not in commits and commits[0] != commits[1]:
+            terminal.warn(
+                f"{now['path']} is at commit {commits[1]}, the file of --from was made with {commits[0]}: the result "
+                f"may differ. `--revision {commits[0]}` repeats it"
+            )
+        elif then.get("config_sha256") not in (None, now["config_sha256"]):
+            changed.insert(0, now["path"])
     for path in changed:
         terminal.warn(f"{path} has changed since the file of --from was made; the result will differ")
 

@@ -1,16 +1,13 @@
-"""Prompts and seeds: from flags, files and standard input."""
+"""Negative prompts and seeds of the command line and of files."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from diffusion_runtime.errors import MAX_SHOWN_CHARACTERS, ConfigError, RequestError, shown
-from diffusion_runtime.untrusted.files import read_file
+from diffusion_runtime.errors import RequestError, shown
 
-MAX_PROMPT_FILE_BYTES = 16 * 1024 * 1024
 # Upper bound of seeds per range; a larger range is almost certainly a typo.
 MAX_SEEDS = 10_000
 # Weeks of work for the fastest model; a list of more is a file of something else.
@@ -18,31 +15,6 @@ MAX_ITEMS = 50_000
 
 _SEED = re.compile(r"[0-9]{1,19}")
 _SEED_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
-
-
-def collect_prompts(
-    positional: Sequence[str], flags: Sequence[str], file: str | None, dotted: Sequence[str] = ()
-) -> list[str]:
-    """The prompts of the command line, in that order; empty when there are none. dotted: PATH=VALUE of the flags with a
-    path in their name, whose value may have been taken for a prompt.
-
-    Raises RequestError for an empty prompt and for an unquoted one, ConfigError for an unreadable or empty file.
-    """
-    if len(positional) > 1:
-        together = " ".join(positional)[:MAX_SHOWN_CHARACTERS]
-        taken = "".join(
-            f"; the value of {path} was read as {shown(value)}, after the first '='"
-            for path, _, value in (entry.partition("=") for entry in dotted)
-        )
-        raise RequestError(
-            f"expected one prompt in quotes, got {len(positional)} words: put them in quotes, "
-            f'as in generate "{together}", or give --prompt for each of several prompts{taken}'
-        )
-    prompts = [*positional, *flags]
-    for prompt in prompts:
-        if not prompt.strip():
-            raise RequestError("prompt: expected at least one word, got an empty prompt")
-    return prompts if file is None else [*prompts, *read_prompt_file(file)]
 
 
 def match_negative_prompts(num_prompts: int, negative_prompts: Sequence[str]) -> Sequence[str | None]:
@@ -58,29 +30,6 @@ def match_negative_prompts(num_prompts: int, negative_prompts: Sequence[str]) ->
             f"prompt{'s' if num_prompts > 1 else ''}; give one for all, or one for each prompt, in their order"
         )
     return list(negative_prompts) * (num_prompts if len(negative_prompts) == 1 else 1)
-
-
-def read_prompt_file(file: str) -> list[str]:
-    """One prompt per line; blank lines and lines that start with # are skipped; `-` is standard input."""
-    name = "standard input" if file == "-" else file
-    try:
-        if file == "-":
-            content = sys.stdin.read(MAX_PROMPT_FILE_BYTES + 1)
-        else:
-            content = read_file(file, "--prompt-file", max_bytes=MAX_PROMPT_FILE_BYTES).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason})"
-        raise ConfigError(f"--prompt-file: cannot read {name}: {reason}") from error
-    if len(content) > MAX_PROMPT_FILE_BYTES:
-        raise ConfigError(f"--prompt-file: {name} is longer than {MAX_PROMPT_FILE_BYTES} characters")
-    # Counted first: a million lines of one character take a hundred times their file's memory.
-    if sum(content.count(end) for end in "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029") > MAX_ITEMS:
-        raise ConfigError(f"--prompt-file: {name} has more than {MAX_ITEMS} lines, one prompt each")
-    lines = [line.strip() for line in content.splitlines()]
-    prompts = [line for line in lines if line and not line.startswith("#")]
-    if not prompts:
-        raise ConfigError(f"--prompt-file: {name} holds no prompt (blank lines and # comments do not count)")
-    return prompts
 
 
 def parse_seeds(values: Iterable[Any]) -> list[int]:

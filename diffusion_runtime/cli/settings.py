@@ -1,7 +1,8 @@
 """Settings of a command: flags, config file, recipe and presets resolved by precedence.
 
-Highest first: flags, `--set`, `--config` (a preset of its own that `--preset` picks, then its request), the recipe of
-`--from`, a preset of the model's, the model's defaults. The last two are the pipeline's to fill in (`resolve`).
+Highest first: flags, `--set`, a row of the prompt file, `--config` (a preset of its own that `--preset` picks, then its
+request), the recipe of `--from`, a preset of the model's, the model's defaults. The last two are the pipeline's to fill
+in (`resolve`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from diffusion_runtime.cli.attention_flags import AttentionFlags, overlay_attention
 from diffusion_runtime.cli.config_file import FileConfig, read_config
+from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError
@@ -20,7 +22,7 @@ from diffusion_runtime.request import GenerationRequest, layered
 
 # What of a recipe's `runtime` is not repeated: the machine that repeats it may have another device, and other packages
 # to check; the processes that share the work do not change what they make.
-_NOT_REPEATED = ("device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit")
+_NOT_REPEATED = ("device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit", "offline")
 _REPEATED_RUNTIME = tuple(each.name for each in dataclasses.fields(RuntimeConfig) if each.name not in _NOT_REPEATED)
 
 
@@ -31,7 +33,7 @@ class Flags:
     request, runtime: values by field name; prompts, negative_prompts, seeds: every one that was given.
     """
 
-    prompts: Sequence[str] = ()
+    prompts: Sequence[str | PromptRow] = ()
     negative_prompts: Sequence[str] = ()
     seeds: Sequence[str] = ()
     request: Mapping[str, Any] = field(default_factory=dict)
@@ -86,30 +88,7 @@ def resolve_settings(flags: Flags) -> Settings:
         # Those of a second stage that `--upsampler-path none` leaves out.
         recipe_request.pop("second_stage_sigmas", None)
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
-    # Later ones win.
-    values = layered(recipe_request, config.request, preset_values, config.settings, _without_none(flags.request))
-    configured = {**config.request, **config.settings}
-    prompts = list(flags.prompts) or configured.get("prompt") or _as_list(recipe_request.get("prompt"))
-    seeds = parse_seeds(flags.seeds) or configured.get("seed") or _as_list(recipe_request.get("seed")) or [0]
-    if not prompts:
-        raise RequestError(
-            'prompt: there is none; give it in quotes, as in generate "a red circle moving left", or use --prompt, '
-            "--prompt-file or --from"
-        )
-    negative_prompts = match_negative_prompts(
-        len(prompts), flags.negative_prompts or _as_list(values.pop("negative_prompt", None))
-    )
-    if len(prompts) * len(seeds) > MAX_ITEMS:
-        raise RequestError(
-            f"{len(prompts)} prompts with {len(seeds)} seeds each are more than {MAX_ITEMS} generations; make them in "
-            "parts"
-        )
-    requests = []
-    for prompt, negative_prompt in zip(prompts, negative_prompts, strict=True):
-        for seed in seeds:
-            own = {"prompt": prompt, "negative_prompt": negative_prompt, "seed": seed}
-            requests.append(_build_request({**values, **own}, flags.repeat))
-    notes = []
+    requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values))
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
     if (shipped := _lora_of_preset(flags, config, runtime)) is not None:
@@ -121,12 +100,50 @@ def resolve_settings(flags: Flags) -> Settings:
         runtime = dataclasses.replace(runtime, lora=(*runtime.lora, shipped))
     return Settings(
         runtime=runtime,
-        requests=tuple(requests),
+        requests=requests,
         preset=flags.preset,
         file_presets=tuple(config.presets),
         repeated=recipe,
         notes=tuple(notes),
     )
+
+
+def _build_requests(
+    flags: Flags, config: FileConfig, files: tuple[Mapping[str, Any], ...]
+) -> tuple[tuple[GenerationRequest, ...], list[str]]:
+    """One request per prompt and seed, and remarks. files: request values of the recipe and of the config file, where
+    later ones win; the values of a prompt's row stand between them and what is typed."""
+    typed = (config.settings, _without_none(flags.request))
+    values = layered(*files, *typed)
+    configured = {**config.request, **config.settings}
+    prompts = list(flags.prompts) or configured.get("prompt") or _as_list(files[0].get("prompt"))
+    typed_seeds = parse_seeds(flags.seeds) or config.settings.get("seed") or []
+    seeds = typed_seeds or configured.get("seed") or _as_list(files[0].get("seed")) or [0]
+    if not prompts:
+        raise RequestError(
+            'prompt: there is none; give it in quotes, as in generate "a red circle moving left", or use --prompt, '
+            "--prompt-file or --from"
+        )
+    negative_prompts = match_negative_prompts(
+        len(prompts), flags.negative_prompts or _as_list(values.pop("negative_prompt", None))
+    )
+    rows = [prompt if isinstance(prompt, PromptRow) else PromptRow(prompt) for prompt in prompts]
+    seeds_of = [typed_seeds or row.seeds or seeds for row in rows]
+    num_requests = sum(map(len, seeds_of))
+    if num_requests > MAX_ITEMS:
+        raise RequestError(
+            f"{len(rows)} prompts with their seeds are more than {MAX_ITEMS} generations: {num_requests}; make them in "
+            "parts"
+        )
+    own_negative = not flags.negative_prompts and "negative_prompt" not in config.settings
+    requests = []
+    for row, row_seeds, negative_prompt in zip(rows, seeds_of, negative_prompts, strict=True):
+        own = {**layered(*files, row.values, *typed), "prompt": row.prompt}
+        if not (own_negative and "negative_prompt" in row.values):
+            own["negative_prompt"] = negative_prompt
+        requests += [_build_request({**own, "seed": seed}, flags.repeat, row.where) for seed in row_seeds]
+    given = layered(*typed, {"seed": typed_seeds, "negative_prompt": flags.negative_prompts})
+    return tuple(requests), _replaced_values(given, rows)
 
 
 def _lora_of_preset(flags: Flags, config: FileConfig, runtime: RuntimeConfig) -> str | None:
@@ -144,10 +161,25 @@ def _lora_of_preset(flags: Flags, config: FileConfig, runtime: RuntimeConfig) ->
     return None if any(path in (folder, *folder.iterdir()) for path in given) else name
 
 
-def _build_request(values: Mapping[str, Any], repeat: str | None) -> GenerationRequest:
+def _replaced_values(typed: Mapping[str, Any], rows: Sequence[PromptRow]) -> list[str]:
+    """A remark for each field that is given on the command line and by rows of the prompt file."""
+    notes = []
+    for name in (name for name, value in typed.items() if value not in ((), [], None)):
+        replaced = [row for row in rows if (row.seeds if name == "seed" else name in row.values)]
+        if replaced:
+            notes.append(
+                f"{name}: the command line's value replaces that of {len(replaced)} of {len(rows)} prompts (the first "
+                f"is {replaced[0].where})"
+            )
+    return notes
+
+
+def _build_request(values: Mapping[str, Any], repeat: str | None, where: str = "") -> GenerationRequest:
     try:
         return GenerationRequest.from_dict(values)
     except UsageError as error:
+        if where:
+            raise RequestError(f"{where}: {error}") from error
         if repeat is None:
             raise
         raise RequestError(f"{error} (with the recipe of {repeat})") from error
@@ -166,6 +198,9 @@ def _build_runtime(flags: Flags, config: FileConfig, recipe: Mapping[str, Any]) 
                 values.get("attention"), {"default.backend": planned.get("backend")}
             )
     chosen = {**config.runtime, **_without_none(flags.runtime)}
+    if "model_path" in chosen:
+        # The recorded revision is the recorded model's.
+        values.pop("revision", None)
     if "quantization" in chosen:
         # The recorded layers are left out of the recorded quantization, and of no other.
         values.pop("quantization_ignored_layers", None)

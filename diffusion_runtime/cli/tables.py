@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from diffusion_runtime.cli.printable import printable
 
-from diffusion_runtime.cli.terminal import printable
+# rich is imported where it is used: a shell's completion and --version need none of it.
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.table import Table
+    from rich.text import Text
 
 # A last column that is narrower than this breaks most lines after two or three words.
 _MIN_LAST_COLUMN = 24
@@ -34,6 +33,8 @@ class _PlainTable:
     title: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.measure import Measurement
+
         widths = [
             max(Measurement.get(console, options, cell).maximum for cell in column)
             for column in zip(self.columns, *self.rows, strict=True)
@@ -55,6 +56,10 @@ class _PlainTable:
 
     def _stacked(self, widths: Sequence[int], max_width: int) -> Iterator[RenderableType]:
         """Each row in two: its first cells side by side, and the last one below them."""
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
         first, indent = list(widths[:-1]), 4
         while sum(first) + len(first) + 1 > max_width and max(first) > 1:
             first[first.index(max(first))] -= 1
@@ -78,6 +83,10 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
 def figures_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A name and its figures in each row; figures of a column that have as many decimals stand point below point. A
     line break in a column's name is kept. To be printed with soft_wrap: it has one width."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     cells = [[Text(column) for column in columns], *([_cell(value) for value in row] for row in rows)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 0), show_edge=False)
     for number, column in enumerate(zip(*cells, strict=True)):
@@ -109,7 +118,25 @@ def facts_table(facts: Iterable[tuple[str, object]], title: str) -> Table:
     return table
 
 
+def table_values(renderable: RenderableType) -> tuple[str, list[str], list[list[str]]]:
+    """Title, names of columns and cells of a table, for programs."""
+    if isinstance(renderable, _PlainTable):
+        rows = [[str(cell) for cell in row] for row in renderable.rows]
+        return renderable.title.strip(), [str(column) for column in renderable.columns], rows
+    from rich.table import Table
+
+    assert isinstance(renderable, Table), f"no values are known of a {type(renderable).__name__}"
+    cells = [
+        [str(cell) for cell in column.cells][1 if renderable.show_header else 0 :] for column in renderable.columns
+    ]
+    columns = [str(column.header) for column in renderable.columns if renderable.show_header]
+    return str(renderable.title or "").strip(), columns, [list(row) for row in zip(*cells, strict=True)]
+
+
 def _empty_table(title: str, *, show_header: bool = True) -> Table:
+    from rich import box
+    from rich.table import Table
+
     return Table(
         box=box.SIMPLE_HEAD if show_header else None,
         show_header=show_header,
@@ -122,6 +149,8 @@ def _empty_table(title: str, *, show_header: bool = True) -> Table:
 
 
 def _cell(value: object) -> Text:
+    from rich.text import Text
+
     return Text(printable(str(value)))
 
 

@@ -1,4 +1,4 @@
-"""Standard error, for people: lines, warnings, the package's log. Standard output is for paths and JSON alone."""
+"""Standard error: lines, warnings and the log, as text or JSON lines. Standard output is for paths and JSON alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import io
 import logging
 import os
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusion_runtime.cli.log_lines import LOG_FORMATS, LogLines
+from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.progress import show_progress
-from diffusion_runtime.errors import OutputError
+from diffusion_runtime.errors import ConfigError, OutputError, nearest, shown
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -27,48 +29,92 @@ _LIBRARY_LOGGERS = ("diffusers", "transformers", "huggingface_hub", "torch", "py
 
 
 class Terminal:
-    """For people. quiet: errors only. verbose: tracebacks, and the log down to debug, libraries included.
+    """quiet: errors only. verbose: tracebacks, and the log down to debug, libraries included.
 
-    silent: nothing at all, for ranks other than 0, whose output rank 0 writes.
+    silent: nothing at all, for ranks other than 0, whose output rank 0 writes. log_format: `text` (None too), for
+    people, or `json`, one object per line (log_lines.py). Raises ConfigError for another.
     """
 
-    def __init__(self, *, quiet: bool = False, verbose: bool = False, silent: bool = False) -> None:
+    def __init__(
+        self, *, quiet: bool = False, verbose: bool = False, silent: bool = False, log_format: str | None = None
+    ) -> None:
+        if log_format not in (None, *LOG_FORMATS):
+            raise ConfigError(f"--log-format: unknown value {shown(log_format)}.{nearest(log_format, LOG_FORMATS)}")
         self.quiet = quiet or silent
         self.verbose = verbose
         self.silent = silent
-        self.console: Console = _make_console()
+        self.log_format = log_format
+        self._lines = LogLines() if log_format == "json" else None
+
+    @cached_property
+    def console(self) -> Console:
+        """Made at its first use: importing rich takes a tenth of a second."""
+        return _make_console()
 
     @property
     def is_live(self) -> bool:
         """Whether lines can be redrawn."""
-        return self.console.is_terminal and not self.console.is_dumb_terminal and not self.quiet
+        if self.quiet or self._lines is not None:
+            return False
+        return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def say(self, text: str, style: str = "") -> None:
         if not self.quiet:
-            self._line(text, style)
+            self._put("info", text, style)
 
     def warn(self, text: str) -> None:
-        self.say(f"warning: {text}", "yellow")
+        if not self.quiet:
+            self._put("warning", text, "yellow", "warning: ")
 
-    def error(self, text: str, trace: str = "") -> None:
+    def error(self, text: str, trace: str = "", kind: str = "", exit_code: int | None = None) -> None:
+        """kind, exit_code: of the failure that ends the command, for programs."""
+        if self._lines is not None:
+            details: dict[str, Any] = {"kind": kind, "exit_code": exit_code, "trace": trace if self.verbose else ""}
+            self._put("error", text, "", event="error", **{name: value for name, value in details.items() if value})
+            return
         if self.verbose and trace:
-            self._line(trace.rstrip(), "dim")
-        self._line(f"error: {text}", "red")
+            self._put("error", trace.rstrip(), "dim")
+        self._put("error", text, "red", "error: ")
 
     def show(self, renderable: RenderableType) -> None:
         """A table or the like."""
-        if not self.quiet:
+        if self.quiet:
+            return
+        if self._lines is not None:
+            from diffusion_runtime.cli.tables import table_values
+
+            title, columns, rows = table_values(renderable)
+            self._put("info", title, "", event="table", columns=columns, rows=rows)
+        else:
             self._print(renderable)
+
+    def log_record(self, level: str, text: str, logger: str) -> None:
+        """One record of a logger. level: info, or debug."""
+        if not self.quiet:
+            self._put(level, text, "dim", **({} if self._lines is None else {"event": "log", "logger": logger}))
+
+    def count(self, text: str, **values: Any) -> None:
+        """One line of progress; values: for programs, beside those of every line."""
+        if not self.quiet:
+            self._put("info", text, "", **({} if self._lines is None else {"event": "progress", **values}))
 
     def progress(self, title: str) -> AbstractContextManager[ProgressView]:
         """Shows the progress of one generation below a line with its title."""
+        if self._lines is not None and not self.quiet:
+            return self._lines.progress(title)
         return show_progress(title, self.say, self.console if self.is_live else None)
+
+    def _put(self, level: str, text: str, style: str, prefix: str = "", **values: Any) -> None:
+        if self.silent:
+            return
+        if self._lines is not None:
+            self._lines.put(level, text, **values)
+        else:
+            self._line(f"{prefix}{text}", style)
 
     def _line(self, text: str, style: str) -> None:
         from rich.text import Text
 
-        if self.silent:
-            return
         # Text and not a string: a prompt may look like markup. soft_wrap: a path must stay in one piece.
         self._print(Text(printable(text), style=style), soft_wrap=True)
 
@@ -115,14 +161,9 @@ class _TerminalHandler(logging.Handler):
             elif text not in self._logged or record.levelno < logging.INFO:
                 # Once per command: preparing the model logs what loading it logs again.
                 self._logged.add(text)
-                self._terminal.say(text, "dim")
+                self._terminal.log_record("info" if record.levelno >= logging.INFO else "debug", text, record.name)
         except Exception:
             self.handleError(record)
-
-
-def printable(text: str) -> str:
-    """`text` without control characters, which in an untrusted file could drive the terminal; lines and tabs stay."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs"))
 
 
 def prepare_standard_streams() -> None:

@@ -133,7 +133,8 @@ class PreparedModel:
         offloading = checked._offloading(transfers)
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
         elsewhere = [file.component for file in opened.transformer_files]
-        fetch_weights(config.model_path, opened.folder, [*elsewhere, *(part.component for part in part_files(config))])
+        not_downloaded = [*elsewhere, *(part.component for part in part_files(config))]
+        fetch_weights(config.model_path, opened.folder, not_downloaded, offline=config.offline, variant=config.variant)
         check_component_files(opened.folder, elsewhere)
         if opened.check_weights(checked.transformer):
             refuse_compiling_quantised(config)

@@ -66,7 +66,7 @@ class PreparedPassthrough:
         plan = dataclasses.replace(plan, self_checks=self_checks)
         say("loading diffusers' pipeline")
         recipe = _describe_passthrough(config, self.description.model_folder, plan, self.device, self.dtype).to_dict()
-        fetch_weights(config.model_path, self.description.model_folder)
+        fetch_weights(config.model_path, self.description.model_folder, offline=config.offline, variant=config.variant)
         compiled = None
         if config.compile == "regional":
             keep_artefacts(self.device, self.description.model_folder.digest)

@@ -50,6 +50,8 @@ def load_pipeline(
     cuda_graphs: str = "auto",
     offload: str = "auto",
     memory_limit: str | None = None,
+    revision: str | None = None,
+    offline: bool = False,
     on_stage: OnStage | None = None,
     world: World | None = None,
 ) -> GenerationPipeline:
@@ -62,9 +64,9 @@ def load_pipeline(
     as the command line does. lora: files to merge into the transformer, as paths or (path, scale) pairs. self_check:
     whether third-party attention kernels are compared with the definition on this machine's accelerator before the
     weights are read, once per version. vae_decode, vae_tiling, vae_decoder, quantization, quantization_ignored_layers,
-    compile, cuda_graphs, offload, memory_limit, transformer_path, transformer_2_path, vae_path, text_encoder_path,
-    text_encoder_2_path, variant, upsampler_path: see RuntimeConfig. on_stage: called with a phrase before each part is
-    loaded. world: the processes that run the model together, each of which must load it alike.
+    compile, cuda_graphs, offload, memory_limit, revision, offline, transformer_path, transformer_2_path, vae_path,
+    text_encoder_path, text_encoder_2_path, variant, upsampler_path: see RuntimeConfig. on_stage: called with a phrase
+    before each part is loaded. world: the processes that run the model together, each of which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers, which this
@@ -95,6 +97,8 @@ def load_pipeline(
         "cuda_graphs": cuda_graphs,
         "offload": offload,
         "memory_limit": memory_limit,
+        "revision": revision,
+        "offline": offline,
     }
     prepared, started = prepare(_runtime_config(model, keywords), world), time.perf_counter()
     pipeline = prepared.load(on_stage)
@@ -131,10 +135,18 @@ def prepare(
     if world is not None:
         config = dataclasses.replace(config, parallel=config.parallel.with_world(world.size))
     found = (
-        find_configs(config.model_path)
+        find_configs(config.model_path, revision=config.revision, offline=config.offline)
         if is_dry_run
         # Which variants there are is only seen once they are here.
-        else ConfigFolder(resolve_model_folder(config.model_path, weights=config.variant is not None))
+        else ConfigFolder(
+            resolve_model_folder(
+                config.model_path,
+                weights=config.variant is not None,
+                revision=config.revision,
+                offline=config.offline,
+                variant=config.variant,
+            )
+        )
     )
     folder = ModelFolder(found.path, found.download_gb)
     if _is_passthrough(config.backend, folder):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_runtime.errors import ModelLoadError, first_line, nearest
-from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, check_model_files
+from diffusion_runtime.config import split_revision
+from diffusion_runtime.errors import ModelLoadError, nearest, shown
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, ModelFolder, check_model_files
+from diffusion_runtime.models import hub
 from diffusion_runtime.models.published import model_of_name, published_model_of
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.models.registry import single_file_pipelines
@@ -22,24 +23,30 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "shapes"
 
 # owner/name, which no path that starts with a dot, a slash or a tilde is.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-# Only files of components: many repositories hold a second, single-file copy of the weights at the top.
-_HUB_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja", "*/*.safetensors")
-# A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
-# components, which nobody reads.
-_HUB_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
 
 
-def resolve_model_folder(model_path: str, *, weights: bool = True, elsewhere: Sequence[str] = ()) -> Path:
+def resolve_model_folder(
+    model_path: str,
+    *,
+    weights: bool = True,
+    elsewhere: Sequence[str] = (),
+    revision: str | None = None,
+    offline: bool = False,
+    variant: str | None = None,
+) -> Path:
     """The folder behind `shapes`, the path of a folder, the name of a published model such as `wan2.1-1.3b`, or a hub
     id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
 
     What is on the hub is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors
     files, never a pickle. weights: False leaves the safetensors files out, for whoever reads the json alone. elsewhere:
-    components whose safetensors files are left out.
+    components whose safetensors files are left out. revision: of the hub's; model_path may say it too (`org/name@v1`).
+    offline: no network is asked. variant: of weights that are there in several.
 
     Raises ModelLoadError that says what to type instead.
     """
+    model_path, revision = _at_revision(model_path, revision)
     if model_path == EMBEDDED:
+        _refuse_revision(model_path, revision)
         if (EMBEDDED_FOLDER / INDEX_FILE).is_file():
             return EMBEDDED_FOLDER
         raise ModelLoadError(f"the embedded model is not in {EMBEDDED_FOLDER}; install diffusion-runtime again")
@@ -48,6 +55,7 @@ def resolve_model_folder(model_path: str, *, weights: bool = True, elsewhere: Se
         if not (path / INDEX_FILE).exists():
             for file in sorted(path.iterdir()):
                 _refuse_single_file(file)
+        _refuse_revision(model_path, revision)
         check_model_files(path)
         return path
     if path.is_file():
@@ -56,14 +64,14 @@ def resolve_model_folder(model_path: str, *, weights: bool = True, elsewhere: Se
     check_place(path, "model_path")
     named = model_of_name(model_path)
     if named is not None:
-        return _download(named.model_path, weights, elsewhere)
+        return _download(named.model_path, weights, elsewhere, revision, offline, variant)
     if not _HUB_ID.fullmatch(model_path):
         raise ModelLoadError(
             f"there is no model folder {model_path}.{_siblings(path)} Give `{EMBEDDED}` (the embedded model), a "
             "diffusers folder, a name that `diffusion-runtime models` lists, or a hub id such as "
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
-    return _download(model_path, weights, elsewhere)
+    return _download(model_path, weights, elsewhere, revision, offline, variant)
 
 
 @dataclass(frozen=True)
@@ -75,26 +83,24 @@ class ConfigFolder:
     download_gb: float | None = None
 
 
-def find_configs(model_path: str) -> ConfigFolder:
+def find_configs(model_path: str, *, revision: str | None = None, offline: bool = False) -> ConfigFolder:
     """The json of a model for whoever reads nothing else: of a published model what the hub's cache has of it, else
-    what the package knows, so that neither the network nor a download is needed. Any other as resolve_model_folder,
-    whose errors it raises."""
+    what the package knows, so that neither the network nor a download is needed. Any other, and a published model at a
+    revision that is not in the cache, as resolve_model_folder, whose errors it raises."""
+    model_path, revision = _at_revision(model_path, revision)
     published = published_model_of(model_path)
-    if published is None or (packaged := packaged_folder(published.model_path)) is None:
-        return ConfigFolder(resolve_model_folder(model_path, weights=False))
-    cached = _cached(published.model_path)
+    packaged = None if published is None else packaged_folder(published.model_path)
+    cached = None if published is None or packaged is None else _cached(published.model_path, revision)
+    if published is None or packaged is None or (cached is None and revision is not None):
+        return ConfigFolder(resolve_model_folder(model_path, weights=False, revision=revision, offline=offline))
     return ConfigFolder(packaged, published.download_gb) if cached is None else ConfigFolder(cached)
 
 
-def _cached(hub_id: str) -> Path | None:
+def _cached(hub_id: str, revision: str | None) -> Path | None:
     """The folder in the hub's cache that has every json file of a published model, None without one; asks no
     network."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(hub_id, local_files_only=True))
-    except (OSError, ValueError):
-        # A cache that is not there, is not whole or cannot be read; a name that the hub's library refuses.
+    folder = hub.cached_folder(hub_id, revision)
+    if folder is None:
         return None
     wanted = published_folders()[hub_id.rpartition("/")[2]]
     if not all((folder / name).is_file() for name in wanted):
@@ -103,12 +109,38 @@ def _cached(hub_id: str) -> Path | None:
     return folder
 
 
-def fetch_weights(model_path: str, folder: AnyFolder, elsewhere: Sequence[str] = ()) -> None:
+def _at_revision(model_path: str, revision: str | None) -> tuple[str, str | None]:
+    """The path without its revision, and the revision that either says."""
+    path, own = split_revision(model_path)
+    return path, revision if own is None else own
+
+
+def _refuse_revision(model_path: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ModelLoadError(
+            f"revision {shown(revision)}: {model_path} is a folder here, and only models of the hub have revisions; "
+            "leave it out"
+        )
+
+
+def fetch_weights(
+    model_path: str,
+    folder: AnyFolder,
+    elsewhere: Sequence[str] = (),
+    *,
+    offline: bool = False,
+    variant: str | None = None,
+) -> None:
     """Download the safetensors of a model into `folder`, which resolve_model_folder found with weights=False; a local
     folder has them. elsewhere: components whose weights are read from other files, and not downloaded. Raises what
     resolve_model_folder raises."""
     is_local = model_path == EMBEDDED or check_path(expand_home(model_path), "model_path").is_dir()
-    found = folder if is_local else resolve_model_folder(model_path, elsewhere=elsewhere)
+    if is_local:
+        return
+    # The commit that was opened, whatever its branch is by now.
+    path = folder.path if isinstance(folder, ModelFolder) else folder
+    commit = hub.commit_of(path)
+    found = resolve_model_folder(model_path, elsewhere=elsewhere, revision=commit, offline=offline, variant=variant)
     if str(found) != str(folder):
         raise ModelLoadError(f"{model_path} has changed on the hub since it was opened ({folder}, {found}): try again")
 
@@ -123,37 +155,24 @@ def _siblings(path: Path) -> str:
     return close if "Did you mean" in close else f" In {parent} there is: {listed(names) or 'no folder'}."
 
 
-def _download(hub_id: str, weights: bool, elsewhere: Sequence[str] = ()) -> Path:
+def _download(
+    hub_id: str,
+    weights: bool,
+    elsewhere: Sequence[str] = (),
+    revision: str | None = None,
+    offline: bool = False,
+    variant: str | None = None,
+) -> Path:
     """The folder in the hub's cache that holds `hub_id`, brought up to date when there is a network."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    patterns = [pattern for pattern in _HUB_FILES if weights or "safetensors" not in pattern]
-    instead = f"or give the path of a copy, or {EMBEDDED!r} for the embedded model, which needs no network"
     try:
-        left_out = [*_HUB_COPIES, *(f"{component}/*.safetensors" for component in elsewhere)]
-        folder = Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=left_out))
-    except GatedRepoError as error:
-        raise ModelLoadError(
-            f"{hub_id}: its terms must be accepted first, at https://huggingface.co/{hub_id}; then `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelLoadError(
-            f"there is no folder {hub_id} here and no such model on the hub, or it is private: check the spelling, or "
-            f"`hf auth login`; {instead}.{_beside(hub_id)}"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        why = "HF_HUB_OFFLINE is set: unset it" if offline else "the hub cannot be reached: check the network"
-        raise ModelLoadError(
-            f"{hub_id} is neither a folder here nor whole in the hub's cache, and {why}; {instead}.{_beside(hub_id)}"
-        ) from error
-    except Exception as error:  # whatever the hub's transport raises: broken connections, a full disk, bad answers
-        raise ModelLoadError(
-            f"{hub_id} cannot be downloaded ({first_line(error)}); try again: it goes on where it stopped"
-        ) from error
-    check_model_files(folder)
-    return folder
+        return hub.download(
+            hub_id, revision=revision, offline=offline, weights=weights, elsewhere=elsewhere, variant=variant
+        )
+    except ModelLoadError as error:
+        beside = _beside(hub_id)
+        if not beside:
+            raise
+        raise ModelLoadError(f"{error}.{beside}") from error
 
 
 def _beside(hub_id: str) -> str:

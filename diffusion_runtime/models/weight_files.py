@@ -22,7 +22,7 @@ from diffusion_runtime.untrusted.json_text import parse_json
 _NUM_LISTED = 10
 
 # Where only variants of a checkpoint are there, the first of these wins, then the first in alphabetical order.
-_VARIANTS = ("fp32", "bf16", "fp16")
+VARIANTS = ("fp32", "bf16", "fp16")
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 GGUF = ".gguf"
@@ -238,7 +238,7 @@ def _variants(folder: Path, stem: str) -> list[str]:
     index = re.compile(rf"{re.escape(stem)}\.safetensors\.index\.([^.]+)\.json")
     matches = (single.fullmatch(path.name) or index.fullmatch(path.name) for path in folder.iterdir())
     found = {match[1] for match in matches if match and not re.search(r"-\d+-of-\d+", match[1])}
-    order = {name: place for place, name in enumerate(_VARIANTS)}
+    order = {name: place for place, name in enumerate(VARIANTS)}
     return [f".{name}" for name in sorted(found, key=lambda name: (order.get(name, len(order)), name))]
 
 

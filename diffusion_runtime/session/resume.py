@@ -18,7 +18,7 @@ from diffusion_runtime.session.outputs import Outputs
 
 # What of a recipe's `model` and of each row of its `attention` must be the same. The device may be another one, and so
 # may the way in which processes share the work: neither changes what is made.
-_MODEL_KEYS = ("path", "family", "config_sha256", "dtype")
+_MODEL_KEYS = ("path", "commit", "family", "config_sha256", "dtype")
 _ATTENTION_KEYS = ("role", "when", "layers", "backend", "options")
 # Of its `runtime`: what changes the weights and the decoder.
 _RUNTIME_KEYS = (

@@ -13,7 +13,7 @@ from tables import table
 HEAVY = ("torch", "diffusers", "transformers", "numpy", "PIL", "yaml", "imageio_ffmpeg")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "-h"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["completion", "bash"], ["--version"]])
 def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     code = (
         "import sys; from diffusion_runtime.cli.app import run; "
@@ -26,9 +26,13 @@ def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     assert finished.stdout.splitlines()[-1] == "[]"
 
 
-@table(
-    "verb", ["", "generate", "backends", "doctor", "models", "info", "calibrate", "compare", "bench", "bench attention"]
+GROUPS = ("", "bench", "config")
+VERBS = (
+    "generate,backends,doctor,models,info,calibrate,compare,bench attention,config schema,models list,models download"
 )
+
+
+@table("verb", [*GROUPS, *VERBS.split(","), "completion"])
 def test_help_fits_80_columns_uncut_and_shows_an_example(
     verb: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,7 +42,7 @@ def test_help_fits_80_columns_uncut_and_shows_an_example(
     assert max(len(line) for line in shown.out.splitlines()) <= 80
     # What stands for the rest of a name that was cut.
     assert "…" not in shown.out
-    is_group = verb in ("", "bench")
+    is_group = verb in GROUPS
     assert is_group or "\n diffusion-runtime " in shown.out
     assert verb or "Start with: diffusion-runtime generate" in shown.out
 

@@ -12,6 +12,7 @@ from sample_media import make_media
 
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.cli.attention_flags import AttentionFlags
+from diffusion_runtime.cli.prompt_file import collect_prompts
 from diffusion_runtime.cli.settings import Flags, resolve_settings
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError
@@ -216,8 +217,18 @@ def test_everything_that_changes_the_frames_is_repeated(tmp_path: Path) -> None:
     assert (plain.quantization, plain.quantization_ignored_layers) == ("none", ())
     assert repeated({"compile": "regional"}).compile == "regional"
     # The others are the machine's; a new field belongs to one of the two.
-    machine = {"device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit"}
-    known = {"model_path", "backend", "dtype", "attention", "attention_override", "vae_decoder", "compile", *OWN_VALUES}
+    machine = {"device", "parallel", "self_check", "cuda_graphs", "offload", "memory_limit", "offline"}
+    known = {
+        "model_path",
+        "revision",
+        "backend",
+        "dtype",
+        "attention",
+        "attention_override",
+        "vae_decoder",
+        "compile",
+        *OWN_VALUES,
+    }
     assert {each.name for each in dataclasses.fields(RuntimeConfig)} == known | machine
 
 
@@ -257,3 +268,30 @@ def test_a_recipe_is_checked_like_any_input(
     path = make_media(num_frames=1, recipe={**RECIPE, **changes}).save(tmp_path / "x.png")
     with pytest.raises(error, match=said):
         resolve_settings(Flags(repeat=str(path)))
+
+
+def test_a_prompt_file_brings_request_fields_per_row(tmp_path: Path) -> None:
+    """Typed values come before a row's, a row's before those of the files."""
+    (tmp_path / "mine.yaml").write_text("request: {height: 64, fps: 8, negative_prompt: blur, seed: 9}")
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "a", "seed": [3, "5-6"], "height": 128, "negative_prompt": "grey"}\n\n'
+        '{"prompt": "b", "sigmas": [1, 0.5], "image_path": ["x.png", "y.png"], "fps": null}\n'
+    )
+    flags = Flags(prompts=collect_prompts([], [], str(tmp_path / "rows.jsonl")), config=str(tmp_path / "mine.yaml"))
+    settings = resolve_settings(flags)
+    assert [(each.prompt, each.seed, each.height, each.negative_prompt) for each in settings.requests] == [
+        *(("a", seed, 128, "grey") for seed in (3, 5, 6)),
+        ("b", 9, 64, "blur"),
+    ]
+    assert (settings.requests[3].num_inference_steps, settings.requests[3].image_path) == (2, ("x.png", "y.png"))
+    assert {each.fps for each in settings.requests} == {8}
+    assert settings.notes == ()
+    typed = dataclasses.replace(flags, request={"height": 96, "width": 32}, seeds=["1"], negative_prompts=["dark"])
+    settings = resolve_settings(typed)
+    assert [(each.prompt, each.seed, each.height, each.negative_prompt) for each in settings.requests] == [
+        ("a", 1, 96, "dark"),
+        ("b", 1, 96, "dark"),
+    ]
+    # Nothing of a row is lost silently.
+    assert [note.partition(":")[0] for note in settings.notes] == ["height", "seed", "negative_prompt"]
+    assert all("rows.jsonl:1" in note for note in settings.notes)

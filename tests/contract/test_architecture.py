@@ -83,7 +83,7 @@ HOMES = {
     "flash_attn": ("attention/backends", "kernels"),
     "torch.distributed": ("parallel",),
     "safetensors": ("models/tensor_files.py",),
-    "huggingface_hub": ("models/model_sources.py",),
+    "huggingface_hub": ("models/hub.py",),
     "imageio_ffmpeg": ("media/",),
     "typer": ("cli",),
     "yaml": ("untrusted/yaml_text.py",),

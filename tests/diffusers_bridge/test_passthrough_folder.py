@@ -127,7 +127,7 @@ def test_documented_settings_of_a_name_that_are_not_applied_are_named(
     tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("diffusion_runtime.models.model_sources._download", lambda repository, weights: tiny_wan_folder)
+    monkeypatch.setattr("diffusion_runtime.models.model_sources._download", lambda *_: tiny_wan_folder)
     description = inspect_pipeline(RuntimeConfig("wan2.1-1.3b", backend="diffusers"))
     (said,) = [record.getMessage() for record in caplog.records if "not applied" in record.getMessage()]
     published = model_of_name("wan2.1-1.3b")

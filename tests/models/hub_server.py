@@ -1,6 +1,7 @@
 """A hub in miniature on this machine: answers as huggingface.co does for the models it is given.
 
-Run as `python hub_server.py FOLDER`: every FOLDER/owner/name is a model. Prints its address, then one line per request.
+Run as `python hub_server.py FOLDER`: every FOLDER/owner/name is a model, FOLDER/owner/name@v1 its revision v1. Prints
+its address, then one line per request.
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ import json
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+def commit_of(revision: str) -> str:
+    return COMMIT if revision == "main" else hashlib.sha1(revision.encode()).hexdigest()
+
+
 class Hub(BaseHTTPRequestHandler):
     root = Path()
+    # What was asked, and the files of models that nobody gets.
+    requests: ClassVar[list[tuple[str, str]]] = []
+    refused: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -31,16 +40,23 @@ class Hub(BaseHTTPRequestHandler):
         in_api = path.startswith("api/models/")
         parts = path.removeprefix("api/models/").split("/")
         model = self.root / "/".join(parts[:2])
+        named = parts[3] if len(parts) > 3 else "main"
+        revision = next((name for name in ("main", "v1") if named in (name, commit_of(name))), None)
+        folder = model if revision == "main" else model.with_name(f"{model.name}@{revision}")
+        self.requests.append((self.command, path))
         if not model.is_dir():
             self._send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, with_body)
+        elif revision is None or not folder.is_dir():
+            self._send(404, b'{"error": "Revision not found"}', {"X-Error-Code": "RevisionNotFound"}, with_body)
         elif in_api:
-            self._send(200, json.dumps(self._listing(model, parts)).encode(), {}, with_body)
+            self._send(200, json.dumps(self._listing(folder, parts, commit_of(revision))).encode(), {}, with_body)
         else:
-            content = (model / "/".join(parts[4:])).read_bytes()
-            tag = f'"{hashlib.sha256(content).hexdigest()}"'
-            self._send(200, content, {"ETag": tag, "X-Repo-Commit": COMMIT}, with_body)
+            content = (folder / "/".join(parts[4:])).read_bytes()
+            headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": commit_of(revision)}
+            is_refused = "/".join(parts[4:]) in self.refused
+            self._send(403 if is_refused else 200, b"" if is_refused else content, headers, with_body)
 
-    def _listing(self, model: Path, parts: list[str]) -> object:
+    def _listing(self, model: Path, parts: list[str], commit: str) -> object:
         files = [path for path in sorted(model.rglob("*")) if path.is_file()]
         if "tree" in parts:
             return [
@@ -53,7 +69,7 @@ class Hub(BaseHTTPRequestHandler):
                 for path in files
             ]
         siblings = [{"rfilename": path.relative_to(model).as_posix()} for path in files]
-        return {"id": "/".join(parts[:2]), "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
+        return {"id": "/".join(parts[:2]), "sha": commit, "private": False, "tags": [], "siblings": siblings}
 
     def _send(self, status: int, content: bytes, headers: dict[str, str], with_body: bool) -> None:
         self.send_response(status)

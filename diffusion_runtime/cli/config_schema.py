@@ -1,0 +1,218 @@
+"""JSON Schema of config files (`config schema`), made from what RuntimeConfig, GenerationRequest and the attention
+backends declare; written into the package by scripts/write_configs.py.
+
+It accepts every file that `--config` accepts. What several keys say together, and texts with a syntax of their own, are
+checked by the runtime alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Iterable, Sequence
+
+from diffusion_runtime import config
+from diffusion_runtime.cli.attention_schema import NUMBER, Schema, attention_definitions
+from diffusion_runtime.config import LORA_COMPONENTS, MAX_LORA_SCALE, LoraConfig, ParallelConfig, RuntimeConfig
+from diffusion_runtime.models.published import published_models
+from diffusion_runtime.models.sampling_presets import sampling_presets
+from diffusion_runtime.options import NONE, MethodText
+from diffusion_runtime.request import REQUEST_FIELDS
+from diffusion_runtime.request_fields import (
+    MAX_COUNT,
+    MAX_LEVELS,
+    MAX_SCALE,
+    Count,
+    ImageFile,
+    Levels,
+    Number,
+    OneOf,
+    Scales,
+    SeedNumber,
+    Text,
+    VideoFile,
+)
+
+_SEEDS = r"^\s*[0-9]{1,19}(-[0-9]{1,19})?\s*(,\s*[0-9]{1,19}(-[0-9]{1,19})?\s*)*$"
+_NUMBERS = rf"^\s*{NUMBER}\s*(,\s*{NUMBER}\s*)*$"
+_SIZE = r"^\s*[0-9]{1,12}(\.[0-9]{1,6})?\s*[kKmMgGtT][iI]?[bB]\s*$"
+_NAME = {"type": "string", "minLength": 1}
+# Values of RuntimeConfig that are one of several names; booleans where YAML has another word for the first of them.
+_CHOICES: dict[str, tuple[Sequence[str], Sequence[bool]]] = {
+    "backend": (config.RUNTIME_BACKENDS, ()),
+    "vae_decode": (config.VAE_DECODE_MODES, ()),
+    "vae_tiling": (config.VAE_TILING_CHOICES, (False, True)),
+    "quantization": (config.QUANTIZATION_MODES, (False,)),
+    "compile": (config.COMPILE_MODES, (False,)),
+    "cuda_graphs": (config.CUDA_GRAPH_MODES, (False, True)),
+    "offload": (config.OFFLOAD_MODES, ()),
+}
+
+
+def schema_text() -> str:
+    """The schema as it stands in its file."""
+    return json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def config_schema() -> Schema:
+    """The schema of a config file (draft 7, which editors read)."""
+    preset = _section(_request(name) for name in REQUEST_FIELDS if name not in ("prompt", "seed"))
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "diffusion_runtime config",
+        "description": "A file for --config. A key that is left out or null leaves the value to the next level.",
+        "type": ["object", "null"],
+        "properties": {
+            "runtime": {
+                **_section(
+                    (item.name, _runtime(item.name))
+                    for item in dataclasses.fields(RuntimeConfig)
+                    if item.name != "attention_override"
+                ),
+                "description": "How the pipeline is loaded.",
+            },
+            "request": {
+                **_section(_request(name, several=True) for name in REQUEST_FIELDS),
+                "description": "What to make.",
+            },
+            "presets": {
+                "type": ["object", "null"],
+                "propertyNames": {"anyOf": [{"enum": _preset_names()}, {"type": "string"}]},
+                "additionalProperties": {"$ref": "#/definitions/preset"},
+                "description": "Request values by name, for --preset.",
+            },
+        },
+        "additionalProperties": False,
+        "definitions": {**attention_definitions(), "preset": {**preset, "type": "object"}},
+    }
+
+
+def _section(keys: Iterable[tuple[str, Schema]]) -> Schema:
+    """A mapping of these keys, any of which may be null."""
+    properties = {}
+    for name, schema in keys:
+        described = {"description": schema["description"]} if "description" in schema else {}
+        value = {key: part for key, part in schema.items() if key != "description"}
+        alternatives = value["anyOf"] if list(value) == ["anyOf"] else [value]
+        properties[name] = {**described, "anyOf": [*alternatives, {"type": "null"}]}
+    return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
+
+
+def _preset_names() -> list[str]:
+    of_models = {name for model in published_models() for name in model.presets}
+    return sorted(of_models | {preset.name for preset in sampling_presets()})
+
+
+def _model_names() -> list[str]:
+    """Short names first, then hub ids."""
+    models = published_models()
+    return list(dict.fromkeys([*(model.name for model in models), *(model.model_path for model in models)]))
+
+
+def _runtime(name: str) -> Schema:
+    return {**_runtime_value(name), "description": _documented(RuntimeConfig)[name]}
+
+
+def _runtime_value(name: str) -> Schema:
+    if name in _CHOICES:
+        names, words = _CHOICES[name]
+        return {"enum": [*names, *words]}
+    if name == "attention":
+        return {"anyOf": [{"$ref": "#/definitions/attention"}]}
+    if name == "model_path":
+        return {"anyOf": [{"enum": _model_names()}, _NAME]}
+    if name == "parallel":
+        return _parallel()
+    if name == "lora":
+        return {"type": "array", "items": _lora()}
+    if name == "quantization_ignored_layers":
+        return {"anyOf": [_NAME, {"type": "array", "items": _NAME, "maxItems": config.MAX_IGNORED_LAYERS}]}
+    if name == "revision":
+        return {"type": "string", "pattern": config.REVISION}
+    if name == "variant":
+        return {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,32}$"}
+    if name == "memory_limit":
+        return {"type": "string", "pattern": _SIZE}
+    fields = {item.name: item for item in dataclasses.fields(RuntimeConfig)}
+    return {"type": "boolean"} if isinstance(fields[name].default, bool) else _NAME
+
+
+def _parallel() -> Schema:
+    count = {"type": ["integer", "null"], "minimum": 1, "maximum": config.MAX_PROCESSES}
+    values: dict[str, Schema] = {
+        **{item.name: count for item in dataclasses.fields(ParallelConfig)},
+        "cfg_parallel": {"type": ["boolean", "null"]},
+        "order": {"enum": list(config.ORDERS)},
+        "timeout": {"type": "number", "minimum": 1, "maximum": config.MAX_TIMEOUT},
+    }
+    described = {name: {**value, "description": _documented(ParallelConfig)[name]} for name, value in values.items()}
+    return {"type": "object", "properties": described, "additionalProperties": False}
+
+
+def _lora() -> Schema:
+    scale = {"type": "number", "minimum": -MAX_LORA_SCALE, "maximum": MAX_LORA_SCALE}
+    values: dict[str, Schema] = {"path": _NAME, "scale": scale, "component": {"enum": list(LORA_COMPONENTS)}}
+    described = {name: {**value, "description": _documented(LoraConfig)[name]} for name, value in values.items()}
+    mapping = {"type": "object", "properties": described, "required": ["path"], "additionalProperties": False}
+    return {"anyOf": [_NAME, mapping, {"type": "array", "items": [_NAME, scale], "minItems": 2, "maxItems": 2}]}
+
+
+def _request(name: str, *, several: bool = False) -> tuple[str, Schema]:
+    """several: whether a list of values is allowed where the request's field is repeatable."""
+    declared = REQUEST_FIELDS[name]
+    value = _checked(declared.check)
+    if name == "seed":
+        value = {"anyOf": [value, {"type": "string", "pattern": _SEEDS}]}
+    if several and declared.repeatable:
+        value = {"anyOf": [value, {"type": "array", "items": value}]}
+    return name, {**value, "description": declared.help}
+
+
+def _checked(check: object) -> Schema:
+    """The values that a check of a request field lets pass."""
+    if isinstance(check, Text):
+        return {"type": "string", **({"pattern": r"\S"} if check.needs_words else {})}
+    if isinstance(check, Count):
+        return {"type": "integer", "minimum": 1, "maximum": MAX_COUNT}
+    if isinstance(check, SeedNumber):
+        return {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+    if isinstance(check, Number):
+        return {"type": "number", "minimum": check.minimum, "maximum": check.maximum}
+    if isinstance(check, Levels):
+        level = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+        several = {"type": "array", "items": level, "minItems": 1, "maxItems": MAX_LEVELS}
+        return {"anyOf": [several, {"type": "string", "pattern": _NUMBERS}]}
+    if isinstance(check, Scales):
+        scale = {"type": "number", "minimum": 0, "maximum": MAX_SCALE}
+        several = {"type": "array", "items": scale, "minItems": 1}
+        return {"anyOf": [scale, several, {"type": "string", "pattern": _NUMBERS}]}
+    if isinstance(check, OneOf):
+        return {"enum": list(check.names)}
+    if isinstance(check, MethodText):
+        methods = "|".join(map(re.escape, check.settings.methods))
+        return {
+            "anyOf": [
+                {"enum": [*check.settings.methods, NONE]},
+                {"type": "string", "pattern": rf"^\s*({methods})\s*(:.*)?$|^\s*{NONE}\s*:?$"},
+            ]
+        }
+    if isinstance(check, ImageFile):
+        return {"anyOf": [_NAME, {"type": "array", "items": _NAME}]} if check.several else _NAME
+    assert isinstance(check, VideoFile), f"no schema is known for {check}"
+    return _NAME
+
+
+def _documented(declared: type) -> dict[str, str]:
+    """What the docstring of a dataclass says of each field: `name: text`, or `name, name: text`, at the start of a
+    line or of a sentence."""
+    names = [item.name for item in dataclasses.fields(declared)]
+    text = " ".join(inspect.cleandoc(declared.__doc__ or "").split())
+    one = "|".join(sorted(names, key=len, reverse=True))
+    starts = list(re.finditer(rf"(?:^|(?<=[.;] ))((?:(?:{one}), )*(?:{one})): ", text))
+    found = {}
+    for start, following in zip(starts, [*starts[1:], None], strict=True):
+        words = text[start.end() : following.start() if following else None].strip().rstrip(".;")
+        found.update(dict.fromkeys(start[1].split(", "), f"{words[:1].upper()}{words[1:]}."))
+    return found

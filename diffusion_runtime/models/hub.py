@@ -1,0 +1,270 @@
+"""Hugging Face hub: which files of a repository are downloaded, download and resume, revisions and commits, its cache.
+
+Everything is huggingface_hub's own: its cache, its endpoint (HF_ENDPOINT), its tokens. Only files that a load reads are
+taken: never a pickle, and of weights that are there in several variants one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import glob
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diffusion_runtime.errors import ModelLoadError, first_line
+from diffusion_runtime.model_folder import INDEX_FILE, check_model_files, read_index
+from diffusion_runtime.models.registry import is_supported
+from diffusion_runtime.models.weight_files import VARIANTS, check_component_files
+from diffusion_runtime.untrusted.document import DocumentError
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRevisionInfo
+
+# Only files of components: many repositories hold a second, single-file copy of the weights at the top.
+_JSON_FILES = (INDEX_FILE, "generation.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja")
+_WEIGHT_FILES = ("*/*.safetensors",)
+# A text encoder's weights are model*.safetensors; some folders hold them a second time under the name of diffusers'
+# components, which nobody reads.
+_COPIES = ("text_encoder*/diffusion_pytorch_model*.safetensors",)
+# COMPONENT/STEM[.VARIANT][-00001-of-00002].safetensors, and indexes of shards.
+_WEIGHTS = re.compile(r"([^/]+)/(?:model|diffusion_pytorch_model)(?:\.([a-zA-Z0-9_]+))?(?:-\d+-of-\d+)?\.safetensors")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOTS = "snapshots"
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository. num_bytes: its size there; is_here: whether the cache has all of it."""
+
+    name: str
+    num_bytes: int
+    is_here: bool
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A revision of a model in the hub's cache. refs: branches and tags that mean this commit. pipeline: the class that
+    its model_index.json names, None for a repository that is no diffusers folder. is_native: whether one of our
+    transformers loads it. lacks: what a load would miss, None where all is there."""
+
+    hub_id: str
+    commit: str
+    refs: tuple[str, ...]
+    num_bytes: int
+    folder: Path
+    pipeline: str | None
+    is_native: bool
+    lacks: str | None
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a folder in the hub's cache; None for any other folder."""
+    return folder.name if folder.parent.name == _SNAPSHOTS and _COMMIT.fullmatch(folder.name) else None
+
+
+def needed_files(
+    names: Iterable[str], *, weights: bool = True, elsewhere: Sequence[str] = (), variant: str | None = None
+) -> list[str]:
+    """Which files of a repository a load reads. weights: False for the json alone. elsewhere: components whose weights
+    come from other files. variant: which weights where a component has several, such as `fp16`; without it, or where a
+    component lacks it, those without a variant, else the first of VARIANTS.
+    """
+    wanted = [*_JSON_FILES, *(_WEIGHT_FILES if weights else ())]
+    left_out = [*_COPIES, *(f"{glob.escape(component)}/*.safetensors" for component in elsewhere)]
+    found = [name for name in names if _matches(name, wanted) and not _matches(name, left_out)]
+    variants: dict[str, set[str]] = {}
+    for name in found:
+        if match := _WEIGHTS.fullmatch(name):
+            variants.setdefault(match[1], set()).add(match[2] or "")
+    chosen = {component: _chosen(there, variant) for component, there in variants.items()}
+    return [
+        name for name in found if (match := _WEIGHTS.fullmatch(name)) is None or (match[2] or "") == chosen[match[1]]
+    ]
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _chosen(variants: set[str], wanted: str | None) -> str:
+    if wanted in variants:
+        return str(wanted)
+    order = ["", *VARIANTS]
+    return min(variants, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def list_files(hub_id: str, revision: str | None = None) -> tuple[str, list[HubFile]]:
+    """The commit that a revision is now, and every file of it. Asks the hub; raises ModelLoadError."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.hf_api import RepoFile
+
+    try:
+        api = HfApi()
+        is_commit = revision is not None and _COMMIT.fullmatch(revision)
+        commit = str(revision) if is_commit else str(api.model_info(hub_id, revision=revision).sha)
+        entries = api.list_repo_tree(hub_id, recursive=True, revision=commit)
+        files = [
+            HubFile(
+                entry.path, entry.size, isinstance(try_to_load_from_cache(hub_id, entry.path, revision=commit), str)
+            )
+            for entry in entries
+            if isinstance(entry, RepoFile)
+        ]
+    except Exception as error:  # whatever the hub's transport raises
+        raise hub_error(error, hub_id, revision) from error
+    return commit, files
+
+
+def download(
+    hub_id: str,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    weights: bool = True,
+    elsewhere: Sequence[str] = (),
+    variant: str | None = None,
+) -> Path:
+    """The folder in the hub's cache with what a load reads, brought up to date when there is a network.
+
+    offline: from the cache alone. Other arguments are needed_files'. Raises ModelLoadError that says what to type.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+
+    def select(names: Iterable[str]) -> list[str]:
+        return needed_files(names, weights=weights, elsewhere=elsewhere, variant=variant)
+
+    def fetch(patterns: Sequence[str], *, local: bool) -> Path:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns), local_files_only=local))
+
+    try:
+        # The json says nothing of single files and of variants; the hub's list does.
+        folder = fetch(_JSON_FILES, local=offline)
+        if weights:
+            names = select(_names(hub_id, folder, offline=offline))
+            # Without a network the list is what is here.
+            patterns = list(map(glob.escape, names)) if any(map(_WEIGHTS.fullmatch, names)) else _WEIGHT_FILES
+            folder = fetch(patterns, local=offline)
+    except Exception as error:  # whatever the hub's transport raises: broken connections, a full disk, bad answers
+        raise hub_error(error, hub_id, revision, offline=offline) from error
+    check_model_files(folder)
+    return folder
+
+
+def download_file(hub_id: str, name: str, commit: str) -> None:
+    """Download one file into the hub's cache; an interrupted download goes on where it stopped. Raises
+    ModelLoadError."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(hub_id, name, revision=commit)
+    except Exception as error:  # as above
+        raise hub_error(error, hub_id, commit) from error
+
+
+def _names(hub_id: str, folder: Path, *, offline: bool) -> list[str]:
+    """The files of the commit that `folder` holds: by the hub's list, or, without a network, those that are here."""
+    commit = commit_of(folder)
+    if not offline and commit is not None:
+        with contextlib.suppress(ModelLoadError):
+            return [file.name for file in list_files(hub_id, commit)[1]]
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
+def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
+    """The folder of a model in the hub's cache, whole or not; None without one. Asks no network."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=[INDEX_FILE], local_files_only=True))
+    except (OSError, ValueError):
+        # A cache that is not there, is not whole or cannot be read; a name that the hub's library refuses.
+        return None
+
+
+def cache_path() -> Path:
+    """Where the hub's cache is."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def cached_models() -> tuple[list[CachedModel], list[str]]:
+    """Every revision of every model in the hub's cache, and what is damaged in it. Asks no network."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return [], []
+    models = [
+        _cached_model(repository.repo_id, revision)
+        for repository in cache.repos
+        if repository.repo_type == "model"
+        for revision in repository.revisions
+    ]
+    return sorted(models, key=lambda model: (model.hub_id, model.commit)), [first_line(each) for each in cache.warnings]
+
+
+def _cached_model(hub_id: str, revision: CachedRevisionInfo) -> CachedModel:
+    folder = Path(revision.snapshot_path)
+    pipeline, is_native, lacks = None, False, None
+    if (folder / INDEX_FILE).is_file():
+        try:
+            index = read_index(folder)
+            pipeline = str(index.get("_class_name"))
+            entry = index.get("transformer")
+            is_native = isinstance(entry, list) and len(entry) == 2 and is_supported(str(entry[1]))
+            check_component_files(folder)
+        except (ModelLoadError, DocumentError) as error:
+            lacks = first_line(error)
+    refs = tuple(sorted(revision.refs))
+    return CachedModel(hub_id, revision.commit_hash, refs, revision.size_on_disk, folder, pipeline, is_native, lacks)
+
+
+def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, offline: bool = False) -> ModelLoadError:
+    """An error of the hub's library as one that says what to type."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, ModelLoadError):
+        return error
+    instead = "or give the path of a copy, or 'shapes' for the embedded model, which needs no network"
+    named = hub_id if revision is None else f"{hub_id}@{revision}"
+    if isinstance(error, GatedRepoError):
+        return ModelLoadError(
+            f"{hub_id}: its terms must be accepted first, at https://huggingface.co/{hub_id}; then `hf auth login`"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelLoadError(
+            f"there is no folder {hub_id} here and no such model on the hub, or it is private: check the spelling, or "
+            f"`hf auth login`; {instead}"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return ModelLoadError(
+            f"{hub_id} has no revision {revision} on the hub: give one of its branches, tags or commits by --revision, "
+            "or leave it out for the main branch"
+        )
+    if isinstance(error, LocalEntryNotFoundError):
+        if offline:
+            why = f"--offline is given: leave it out, or `diffusion-runtime models download {named}` with a network"
+        elif os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+            why = "HF_HUB_OFFLINE is set: unset it"
+        else:
+            why = "the hub cannot be reached: check the network"
+        return ModelLoadError(f"{named} is neither a folder here nor whole in the hub's cache, and {why}; {instead}")
+    return ModelLoadError(f"{named} cannot be downloaded ({first_line(error)}); try again: it goes on where it stopped")

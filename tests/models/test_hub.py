@@ -1,0 +1,179 @@
+"""Models of a hub: which files are downloaded, resumed, at which revision; the cache, offline; what recipes say of it.
+
+huggingface_hub's own client asks a real server on this machine and writes a real cache.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from cli_support import tiny_arguments
+
+from diffusion_runtime import RuntimeConfig
+from diffusion_runtime.cli.app import run
+from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.memory_size import size_text
+from diffusion_runtime.models.hub import needed_files
+from diffusion_runtime.models.model_sources import resolve_model_folder
+
+SERVER = Path(__file__).with_name("hub_server.py")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_wan_folder: Path) -> Iterator[SimpleNamespace]:
+    """A hub with owner/tiny, whose revision v1 has other weights, and an empty cache."""
+    spec = importlib.util.spec_from_file_location("hub_server", SERVER)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    root = tmp_path / "hub"
+    shutil.copytree(tiny_wan_folder, root / "owner" / "tiny")
+    weights = root / "owner" / "tiny" / "transformer" / "diffusion_pytorch_model.safetensors"
+    shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
+    (weights.parent / "diffusion_pytorch_model.bin").write_bytes(b"a pickle")
+    (root / "owner" / "tiny" / "tiny.safetensors").write_bytes(b"all of it again")
+    shutil.copytree(root / "owner" / "tiny", root / "owner" / "tiny@v1")
+    module.Hub.root = root
+    monkeypatch.setattr(module.Hub, "log_message", lambda *_: None)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), module.Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield SimpleNamespace(
+        requests=module.Hub.requests,
+        refused=module.Hub.refused,
+        commit_of=module.commit_of,
+        cache=tmp_path / "cache",
+        root=root,
+    )
+    server.shutdown()
+    server.server_close()
+
+
+def test_download_list_and_a_generation_without_the_network(
+    hub: SimpleNamespace, tiny_wan_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str, code: int = 0) -> tuple[str, str]:
+        capsys.readouterr()
+        assert run(arguments) == code, capsys.readouterr().err
+        return tuple(capsys.readouterr())  # type: ignore[return-value]
+
+    expected = {path.relative_to(tiny_wan_folder).as_posix() for path in tiny_wan_folder.rglob("*") if path.is_file()}
+    answer = json.loads(command("models", "download", "owner/tiny@v1", "--dry-run", "--json")[0])
+    assert {file["name"] for file in answer["files"]} == expected, "no pickle, no second copy, no other variant"
+    assert (answer["commit"], answer["folder"]) == (hub.commit_of("v1"), None)
+    assert not list(hub.cache.rglob("*.safetensors"))
+
+    # It ends in the middle: the files that are whole are not asked for again.
+    last = max(expected, key=lambda name: (tiny_wan_folder / name).stat().st_size)
+    hub.refused.add(last)
+    _, err = command("models", "download", "owner/tiny@v1", code=1)
+    assert f"owner/tiny@{hub.commit_of('v1')} is neither a folder here nor whole in the hub's cache" in " ".join(
+        err.split()
+    )
+    hub.refused.clear()
+    hub.requests.clear()
+    out, err = command("models", "download", "owner/tiny", "--revision", "v1")
+    asked = {path.rpartition(hub.commit_of("v1") + "/")[2] for kind, path in hub.requests if "/resolve/" in path}
+    assert asked == {last}
+    folder = Path(out.strip())
+    assert folder == hub.cache / "models--owner--tiny" / "snapshots" / hub.commit_of("v1")
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == expected
+    assert (folder / last).read_bytes() == (tiny_wan_folder / last).read_bytes()
+    size = sum((tiny_wan_folder / name).stat().st_size for name in expected)
+    rest = f"{(tiny_wan_folder / last).stat().st_size / 1e6:.2f} MB"
+    assert f"to download: 1 of {len(expected)} files, {rest} of {size_text(size)}; 3 files of the repository" in err
+    assert f"1/1 files, {rest} of {rest}: {last}" in err
+    _, err = command("models", "download", "owner/tiny@v1", "--log-format", "json")
+    assert (
+        f"to download: 0 of {len(expected)} files, 0.00 MB"
+        in [json.loads(line) for line in err.splitlines()][-1]["message"]
+    )
+
+    listing = json.loads(command("models", "list", "--cached", "--json")[0])
+    (row,) = listing["models"]
+    assert (row["model_path"], row["refs"], row["runs"], row["lacks"]) == ("owner/tiny", ["v1"], "native", None)
+    assert row["num_bytes"] == size
+    hub.requests.clear()
+    sizes = tiny_arguments(Path("unused"))[2:]
+    out, _ = command("generate", "a star", "--model-path", "owner/tiny@v1", *sizes, "--offline", "-o", "star.npy")
+    assert hub.requests == []
+    recipe = json.loads(Path("star.json").read_text())["recipe"]
+    assert recipe["model"]["commit"] == hub.commit_of("v1")
+    assert (recipe["runtime"]["model_path"], recipe["runtime"]["revision"]) == ("owner/tiny", "v1")
+
+    # The branch moves: the recipe says so, and with the commit it repeats.
+    (hub.cache / "models--owner--tiny" / "refs" / "v1").write_text("f" * 40)
+    shutil.copytree(folder, folder.with_name("f" * 40), symlinks=True)
+    _, err = command("generate", "--from", "star.npy", "--offline", "--dry-run")
+    assert f"owner/tiny is at commit {'f' * 40}" in " ".join(err.split())
+    assert f"`--revision {hub.commit_of('v1')}` repeats it" in " ".join(err.split())
+    _, err = command("generate", "--from", "star.npy", "--offline", "--dry-run", "--revision", hub.commit_of("v1"))
+    assert "at commit" not in err
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    shown = " ".join(command("models", "list", "--cached")[0].split())
+    assert "native, incomplete" in shown
+    _, err = command("generate", "x", "--model-path", "owner/tiny", "--offline", code=1)
+    assert "--offline is given: leave it out, or `diffusion-runtime models download owner/tiny`" in " ".join(
+        err.split()
+    )
+
+
+def test_a_revision_that_cannot_be(hub: SimpleNamespace, tiny_wan_folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="owner/tiny has no revision v2 on the hub"):
+        resolve_model_folder("owner/tiny@v2")
+    for path in ("shapes@v1", f"{tiny_wan_folder}"):
+        with pytest.raises(ModelLoadError, match="is a folder here, and only models of the hub have revisions"):
+            resolve_model_folder(path, revision="v1")
+    with pytest.raises(ConfigError, match="model_path says 'v1' and revision 'v2'"):
+        RuntimeConfig("owner/tiny@v1", revision="v2")
+    for revision in ("../x", "a b", "", "-v", "a//b", 1):
+        with pytest.raises(ConfigError, match="revision: expected a branch, a tag or a commit"):
+            RuntimeConfig("owner/tiny", revision=revision)  # type: ignore[arg-type]
+    # A folder that is here is meant, whatever its name.
+    shutil.copytree(tiny_wan_folder, "mine@home")
+    assert RuntimeConfig("mine@home").model_path == "mine@home"
+    assert RuntimeConfig("wan2.1-1.3b@refs/pr/3").revision == "refs/pr/3"
+
+
+def test_one_variant_of_each_component_is_read() -> None:
+    names = [
+        *("a/model.safetensors", "a/model.fp16.safetensors", "b/model.fp16-00001-of-00002.safetensors"),
+        *("b/model.bf16-00001-of-00002.safetensors", "b/model.safetensors.index.bf16.json", "c/other.safetensors"),
+        *("text_encoder/model.safetensors", "text_encoder/diffusion_pytorch_model.safetensors", "top.safetensors"),
+        *("model_index.json", "README.md", "a/model.bin", "a/model.gguf", "x/y/deep.json"),
+    ]
+    text = ["text_encoder/model.safetensors", "model_index.json"]
+    index = "b/model.safetensors.index.bf16.json"
+    b = "b/model.bf16-00001-of-00002.safetensors"
+    assert sorted(needed_files(names)) == sorted(
+        ["a/model.safetensors", b, index, "c/other.safetensors", *text, "x/y/deep.json"]
+    )
+    assert {"a/model.fp16.safetensors", "b/model.fp16-00001-of-00002.safetensors"} <= set(
+        needed_files(names, variant="fp16")
+    )
+    assert "a/model.safetensors" not in needed_files(names, variant="fp16")
+    assert sorted(needed_files(names, weights=False)) == sorted(["model_index.json", index, "x/y/deep.json"])
+    assert "b/model.safetensors.index.bf16.json" in needed_files(names, elsewhere=["b"])
+    assert b not in needed_files(names, elsewhere=["b"])
