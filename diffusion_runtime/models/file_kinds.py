@@ -71,7 +71,7 @@ _KINDS = (
     FileKind(
         "a language model such as Llama or Mistral",
         (r"(language_model\.)?(model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj\.weight",),
-        ("llama", "mistral3", "mistral"),
+        ("llama", "llava", "mistral3", "mistral"),
         "text_encoder",
     ),
     FileKind(
