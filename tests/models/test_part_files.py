@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,44 @@ def test_wans_own_names_and_a_sharded_folder(wan: Path, tmp_path: Path) -> None:
     folder = bare(wan, tmp_path / "bare", "vae", "text_encoder")
     frames = latents_and_frames(folder, vae_path=tmp_path / "Wan2.1_VAE.safetensors", text_encoder_path=shards)
     assert torch.equal(frames, latents_and_frames(wan))
+
+
+# Of diffusers' names the authors', the other way round than diffusers' script for this model renames.
+HUNYUAN_15_VAE = (
+    (r"(down|up)_blocks\.(\d+)\.resnets\.(\d+)\.", r"\1.\2.block.\3."),
+    (r"(down|up)_blocks\.(\d+)\.(down|up)samplers\.0\.", r"\1.\2.\3sample."),
+    (r"mid_block\.resnets\.0\.", "mid.block_1."),
+    (r"mid_block\.resnets\.1\.", "mid.block_2."),
+    (r"mid_block\.attentions\.0\.to_([qkv])\.", r"mid.attn_1.\1."),
+    (r"mid_block\.attentions\.0\.", "mid.attn_1."),
+)
+
+
+def renamed(tensors: dict[str, torch.Tensor], patterns: tuple[tuple[str, str], ...]) -> dict[str, torch.Tensor]:
+    def of(name: str) -> str:
+        for pattern, other in patterns:
+            name = re.sub(pattern, other, name)
+        return name
+
+    return {of(name): tensor for name, tensor in tensors.items()}
+
+
+def test_the_autoencoders_of_hunyuan_video_by_their_authors_names(
+    tiny_folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """HunyuanVideo-1.5's have names of their own, with a decoder that counts forwards; HunyuanVideo's are diffusers',
+    with a prefix."""
+    for family in ("hunyuan_video_15", "hunyuan_video"):
+        folder = tiny_folder_of(family)
+        tensors = load_file(folder / "vae" / VAE)
+        stored = {f"vae.{name}": tensor for name, tensor in tensors.items()}
+        if family == "hunyuan_video_15":
+            stored = renamed(tensors, HUNYUAN_15_VAE)
+            assert "decoder.up.0.upsample.conv.conv.weight" in stored
+        save_file(stored, tmp_path / f"{family}.safetensors")
+        path = {"vae_path": tmp_path / f"{family}.safetensors"}
+        expected = latents_and_frames(folder)
+        assert torch.equal(latents_and_frames(bare(folder, tmp_path / family, "vae"), **path), expected)
 
 
 def test_a_variant_is_read_where_a_component_has_one(wan: Path, tmp_path: Path) -> None:
