@@ -1,8 +1,8 @@
 """Tensor names of autoencoders in one file: diffusers', or those of their authors, which ComfyUI's files keep.
 
 Two schemes: Wan's, of causal video autoencoders (Wan 2.1 and 2.2, Qwen-Image), and that of latent diffusion (the
-`ae.safetensors` of FLUX.1 and Z-Image, FLUX.2's, and HunyuanVideo-1.5's, which counts a decoder's levels in the order in
-which they run). HunyuanVideo's authors have diffusers' names. The authors' name of each tensor follows from diffusers'.
+`ae.safetensors` of FLUX.1 and Z-Image, FLUX.2's, and HunyuanVideo-1.5's, which counts a decoder's levels as they run).
+HunyuanVideo's authors have diffusers' names. The authors' name of each tensor follows from diffusers'.
 """
 
 from __future__ import annotations
@@ -160,9 +160,7 @@ def _latent_diffusion_name(name: str, last_up_block: int | None) -> str:
 
     name = re.sub(r"down_blocks\.(\d+)\.resnets\.(\d+)", r"down.\1.block.\2", name)
     name = re.sub(r"down_blocks\.(\d+)\.downsamplers\.0", r"down.\1.downsample", name)
-    name = re.sub(
-        r"up_blocks\.(\d+)\.resnets\.(\d+)", lambda found: f"up.{level(found[1])}.block.{found[2]}", name
-    )
+    name = re.sub(r"up_blocks\.(\d+)\.resnets\.(\d+)", lambda found: f"up.{level(found[1])}.block.{found[2]}", name)
     name = re.sub(r"up_blocks\.(\d+)\.upsamplers\.0", lambda found: f"up.{level(found[1])}.upsample", name)
     name = re.sub(r"mid_block\.resnets\.(\d+)", lambda found: f"mid.block_{int(found[1]) + 1}", name)
     name = name.replace("mid_block.attentions.0.", "mid.attn_1.")

@@ -20,7 +20,12 @@ from tiny_models import write_tiny_wan
 from diffusion_runtime import RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.autoencoder_names import _causal_names, _latent_diffusion_names
+from diffusion_runtime.models.part_files import PartFile, with_parts
+from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.models.text_encoder_scales import NOTE, apply_scales
+from diffusion_runtime.text_encoders.interface import TextEncoder
 
 VAE, ENCODER = "diffusion_pytorch_model.safetensors", "model.safetensors"
 
@@ -125,6 +130,62 @@ def test_a_plain_cast_to_eight_bits_is_read(flux1: Path, wan: Path, tmp_path: Pa
         )
         assert torch.equal(fp8, plain)
         assert not torch.equal(fp8, latents_and_frames(folder))
+
+
+def encoder_of(folder: Path, component: str, path: Path) -> TextEncoder:
+    """The text encoders of a folder, one of them out of a file."""
+    opened = with_parts(ModelFolder(folder), [PartFile(str(path), f"{component}_path", component)], None, ())
+    encoder = family_for_folder(opened).describe(opened).load_text_encoder(torch.device("cpu"), torch.float32)
+    apply_scales(encoder, opened)
+    return encoder
+
+
+def as_comfyui_stores_mistral(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """mistral_3_small_flux2: the language model's first 30 layers alone."""
+    names = {each: re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", each) for each in tensors}
+    left_out = re.compile(r"vision|projector|lm_head|model\.norm|layers\.30\.")
+    return {name: tensors[each] for each, name in names.items() if not left_out.search(name)}
+
+
+def test_scales_of_text_encoders_in_eight_bits_are_multiplied_in(
+    tiny_folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """t5xxl_fp8_e4m3fn_scaled, umt5_xxl_fp8_e4m3fn_scaled, qwen_2.5_vl_7b_fp8_scaled, mistral_3_small_flux2_fp8: the
+    numbers times the scales, of one tensor or of each row, in a module of ours and in transformers'."""
+    for family, name, key in (
+        ("flux1", "text_encoder_2", "weight_scale"),
+        ("wan", "text_encoder", "scale_weight"),
+        ("qwen_image", "text_encoder", "scale_weight"),
+        ("flux2", "text_encoder", "weight_scale"),
+    ):
+        folder = tiny_folder_of(family)
+        tensors = load_file(next((folder / name).glob("*.safetensors")))
+        if family == "flux2":
+            tensors = as_comfyui_stores_mistral(tensors)
+        stored, meant = dict(tensors), dict(tensors)
+        for each, tensor in tensors.items():
+            if tensor.dim() == 2 and re.search(r"(SelfAttention|self_attn|mlp)\..*weight$", each):
+                largest = tensor.abs().amax(-1, keepdim=True) if "q" in each else tensor.abs().amax()
+                scale = largest / 448
+                stored[each] = (tensor / scale).to(torch.float8_e4m3fn)
+                meant[each] = stored[each].float() * scale
+                stored[f"{each.removesuffix('.weight')}.{key}"] = scale
+        stored |= {"scaled_fp8": torch.zeros(0).to(torch.float8_e4m3fn), "spiece_model": torch.zeros(3).to(torch.uint8)}
+        assert len(stored) > len(tensors) + 4
+        found = []
+        for kind, content in (("scaled", stored), ("meant", meant)):
+            save_file(content, tmp_path / f"{family}-{kind}.safetensors")
+            encoder = encoder_of(folder, name, tmp_path / f"{family}-{kind}.safetensors")
+            found.append(encoder.encode(["a red star"]))
+            assert encoder.implementation.endswith(NOTE) == (kind == "scaled")
+        assert torch.equal(found[0].embeddings, found[1].embeddings)
+    # Of two tensors that may be a parameter's, none is.
+    twice = {f"x.{each}": tensor.clone() for each, tensor in stored.items() if ".layers.0.self_attn" in each}
+    save_file({**stored, **twice}, tmp_path / "both.safetensors")
+    with pytest.raises(ModelLoadError, match="cannot be told to be those of the text encoder"):
+        encoder_of(folder, name, tmp_path / "both.safetensors")
+    path = {"text_encoder_path": str(tmp_path / "wan-scaled.safetensors")}
+    assert NOTE in load_pipeline(str(tiny_folder_of("wan")), device="cpu", **path).text_encoder.implementation
 
 
 def test_wans_own_names_and_a_sharded_folder(wan: Path, tmp_path: Path) -> None:
@@ -303,7 +364,7 @@ REFUSED: list[tuple[str, Given, type[DiffusionRuntimeError], str]] = [
             },
         ),
         ModelLoadError,
-        r"stored as F8_E4M3.*plain casts to 8-bit floats, without scales",
+        r"a\.scale_weight is a scale, and a\.weight is missing",
     ),
     (
         "whole numbers",
