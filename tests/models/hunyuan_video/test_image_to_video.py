@@ -14,6 +14,7 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import
 from family_cases import changed
 from family_parity import load_theirs, load_transformer, record_latents, relative
 from PIL import Image
+from safetensors.torch import save_file
 from tiny_hunyuan_video import TINY_SIZES, write_tiny_hunyuan_video
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
@@ -193,12 +194,30 @@ def test_the_image_reaches_every_frame(folder_of: FolderOf, image: str, tmp_path
         assert numpy.abs(one - another).max(axis=(1, 2, 3)).min() > 2
 
 
+def test_a_lora_of_another_kind_is_applied_without_the_patch_embedding(
+    folder_of: FolderOf, image: str, tmp_path: Path
+) -> None:
+    shapes = {"x_embedder.proj": (16, 32, 1, 2, 2), "transformer_blocks.0.attn.to_q": (32, 32)}
+    tensors = {}
+    for module, (inputs, width, *patch) in shapes.items():
+        inputs, patch = (16, patch) if patch else (inputs, patch)
+        tensors[f"transformer.{module}.lora_A.weight"] = torch.ones(2, inputs, *patch)
+        tensors[f"transformer.{module}.lora_B.weight"] = torch.ones(32, 2, *(1 for _ in patch))
+    save_file(tensors, tmp_path / "t2v.safetensors")
+    ours = load_pipeline(str(folder_of(CONCAT)), device="cpu", lora=[str(tmp_path / "t2v.safetensors")])
+    remarks = " ".join(ours(request(image, num_frames=1, num_inference_steps=1)).attention_report.notes)
+    assert "2 of its 4 keys were not applied: they are for the patch embedding of a model with other inputs" in remarks
+
+
 def test_what_cannot_run_is_said_before_the_weights_load(folder_of: FolderOf) -> None:
     for kind, frames, scale in ((CONCAT, 125, 1.0), (REPLACE, 129, 6.0)):
         rules = inspect_pipeline(RuntimeConfig(str(folder_of(kind)), device="cpu")).rules
         assert (rules.defaults["num_frames"], rules.defaults["guidance_scale"]) == (frames, scale)
         with pytest.raises(RequestError, match="image_path: this model makes videos from an image; give one"):
             rules.resolve(request(None))
+    transformer = folder_of(REPLACE) / "transformer" / "diffusion_pytorch_model.safetensors"
+    with pytest.raises(ModelLoadError, match="tensors for models that take the guidance scale as an input, which this"):
+        inspect_pipeline(RuntimeConfig(str(folder_of(CONCAT)), device="cpu", transformer_path=str(transformer)))
     for file, values, told in (
         ("model_index.json", {"_class_name": "HunyuanVideoPipeline"}, "expected HunyuanVideoImageToVideoPipeline"),
         ("transformer/config.json", {"image_condition_type": "first"}, "expected null, latent_concat or token_replace"),
