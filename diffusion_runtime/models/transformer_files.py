@@ -51,8 +51,8 @@ class TransformerFile:
         classes = given.get("_class_name"), own.get("_class_name")
         if None not in classes and classes[0] != classes[1]:
             raise ModelLoadError(
-                f"{path}: key '_class_name': expected {shown(classes[1])}, the model's own, got {shown(classes[0])}: give "
-                "the folder of a transformer of this model"
+                f"{path}: key '_class_name': expected {shown(classes[1])}, the model's own, got {shown(classes[0])}: "
+                "give the folder of a transformer of this model"
             )
         differing = [
             f"{key} is {shown(value)}, here {shown(own[key])}"

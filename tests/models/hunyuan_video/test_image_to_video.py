@@ -197,10 +197,8 @@ def test_the_image_reaches_every_frame(folder_of: FolderOf, image: str, tmp_path
 def test_a_lora_of_another_kind_is_applied_without_the_patch_embedding(
     folder_of: FolderOf, image: str, tmp_path: Path
 ) -> None:
-    shapes = {"x_embedder.proj": (16, 32, 1, 2, 2), "transformer_blocks.0.attn.to_q": (32, 32)}
     tensors = {}
-    for module, (inputs, width, *patch) in shapes.items():
-        inputs, patch = (16, patch) if patch else (inputs, patch)
+    for module, inputs, patch in (("x_embedder.proj", 16, (1, 2, 2)), ("transformer_blocks.0.attn.to_q", 32, ())):
         tensors[f"transformer.{module}.lora_A.weight"] = torch.ones(2, inputs, *patch)
         tensors[f"transformer.{module}.lora_B.weight"] = torch.ones(32, 2, *(1 for _ in patch))
     save_file(tensors, tmp_path / "t2v.safetensors")
