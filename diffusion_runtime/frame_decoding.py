@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,20 @@ def decode_frames(
             take(part.numpy())
         position += len(pixels)
     return frames
+
+
+def without_first(stream: FrameStream, num_frames: int) -> FrameStream:
+    """The frames of a stream behind the first num_frames, which are decoded all the same."""
+
+    def chunks() -> Iterator[torch.Tensor]:
+        left_out = 0
+        for chunk in stream.chunks:
+            skipped = min(num_frames - left_out, chunk.shape[1])
+            left_out += skipped
+            if skipped < chunk.shape[1]:
+                yield chunk[:, skipped:]
+
+    return FrameStream(stream.num_frames - num_frames, chunks()) if num_frames else stream
 
 
 def to_pixels(frames: torch.Tensor, position: int) -> torch.Tensor:

@@ -80,6 +80,8 @@ class LatentDenoiser:
         caches: list[StepCache] = []
         for size in sizes:
             inputs = self.inputs_of(text, size)
+            if size == sizes[0]:
+                noise = self.transformer.start(noise, inputs["cond"])
             # One of each size: nothing of another size can be reused.
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
             caches.append(cache)

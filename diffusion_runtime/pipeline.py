@@ -25,7 +25,7 @@ from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement,
 from diffusion_runtime.device_guard import device_guard
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.forward_ranges import forward_ranges
-from diffusion_runtime.frame_decoding import decode_frames
+from diffusion_runtime.frame_decoding import decode_frames, without_first
 from diffusion_runtime.input_files import input_digests
 from diffusion_runtime.latent_denoiser import LatentDenoiser
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
@@ -468,7 +468,7 @@ class Pipeline:
                     # A file of a clip with sound begins with the sound, which is not there yet.
                     sink = open_sink if parts.audio is None else None
                     decoder, fps = self.decoder.for_request(batch[index]), settings.size.fps
-                    stream = decoder.stream(parts.video)
+                    stream = without_first(decoder.stream(parts.video), self.rules.geometry.num_frames_before)
                     frames[index] = decode_frames(stream, index, fps, recipes[index], sink)
                     # Afterwards: a decoder may find that its kernels are not to be used here.
                     recorder.record_library("vae", decoder.library, decoder.implementation)

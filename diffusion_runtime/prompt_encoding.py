@@ -32,27 +32,36 @@ def encode_prompts(
     *,
     is_guided: bool,
 ) -> EncodedPrompts:
-    """Encode every distinct text of the batch once, in one call.
+    """Encode every distinct text of the batch once, in one call; negative prompts in another where they are about other
+    pictures.
 
     batch: resolved requests, whose images are the same. device, dtype: of the conditions. is_guided: whether negative
     prompts are encoded as well.
     """
     positive = [request.prompt for request in batch]
     negative = [request.negative_prompt or "" for request in batch] if is_guided else []
-    texts = list(dict.fromkeys([*positive, *negative]))
     chosen_by = text_encoder.chosen
     text_encoder = text_encoder.of_pictures(image_paths(batch[0], "image_path"))
-    conditions = text_encoder.encode(texts)
+    of_negative = text_encoder.of_negative() if negative else text_encoder
+    # A text that is a prompt and a negative prompt may stand for two, about other pictures.
+    asked = [(text_encoder, text) for text in positive] + [(of_negative, text) for text in negative]
+    texts = list(dict.fromkeys(asked))
+    encoded = [
+        encoder.encode([text for own, text in texts if own is encoder])
+        for encoder in dict.fromkeys(encoder for encoder, _ in texts)
+    ]
+    conditions = encoded[0] if len(encoded) == 1 else encoded[0].joined(encoded[1])
     recorder.record_library("text_encoder", text_encoder.library, text_encoder.implementation, chosen_by)
-    remarks = {text: conditions.remarks(index, text) for index, text in enumerate(texts)}
+    remarks = {each: conditions.remarks(index, each[1]) for index, each in enumerate(texts)}
     for remark in (remark for several in remarks.values() for remark in several):
         logger.warning(remark)
 
-    def chosen(of: Sequence[str]) -> Conditions:
-        return conditions.take([texts.index(text) for text in of]).to(device, dtype)
+    def chosen(of: Sequence[tuple[TextEncoder, str]]) -> Conditions:
+        return conditions.take([texts.index(each) for each in of]).to(device, dtype)
 
-    branches = {"cond": chosen(positive)}
-    if negative:
-        branches |= {"uncond": chosen(negative), "both": chosen([*positive, *negative])}
-    pairs = zip(positive, negative or positive, strict=True)
+    wanted, unwanted = asked[: len(positive)], asked[len(positive) :]
+    branches = {"cond": chosen(wanted)}
+    if unwanted:
+        branches |= {"uncond": chosen(unwanted), "both": chosen(asked)}
+    pairs = zip(wanted, unwanted or wanted, strict=True)
     return EncodedPrompts(branches, tuple(tuple(dict.fromkeys(remarks[a] + remarks[b])) for a, b in pairs))

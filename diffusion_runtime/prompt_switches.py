@@ -15,7 +15,9 @@ PromptSwitch: TypeAlias = tuple[int | str, str]
 SWITCH_MODES = ("recache", "recache_at_once", "keep")
 MAX_SWITCHES = 1000
 
-_TIME = re.compile(r"(?:(?P<minutes>\d{1,5})m)?(?:(?P<seconds>\d{1,7}(?:\.\d{1,3})?)s)?")
+_TIME = re.compile(r"(?:(?P<minutes>[0-9]{1,5})m)?(?:(?P<seconds>[0-9]{1,7}(?:\.[0-9]{1,3})?)s)?")
+# The same as a pattern of JSON Schema, frames included.
+TIME = r"^\s*([0-9]{1,5}m([0-9]{1,7}(\.[0-9]{1,3})?s)?|[0-9]{1,7}(\.[0-9]{1,3})?s|[0-9]{1,9}f?)\s*$"
 _FORMS = "5s, 1m30s, 2.5s, or a frame as 48f"
 
 

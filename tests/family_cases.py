@@ -95,7 +95,6 @@ SCHEDULER = "scheduler/scheduler_config.json"
 VAE = "vae/config.json"
 INDEX = "model_index.json"
 EXPERTS = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
-FROM_IMAGE = r"image_condition_type.*in_channels.*image-conditioned checkpoint"
 
 LTX2_SOUND_ROLES = ("ltx2.audio_self", "ltx2.audio_cross", "ltx2.audio_to_video", "ltx2.video_to_audio")
 
@@ -233,8 +232,9 @@ FAMILIES = {
             *misfits(("patch_size", 0), ("num_single_layers", "2"), ("mlp_ratio", "four"), ("guidance_embeds", 1)),
             *misfits(("qk_norm", "layer_norm"), ("rope_axes_dim", [4, 6])),
             *misfits(("rope_axes_dim", [4, 6, 8]), ("rope_axes_dim", [5, 5, 6])),
-            Refusal({"image_condition_type": "token_replace"}, FROM_IMAGE),
-            Refusal({"in_channels": 33}, FROM_IMAGE),
+            Refusal({"image_condition_type": "token_replace"}, "expected HunyuanVideoImageToVideoPipeline"),
+            Refusal({"image_condition_type": "latent_concat"}, r"'in_channels' \(16\).* expected 33 in_channels"),
+            Refusal({"in_channels": 33}, r"'in_channels' \(33\).* expected 16 in_channels"),
             in_file(SCHEDULER, "use_dynamic_shifting", use_dynamic_shifting=True),
             in_file(VAE, "vae/config.json: key 'latent_channels': expected 16", latent_channels=32),
         ),

@@ -10,7 +10,7 @@ from typing import Any
 from tiny_encoders import HIDDEN, tiny_clip
 from tiny_models import WORDS
 
-from diffusion_runtime.models.hunyuan_video.text import TEMPLATE
+from diffusion_runtime.models.hunyuan_video.text import IMAGE_TEMPLATE, TEMPLATE
 
 # Sizes and frames of a clip that is quick on two cores: 3 x 4 x 6 latents, 3 x 2 x 3 tokens.
 TINY_SIZES: dict[str, int] = {"height": 32, "width": 48, "num_frames": 9}
@@ -18,28 +18,40 @@ CHAT_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
 def write_tiny_hunyuan_video(
-    folder: Path, *, has_guidance: bool = True, num_layers: int = 2, num_single_layers: int = 2
+    folder: Path,
+    *,
+    has_guidance: bool = True,
+    num_layers: int = 2,
+    num_single_layers: int = 2,
+    image_condition: str | None = None,
 ) -> Path:
     """Write a whole HunyuanVideo folder and return its path. About 1 MB; it depends on nothing but the arguments."""
     import torch
-    from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline
+    from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoImageToVideoPipeline, HunyuanVideoPipeline
+    from transformers import CLIPImageProcessorPil
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    llama_tokens = llama_tokenizer()
+    sees = image_condition is not None
+    llama_tokens = llama_tokenizer(sees=sees)
+    processor = {"image_processor": CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=56)} if sees else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         clip, clip_tokens = tiny_clip()
-        pipeline = HunyuanVideoPipeline(
-            text_encoder=_llama(len(llama_tokens)),
+        pipeline = (HunyuanVideoImageToVideoPipeline if sees else HunyuanVideoPipeline)(
+            text_encoder=_llava(llama_tokens) if sees else _llama(len(llama_tokens)),
             tokenizer=llama_tokens,
             text_encoder_2=clip,
             tokenizer_2=clip_tokens,
             transformer=random_transformer(
-                has_guidance=has_guidance, num_layers=num_layers, num_single_layers=num_single_layers
+                has_guidance=has_guidance,
+                num_layers=num_layers,
+                num_single_layers=num_single_layers,
+                image_condition=image_condition,
             ),
             vae=_vae(),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+            **processor,
         )
     pipeline.save_pretrained(folder)
     return folder
@@ -68,21 +80,53 @@ def word_tokenizer(words: Iterable[str], special_tokens: Sequence[str], single: 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", padding_side="right", **names)
 
 
-def llama_tokenizer() -> Any:
-    """The template's beginning is as many tokens as the real tokenizer makes of it: first tokens fill it up."""
-    special = ("<pad>", "<unk>", "<s>", *CHAT_TOKENS)
+def llama_tokenizer(*, sees: bool = False) -> Any:
+    """The template's beginning is as many tokens as the real tokenizer makes of it: first tokens fill it up. sees: that
+    of the models that start from an image."""
+    template = IMAGE_TEMPLATE if sees else TEMPLATE
+    special = ("<pad>", "<unk>", "<s>", *CHAT_TOKENS, *(("<image>", "\n\n") if sees else ()))
     # One word of the template is unknown: that is no matter of the user's.
-    words = [word for word in words_of(re.sub(r"<\|\w+\|>", " ", TEMPLATE.before), *WORDS) if word != "theme"]
+    words = [word for word in words_of(re.sub(r"<\|?\w+\|?>", " ", template.before), *WORDS) if word != "theme"]
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "<|eot_id|>"}
-    missing = TEMPLATE.num_cropped - len(word_tokenizer(words, special, ["$A"], **names)(TEMPLATE.before).input_ids)
+    missing = template.num_cropped - len(word_tokenizer(words, special, ["$A"], **names)(template.before).input_ids)
     assert missing > 0
     return word_tokenizer(words, special, ["<s>"] * missing + ["$A"], **names)
 
 
 def _llama(vocab_size: int) -> Any:
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import LlamaModel
 
-    config = LlamaConfig(
+    return LlamaModel(_llama_config(vocab_size)).eval()
+
+
+def _llava(tokenizer: Any) -> Any:
+    """Of a picture of 56 x 56 it sees 16 tokens."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        projection_dim=16,
+        initializer_range=0.3,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=_llama_config(len(tokenizer)),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+        image_seq_length=16,
+    )
+    return LlavaForConditionalGeneration(config).eval()
+
+
+def _llama_config(vocab_size: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=24,
         intermediate_size=48,
@@ -93,7 +137,6 @@ def _llama(vocab_size: int) -> Any:
         # Large weights: the embeddings of two words would otherwise hardly differ.
         initializer_range=0.3,
     )
-    return LlamaModel(config).eval()
 
 
 def random_transformer(
@@ -104,14 +147,16 @@ def random_transformer(
     num_heads: int = 2,
     axis_channels: tuple[int, int, int] = (4, 6, 6),
     patch: tuple[int, int] = (1, 2),
+    image_condition: str | None = None,
 ) -> Any:
     """patch: frames, and height and width, of a token."""
     import torch
     from diffusers import HunyuanVideoTransformer3DModel
 
     model = HunyuanVideoTransformer3DModel(
-        in_channels=16,
+        in_channels=33 if image_condition == "latent_concat" else 16,
         out_channels=16,
+        image_condition_type=image_condition,
         num_attention_heads=num_heads,
         attention_head_dim=sum(axis_channels),
         num_layers=num_layers,

@@ -12,8 +12,9 @@ CHANNELS = 4
 TINY_SIZES: dict[str, int] = {"height": 16, "width": 24}
 
 
-def write_tiny_z_image(folder: Path) -> Path:
-    """Write a whole folder and return its path; its weights are the same always."""
+def write_tiny_z_image(folder: Path, *, flow_shift: float = 3.0) -> Path:
+    """Write a whole folder and return its path; its weights are the same always. flow_shift: 6 of the model before
+    distillation."""
     import torch
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline
     from transformers.utils import logging as transformers_logging
@@ -34,7 +35,7 @@ def write_tiny_z_image(folder: Path) -> Path:
             shift_factor=0.1159,
         )
         pipeline = ZImagePipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=flow_shift),
             vae=vae.eval(),
             text_encoder=text_encoder,
             tokenizer=tokenizer,

@@ -19,6 +19,7 @@ from diffusion_runtime.config import LORA_COMPONENTS, MAX_LORA_SCALE, LoraConfig
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.models.sampling_presets import sampling_presets
 from diffusion_runtime.options import NONE, MethodText
+from diffusion_runtime.prompt_switches import MAX_SWITCHES, TIME, PromptSwitches
 from diffusion_runtime.request import REQUEST_FIELDS
 from diffusion_runtime.request_fields import (
     MAX_COUNT,
@@ -175,7 +176,7 @@ def _checked(check: object) -> Schema:
     if isinstance(check, Text):
         return {"type": "string", **({"pattern": r"\S"} if check.needs_words else {})}
     if isinstance(check, Count):
-        return {"type": "integer", "minimum": 1, "maximum": MAX_COUNT}
+        return {"type": "integer", "minimum": check.minimum, "maximum": MAX_COUNT}
     if isinstance(check, SeedNumber):
         return {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
     if isinstance(check, Number):
@@ -200,6 +201,11 @@ def _checked(check: object) -> Schema:
         }
     if isinstance(check, ImageFile):
         return {"anyOf": [_NAME, {"type": "array", "items": _NAME}]} if check.several else _NAME
+    if isinstance(check, PromptSwitches):
+        at = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_COUNT}, {"type": "string", "pattern": TIME}]}
+        pair = {"type": "array", "items": [at, {"type": "string", "pattern": r"\S"}], "minItems": 2, "maxItems": 2}
+        text = {"type": "string", "pattern": rf"{TIME.removesuffix('$')}\s+\S"}
+        return {"type": "array", "items": {"anyOf": [pair, text]}, "maxItems": MAX_SWITCHES}
     assert isinstance(check, VideoFile), f"no schema is known for {check}"
     return _NAME
 

@@ -80,10 +80,18 @@ class JointAttention(nn.Module):
 
 @dataclass(frozen=True)
 class ApartTokens:
-    """The last tokens of a stream, which have a timestep of their own. conditioning: [B, D], through its activation."""
+    """Tokens at one end of a stream, the last ones or with is_first the first, which have a timestep of their own.
+    conditioning: [B, D], through its activation."""
 
     num_tokens: int
     conditioning: torch.Tensor
+    is_first: bool = False
+
+    def split(self, num_tokens: int) -> tuple[tuple[slice, bool], ...]:
+        """The tokens of a stream of num_tokens, in order, in (tokens, whether they are these); without empty parts."""
+        middle = self.num_tokens if self.is_first else num_tokens - self.num_tokens
+        halves = (slice(0, middle), self.is_first), (slice(middle, num_tokens), not self.is_first)
+        return tuple((tokens, are_apart) for tokens, are_apart in halves if tokens.start < tokens.stop)
 
 
 class _Run(NamedTuple):
@@ -161,11 +169,11 @@ class DoubleStreamBlock(nn.Module):
         context: AttentionContext,
     ) -> None:
         """`forward` of x in two runs of tokens."""
-        first, text_rows = x.shape[1] - apart.num_tokens, self.text_modulation(conditioning)
-        runs = (
-            _Run(slice(0, first), self.modulation(conditioning)),
-            _Run(slice(first, None), self.modulation(apart.conditioning)),
-        )
+        text_rows = self.text_modulation(conditioning)
+        runs = [
+            _Run(tokens, self.modulation(apart.conditioning if are_apart else conditioning))
+            for tokens, are_apart in apart.split(x.shape[1])
+        ]
         branch, text_branch = self.joint_attention(
             self._modulated(x, runs, 0),
             modulated_layer_norm(text, text_rows[0], text_rows[1], self.eps),

@@ -13,11 +13,13 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.kernels.modulated_norm.api import Norm
+from diffusion_runtime.layers.double_stream import ApartTokens
 from diffusion_runtime.layers.linear import Linear, LinearInput
 from diffusion_runtime.layers.modulation import Modulation, add_gated_, norm_for
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate
 from diffusion_runtime.layers.rotated_attention import rotated_attention
+from diffusion_runtime.layers.token_runs import add_gated_by_run_, modulated_by_run
 from diffusion_runtime.step_info import LayerInfo
 
 
@@ -42,13 +44,26 @@ class SingleStreamBlock(nn.Module):
         self.attention = USPAttention(num_heads, head_dim, layer=layer, policy=policy)
 
     def forward(
-        self, x: torch.Tensor, conditioning: torch.Tensor, rotations: torch.Tensor, context: AttentionContext
+        self,
+        x: torch.Tensor,
+        conditioning: torch.Tensor,
+        rotations: torch.Tensor,
+        context: AttentionContext,
+        apart: ApartTokens | None = None,
     ) -> None:
         """x [B, T, D] is overwritten.
 
         conditioning: [B, D], after its activation. rotations: [T, head_dim / 2], complex. context.layout: the grid with
-        the text behind it.
+        the text behind it. apart: tokens of x with a timestep of their own.
         """
+        if apart is not None:
+            parts = apart.split(x.shape[1])
+            rows = [self.modulation(apart.conditioning if are_apart else conditioning) for _, are_apart in parts]
+            runs = [(tokens, *of_run) for (tokens, _), of_run in zip(parts, rows, strict=True)]
+            modulated = modulated_by_run(x, Norm("layer", self.eps), [run[:3] for run in runs])
+            branch = self._branch(modulated, rotations, context)
+            add_gated_by_run_(x, branch, [(tokens, gate) for tokens, _, _, gate in runs])
+            return
         shift, scale, gate = self.modulation(conditioning)
         normalized = norm_for((self.qkv_up,), x, Norm("layer", self.eps), shift=shift, scale=scale)
         add_gated_(x, self._branch(normalized, rotations, context), gate)

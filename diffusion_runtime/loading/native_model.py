@@ -53,6 +53,7 @@ from diffusion_runtime.models.quantization import Quantization
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.sampling_presets import few_steps_of
 from diffusion_runtime.models.shared_decoder import SharedDecoder
+from diffusion_runtime.models.text_encoder_scales import apply_scales
 from diffusion_runtime.models.tiny_decoder import TinyFile
 from diffusion_runtime.models.weight_files import GGUF, check_component_files
 from diffusion_runtime.models.weight_loading import MakeEmpty
@@ -291,17 +292,19 @@ class PreparedModel:
         )
 
     def _load_text_encoder(self, offloading: Offloading | None) -> TextEncoder:
+        def read(device: torch.device) -> TextEncoder:
+            encoder = self._load_encoders(device)
+            apply_scales(encoder, self.model.folder)
+            return encoder
+
         def load() -> TextEncoder:
             if offloading is None:
-                return self._load_encoders(self.device)
+                return read(self.device)
             if offloading.plan.waits_in_files:
-                reloaded = ReloadedTextEncoder(
-                    functools.partial(self._load_encoders, self.device),
-                    offloading.use_text_encoders,
-                )
+                reloaded = ReloadedTextEncoder(functools.partial(read, self.device), offloading.use_text_encoders)
                 offloading.add_reloaded_text_encoder(reloaded)
                 return reloaded
-            encoder = self._load_encoders(torch.device("cpu"))
+            encoder = read(torch.device("cpu"))
             offloading.add_text_encoders(modules_of(encoder))
             return OffloadedTextEncoder(encoder, offloading.use_text_encoders)
 

@@ -1,7 +1,8 @@
 """Tensor names of autoencoders in one file: diffusers', or those of their authors, which ComfyUI's files keep.
 
 Two schemes: Wan's, of causal video autoencoders (Wan 2.1 and 2.2, Qwen-Image), and that of latent diffusion (the
-`ae.safetensors` of FLUX.1 and Z-Image, and FLUX.2's). The authors' name of each tensor follows from diffusers'.
+`ae.safetensors` of FLUX.1 and Z-Image, FLUX.2's, and HunyuanVideo-1.5's, which counts a decoder's levels as they run).
+HunyuanVideo's authors have diffusers' names. The authors' name of each tensor follows from diffusers'.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ def by_diffusers_names(path: Path, rows: Rows, expected: Shapes) -> Rows:
     found = _without_prefix(rows)
     if all(name in found for name in expected):
         return found
-    for original in (_causal_names(expected), _latent_diffusion_names(expected)):
+    for original in (
+        _causal_names(expected),
+        _latent_diffusion_names(expected),
+        _latent_diffusion_names(expected, counts_backwards=False),
+    ):
         if original and all(name in found for name in original):
             tops = _tops(original)
             return {
@@ -142,22 +147,21 @@ def _counts(expected: Collection[str]) -> dict[tuple[str, int], int]:
     return counts
 
 
-def _latent_diffusion_names(expected: Collection[str]) -> dict[str, str]:
-    """The authors' name -> diffusers'."""
+def _latent_diffusion_names(expected: Collection[str], *, counts_backwards: bool = True) -> dict[str, str]:
+    """The authors' name -> diffusers'. counts_backwards: whether the decoder's last level is the authors' first."""
     up_blocks = [int(found[1]) for name in expected if (found := re.match(r"decoder\.up_blocks\.(\d+)\.", name))]
-    last = max(up_blocks, default=-1)
+    last = max(up_blocks, default=-1) if counts_backwards else None
     return {_latent_diffusion_name(name, last): name for name in expected}
 
 
-def _latent_diffusion_name(name: str, last_up_block: int) -> str:
+def _latent_diffusion_name(name: str, last_up_block: int | None) -> str:
+    def level(index: str) -> int:
+        return int(index) if last_up_block is None else last_up_block - int(index)
+
     name = re.sub(r"down_blocks\.(\d+)\.resnets\.(\d+)", r"down.\1.block.\2", name)
     name = re.sub(r"down_blocks\.(\d+)\.downsamplers\.0", r"down.\1.downsample", name)
-    name = re.sub(
-        r"up_blocks\.(\d+)\.resnets\.(\d+)", lambda found: f"up.{last_up_block - int(found[1])}.block.{found[2]}", name
-    )
-    name = re.sub(
-        r"up_blocks\.(\d+)\.upsamplers\.0", lambda found: f"up.{last_up_block - int(found[1])}.upsample", name
-    )
+    name = re.sub(r"up_blocks\.(\d+)\.resnets\.(\d+)", lambda found: f"up.{level(found[1])}.block.{found[2]}", name)
+    name = re.sub(r"up_blocks\.(\d+)\.upsamplers\.0", lambda found: f"up.{level(found[1])}.upsample", name)
     name = re.sub(r"mid_block\.resnets\.(\d+)", lambda found: f"mid.block_{int(found[1]) + 1}", name)
     name = name.replace("mid_block.attentions.0.", "mid.attn_1.")
     return _replaced(name, _LATENT_DIFFUSION)

@@ -71,7 +71,7 @@ _KINDS = (
     FileKind(
         "a language model such as Llama or Mistral",
         (r"(language_model\.)?(model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj\.weight",),
-        ("llama", "mistral3", "mistral"),
+        ("llama", "llava", "mistral3", "mistral"),
         "text_encoder",
     ),
     FileKind(
@@ -85,8 +85,13 @@ _KINDS = (
         component="vae",
     ),
     FileKind(
+        "the autoencoder of HunyuanVideo-1.5, with its authors' names",
+        (r"(vae\.)?decoder\.up\.0\.block\.0\.norm1\.gamma",),
+        component="vae",
+    ),
+    FileKind(
         "an autoencoder",
-        (r"decoder\.mid_block\.resnets\.0\.(norm1|conv1|norm)\..*", r"(encoder|decoder)\.conv_in\..*"),
+        (r"(vae\.)?decoder\.mid_block\.resnets\.0\.(norm1|conv1|norm)\..*", r"(vae\.)?(en|de)coder\.conv_in\..*"),
         component="vae",
     ),
 )

@@ -15,7 +15,7 @@ from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 class FirstFrameConditioner(FrameConditioner):
     """The most likely latents of an image, (raw - latents_mean) / latents_std * scaling_factor, in float32.
 
-    autoencoder: diffusers' module, whose `latents_mean` and `latents_std` are of every channel.
+    autoencoder: diffusers' module, whose `latents_mean` and `latents_std` are of every channel; 0 and 1 without any.
     """
 
     library = "diffusers"
@@ -41,6 +41,8 @@ class FirstFrameConditioner(FrameConditioner):
         pixels = image.to(weight.device, torch.float32).div(127.5).sub(1.0).permute(2, 0, 1)[None, :, None]
         with torch.inference_mode(), OneDnnConvolutions():
             mode: torch.Tensor = self._autoencoder.encode(pixels.to(weight.dtype)).latent_dist.mode()
+        if not hasattr(self._autoencoder, "latents_mean"):
+            return ImageCondition(mode.float() * self._scaling_factor)
         mean, std = (
             statistic.to(weight.device, torch.float32).view(1, -1, 1, 1, 1)
             for statistic in (self._autoencoder.latents_mean, self._autoencoder.latents_std)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -36,15 +36,23 @@ class LatentGeometry:
 
     num_channels: of a latent. spatial_factor: pixels a latent in height and width. temporal_factor: frames a latent
     after the first one, which holds a single frame. patch: latents per token in (frames, height, width).
+    num_latents_before: latent frames before those of a clip, which are denoised and decoded with them and whose frames
+    are left out, in models that were trained so.
     """
 
     num_channels: int
     spatial_factor: int
     temporal_factor: int
     patch: tuple[int, int, int]
+    num_latents_before: int = field(default=0, kw_only=True)
 
     # Whether a sample holds sound as well.
     makes_sound: ClassVar[bool] = False
+
+    @property
+    def num_frames_before(self) -> int:
+        """Decoded frames before those of a clip, which are left out."""
+        return self.temporal_factor * self.num_latents_before
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
         """One sample as samplers and transformers see it: `latent_shape`, for a model that makes pictures alone.
@@ -68,7 +76,7 @@ class LatentGeometry:
         Raises RequestError for sizes that do not divide.
         """
         self.check(height, width, num_frames)
-        num_latent_frames = (num_frames - 1) // self.temporal_factor + 1
+        num_latent_frames = (num_frames - 1) // self.temporal_factor + 1 + self.num_latents_before
         return self.num_channels, num_latent_frames, height // self.spatial_factor, width // self.spatial_factor
 
     def num_tokens(self, height: int, width: int, num_frames: int) -> int:

@@ -146,6 +146,10 @@ class DiffusionTransformer(nn.Module, ABC):
         """The guided velocity, float32, out of the two branches', as the model's authors combine them."""
         return extrapolate(cond, uncond, scale)
 
+    def start(self, noise: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """What sampling starts from; models that were trained with a trace of the image in the noise mix it in here."""
+        return noise
+
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         """The clean latents after the last step; models that keep a part of them from an image put it back here."""
         return latents

@@ -19,6 +19,7 @@ from diffusion_runtime.models.autoencoder import DiffusersComponent
 from diffusion_runtime.models.file_kinds import describe_file, kind_of
 from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.models.tensor_files import SafetensorsFile
+from diffusion_runtime.models.text_encoder_scales import check_text_encoder_file
 from diffusion_runtime.models.weight_files import (
     GGUF,
     LINKS,
@@ -154,7 +155,10 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> None:
             f"{path}: expected a .safetensors file; a pickle can run code when it is opened, and is never read"
         )
     with closing(SafetensorsFile(path)) as file:
-        refuse_quantised(path, {name: head.kind for name, head in file.heads.items()})
+        if part.component == "vae":
+            refuse_quantised(path, {name: head.kind for name, head in file.heads.items()})
+        else:
+            check_text_encoder_file(path)
         shapes = {name: head.shape for name, head in file.heads.items()}
     kind = kind_of(tuple(shapes))
     wanted = own.get("model_type")

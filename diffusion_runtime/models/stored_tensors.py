@@ -106,7 +106,7 @@ class StoredRows:
         wrong = unusable_numbers(values)
         if wrong is not None:
             raise self.error(f"tensor {self.name} {wrong}. {DAMAGED}")
-        return QuantizedRows(values, self._scales(values.shape[0]))
+        return QuantizedRows(values, self.scales(values.shape[0]))
 
     def blocks(self) -> GgufRows:
         """Blocks of a GGUF file as they are stored. Raises ModelLoadError for scales that make no numbers."""
@@ -119,8 +119,8 @@ class StoredRows:
     def error(self, what: str) -> ModelLoadError:
         return ModelLoadError(f"{self.file.path}: {what}")
 
-    def _scales(self, num_rows: int) -> torch.Tensor:
-        """float32 [rows, 1]."""
+    def scales(self, num_rows: int) -> torch.Tensor:
+        """Of 8-bit floats, float32 [rows, 1]. Raises ModelLoadError for a scale that is not positive."""
         if self.scale is None:
             return torch.ones(num_rows, 1)
         scales = self.scale.file.read(self.scale.name).float().view(-1)

@@ -133,7 +133,7 @@ class _Renaming:
         )
         others = [family for family in families if family != names.title]
         if None not in reasons and reasons:
-            reason = f"they are for {' and '.join(str(reason) for reason in reasons)}, which this model does not have"
+            reason = f"the file has tensors for {' and '.join(map(str, reasons))}, which this model does not have"
         elif others:
             reason = f"the file is for {' or '.join(others)}, and the model is {names.title}"
         elif families:
@@ -141,8 +141,8 @@ class _Renaming:
         else:
             reason = f"the file is for another model than {names.title}, of no family that is known here"
         return ModelLoadError(
-            f"{self.path}: {len(unmatched)} of {len(rows)} tensors are not in this model: "
-            f"{listed(map(shown_name, unmatched))}: {reason}. Use a file that was made for this model"
+            f"{self.path}: {reason}: {len(unmatched)} of {len(rows)} tensors are not in this model: "
+            f"{listed(map(shown_name, unmatched))}. Use a file that was made for this model"
         )
 
     def _modules(self, name: str) -> list[str]:

@@ -22,7 +22,7 @@ def fill_text_encoder(module: nn.Module, folder: Path, device: torch.device, dty
 
     Raises ModelLoadError for files that are missing or damaged, and for weights that are missing or of another shape.
     """
-    with Checkpoint(folder, _STEM) as checkpoint:
+    with Checkpoint(folder, _STEM, reads_fp8=True) as checkpoint:
         pieces = own_pieces(module)
         if _EMBEDDINGS not in checkpoint.shapes and _ALIAS in checkpoint.shapes:
             pieces[_EMBEDDINGS] = (Piece(_ALIAS, pieces[_EMBEDDINGS][0].shape),)

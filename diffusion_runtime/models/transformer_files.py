@@ -11,10 +11,11 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, read_json, read_json_in
 from diffusion_runtime.models.checkpoint import Source
+from diffusion_runtime.models.file_kinds import kind_of
 from diffusion_runtime.models.gguf_file import GgufFile
 from diffusion_runtime.models.stored_tensors import Rows, stored_rows
 from diffusion_runtime.models.tensor_files import SafetensorsFile, TensorFile
-from diffusion_runtime.models.tensor_names import Expected, by_diffusers_names
+from diffusion_runtime.models.tensor_names import Expected, by_diffusers_names, transformer_tensors
 from diffusion_runtime.models.weight_files import (
     COMPONENT_STEM,
     GGUF,
@@ -47,6 +48,12 @@ class TransformerFile:
         if not path.is_file():
             return
         given, own = read_json(path), read_json_in(folder, self.component, "config.json")
+        classes = given.get("_class_name"), own.get("_class_name")
+        if None not in classes and classes[0] != classes[1]:
+            raise ModelLoadError(
+                f"{path}: key '_class_name': expected {shown(classes[1])}, the model's own, got {shown(classes[0])}: "
+                "give the folder of a transformer of this model"
+            )
         differing = [
             f"{key} is {shown(value)}, here {shown(own[key])}"
             for key, value in given.items()
@@ -68,7 +75,15 @@ class TransformerFile:
 
         def open_files(stack: contextlib.ExitStack) -> Rows:
             files = [open_tensor_file(path, self.key, stack) for path in self._files()]
-            return by_diffusers_names(self.place, stored_rows(files), expected)
+            rows = stored_rows(files)
+            kind = None if any(name in expected.shapes for name in rows) else kind_of(transformer_tensors(tuple(rows)))
+            if kind is not None:
+                flag = f"give it by --{kind.component.replace('_', '-')}-path, or " if kind.component else ""
+                raise ModelLoadError(
+                    f"{self.key}: {self.place}: holds {kind.title}, expected a transformer: {flag}use the file of this "
+                    "component"
+                )
+            return by_diffusers_names(self.place, rows, expected)
 
         return open_files
 

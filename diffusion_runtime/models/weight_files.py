@@ -163,8 +163,8 @@ def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
     strange = _need_scales(dtypes)
     if strange:
         raise ModelLoadError(
-            f"{_stored_as(path, dtypes, strange)} Of text encoders and decoders this runtime reads plain casts to "
-            f"8-bit floats, without scales; {UNQUANTISED_FOLDER}"
+            f"{_stored_as(path, dtypes, strange)} Of autoencoders this runtime reads plain casts to 8-bit floats, "
+            f"without scales; {UNQUANTISED_FOLDER}"
         )
 
 
@@ -185,8 +185,9 @@ def refuse_whole_numbers(path: Path, dtypes: Mapping[str, str]) -> None:
 
 
 def refuse_other_than_fp8(path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raises ModelLoadError for a transformer's file with tensors stored otherwise than as plain numbers, 8-bit floats
-    and the marks beside these. dtypes: by tensor name."""
+    """Raises ModelLoadError for the file of a transformer or a text encoder with tensors stored otherwise than as plain
+    numbers, 8-bit floats and the marks beside these. dtypes: by tensor name."""
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in _TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
     known = (*_PLAIN_DTYPES, *FLOAT8_KINDS)
     strange = {
@@ -350,7 +351,8 @@ def check_component_files(folder: AnyFolder, elsewhere: Collection[str] = ()) ->
     for component, stem in _with_weights(folder):
         if component in elsewhere:
             continue
-        refuse = refuse_other_than_fp8 if component in TRANSFORMERS else refuse_quantised
+        reads_fp8 = component in TRANSFORMERS or component.startswith("text_encoder")
+        refuse = refuse_other_than_fp8 if reads_fp8 else refuse_quantised
         for path in find_weight_files(folder / component, stem):
             refuse(path, stored_dtypes(path))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,12 @@ class TextStream:
         """The prompts at these positions; a position may come more than once."""
         lengths = tuple(self.lengths[index] for index in indices)
         return dataclasses.replace(self, embeddings=self.embeddings[list(indices)], lengths=lengths)
+
+    def joined(self, other: Self) -> Self:
+        """These prompts and, behind them, those of `other`, padded to the longer ones."""
+        most = max(self.embeddings.shape[1], other.embeddings.shape[1])
+        padded = [F.pad(each.embeddings, (0, 0, 0, most - each.embeddings.shape[1])) for each in (self, other)]
+        return dataclasses.replace(self, embeddings=torch.cat(padded), lengths=self.lengths + other.lengths)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         return dataclasses.replace(self, embeddings=self.embeddings.to(device, dtype))
@@ -81,6 +88,24 @@ class Conditions:
         batch, num_tokens = embeddings.shape[:2]
         known = (num_tokens,) * batch if lengths is None else tuple(lengths)
         return cls(embeddings, known, ((),) * batch, (0,) * batch, pooled, tuple(further))
+
+    def joined(self, other: Self) -> Self:
+        """These prompts and, behind them, those of `other`, padded to the longer ones."""
+        assert len(self.further) == len(other.further), "the conditions are of one model"
+        first = TextStream(self.embeddings, self.lengths).joined(TextStream(other.embeddings, other.lengths))
+        cuts = zip(self.further_cuts, other.further_cuts, strict=True)
+        return dataclasses.replace(
+            self,
+            embeddings=first.embeddings,
+            lengths=first.lengths,
+            unknown_words=self.unknown_words + other.unknown_words,
+            num_cut_tokens=self.num_cut_tokens + other.num_cut_tokens,
+            pooled=None if self.pooled is None or other.pooled is None else torch.cat([self.pooled, other.pooled]),
+            further=tuple(one.joined(another) for one, another in zip(self.further, other.further, strict=True)),
+            further_cuts=tuple(
+                dataclasses.replace(one, num_tokens=one.num_tokens + another.num_tokens) for one, another in cuts
+            ),
+        )
 
     def remarks(self, index: int, prompt: str) -> tuple[str, ...]:
         """What the model cannot read of the prompt at `index`, one sentence each. prompt: its text, quoted in the
@@ -141,6 +166,11 @@ class TextEncoder(ABC):
     def of_pictures(self, paths: Sequence[str]) -> TextEncoder:  # noqa: ARG002
         """The encoder of prompts about these images, in their order, in a model that reads them with the prompt; itself
         in others."""
+        return self
+
+    def of_negative(self) -> TextEncoder:
+        """The encoder of negative prompts beside this one, in a model whose negative prompts are about other pictures;
+        itself in others."""
         return self
 
     @abstractmethod

@@ -71,7 +71,16 @@ def load_mistral3(
     if "padding_side" not in tokenizer.init_kwargs:
         # The class that published folders name pads there by default, so their files do not set it.
         tokenizer.padding_side = "left"
-    whole = load_encoder(folder / "text_encoder", Mistral3Model, torch.device("cpu"), dtype, num_layers=max(layers))
+    whole = load_encoder(
+        folder / "text_encoder",
+        Mistral3Model,
+        torch.device("cpu"),
+        dtype,
+        num_layers=max(layers),
+        # ComfyUI's file is the language model alone, with the layers that are read and without what follows them.
+        renamed={r"^model\.(layers|embed_tokens|norm)\.": r"language_model.\1."},
+        unread=("vision_tower.", "multi_modal_projector.", "language_model.norm."),
+    )
     model = whole.language_model
     check_vocabulary(folder / "tokenizer", len(tokenizer), model.config.vocab_size)
     return StackedStatesEncoder(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +67,14 @@ def load_encoder(
     dtype: torch.dtype,
     *,
     num_layers: int | None = None,
+    renamed: Mapping[str, str] | None = None,
+    unread: tuple[str, ...] = (),
 ) -> Any:
     """An encoder of that class, in eval mode and without gradients, from one file or shards, or a variant of either.
 
-    num_layers: how many layers of its language model are built and read, the first ones; None for all.
+    num_layers: how many layers of its language model are built and read, the first ones; None for all. renamed:
+    patterns of names in files beside those that transformers knows -> the model's. unread: beginnings of the names of
+    parts that the caller drops, and that files may lack.
     Raises ModelLoadError when a file is missing or damaged, weights are missing, or there are no more than num_layers.
     """
     # With output_loading_info it returns a pair, contrary to its annotation.
@@ -86,6 +90,7 @@ def load_encoder(
                 use_safetensors=True,
                 variant=_variant(folder),
                 local_files_only=True,
+                key_mapping=None if renamed is None else dict(renamed),
                 output_loading_info=True,
             )
     except (ModelLoadError, MemoryError, torch.OutOfMemoryError):
@@ -93,7 +98,7 @@ def load_encoder(
     except Exception as error:
         # transformers, tokenizers and safetensors raise a dozen kinds between them, some of them plain Exceptions.
         raise ModelLoadError(f"{folder}: {model_class.__name__} cannot be loaded: {first_line(error)}") from error
-    missing = sorted(loaded["missing_keys"])
+    missing = sorted(name for name in loaded["missing_keys"] if not name.startswith(unread))
     if missing:
         names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ModelLoadError(f"{folder}: the weights of {model_class.__name__} are incomplete, missing: {names}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
@@ -9,24 +10,61 @@ from torch import nn
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 
 
-class OffloadedTextEncoder(TextEncoder):
-    """encoder: loaded on the CPU. bring: called before each use, brings its weights to the device."""
+class _WaitingTextEncoder(TextEncoder):
+    """An encoder that is on the device while it encodes."""
 
-    def __init__(self, encoder: TextEncoder, bring: Callable[[], object]) -> None:
-        self._encoder = encoder
-        self._bring = bring
+    def __init__(self, encoder: TextEncoder) -> None:
         self.max_tokens = encoder.max_tokens
         self.library = encoder.library
         self.implementation = encoder.implementation
         self.chosen = encoder.chosen
 
+    @abstractmethod
+    def brought(self) -> TextEncoder:
+        """The encoder, brought to the device."""
+
+    def of_pictures(self, paths: Sequence[str]) -> TextEncoder:
+        """See TextEncoder.of_pictures."""
+        return _OfPictures(self, paths)
+
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """See TextEncoder.encode."""
+        return self.brought().encode(prompts)
+
+
+class _OfPictures(_WaitingTextEncoder):
+    """`whole` for prompts about these images. is_negative: for the negative ones."""
+
+    def __init__(self, whole: _WaitingTextEncoder, paths: Sequence[str], *, is_negative: bool = False) -> None:
+        super().__init__(whole)
+        self._whole = whole
+        self._paths = paths
+        self._is_negative = is_negative
+
+    def brought(self) -> TextEncoder:
+        encoder = self._whole.brought().of_pictures(self._paths)
+        return encoder.of_negative() if self._is_negative else encoder
+
+    def of_negative(self) -> TextEncoder:
+        """See TextEncoder.of_negative."""
+        encoder = self.brought()
+        return self if encoder.of_negative() is encoder else _OfPictures(self._whole, self._paths, is_negative=True)
+
+
+class OffloadedTextEncoder(_WaitingTextEncoder):
+    """encoder: loaded on the CPU. bring: called before each use, brings its weights to the device."""
+
+    def __init__(self, encoder: TextEncoder, bring: Callable[[], object]) -> None:
+        super().__init__(encoder)
+        self._encoder = encoder
+        self._bring = bring
+
+    def brought(self) -> TextEncoder:
         self._bring()
-        return self._encoder.encode(prompts)
+        return self._encoder
 
 
-class ReloadedTextEncoder(TextEncoder):
+class ReloadedTextEncoder(_WaitingTextEncoder):
     """load: loads the encoder, now and whenever a prompt is encoded after `leave`. bring: called before each use, makes
     room for it and calls `enter`."""
 
@@ -35,10 +73,7 @@ class ReloadedTextEncoder(TextEncoder):
         self._bring = bring
         encoder = load()
         self._encoder: TextEncoder | None = encoder
-        self.max_tokens = encoder.max_tokens
-        self.library = encoder.library
-        self.implementation = encoder.implementation
-        self.chosen = encoder.chosen
+        super().__init__(encoder)
 
     @property
     def is_on_device(self) -> bool:
@@ -53,11 +88,10 @@ class ReloadedTextEncoder(TextEncoder):
         """Give its memory back."""
         self._encoder = None
 
-    def encode(self, prompts: Sequence[str]) -> Conditions:
-        """See TextEncoder.encode."""
+    def brought(self) -> TextEncoder:
         self._bring()
         assert self._encoder is not None
-        return self._encoder.encode(prompts)
+        return self._encoder
 
 
 def modules_of(encoder: object) -> list[nn.Module]:

@@ -32,6 +32,12 @@ class SharedTextEncoder(TextEncoder):
         """See TextEncoder.of_pictures."""
         return SharedTextEncoder(None if self._encoder is None else self._encoder.of_pictures(paths), self._world)
 
+    def of_negative(self) -> SharedTextEncoder:
+        """See TextEncoder.of_negative. Whether it is another one, every process learns from the first."""
+        own = None if self._encoder is None else self._encoder.of_negative()
+        is_other = json.loads(self._world.from_first(lambda: json.dumps(own is not self._encoder)))
+        return SharedTextEncoder(own, self._world) if is_other else self
+
     def encode(self, prompts: Sequence[str]) -> Conditions:
         """See TextEncoder.encode. Shapes go through the run store first, then each tensor in one broadcast."""
         encoded: list[Conditions] = []

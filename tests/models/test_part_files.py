@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,12 @@ from tiny_models import write_tiny_wan
 from diffusion_runtime import RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.autoencoder_names import _causal_names, _latent_diffusion_names
+from diffusion_runtime.models.part_files import PartFile, with_parts
+from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.models.text_encoder_scales import NOTE, apply_scales
+from diffusion_runtime.text_encoders.interface import TextEncoder
 
 VAE, ENCODER = "diffusion_pytorch_model.safetensors", "model.safetensors"
 
@@ -126,6 +132,62 @@ def test_a_plain_cast_to_eight_bits_is_read(flux1: Path, wan: Path, tmp_path: Pa
         assert not torch.equal(fp8, latents_and_frames(folder))
 
 
+def encoder_of(folder: Path, component: str, path: Path) -> TextEncoder:
+    """The text encoders of a folder, one of them out of a file."""
+    opened = with_parts(ModelFolder(folder), [PartFile(str(path), f"{component}_path", component)], None, ())
+    encoder = family_for_folder(opened).describe(opened).load_text_encoder(torch.device("cpu"), torch.float32)
+    apply_scales(encoder, opened)
+    return encoder
+
+
+def as_comfyui_stores_mistral(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """mistral_3_small_flux2: the language model's first 30 layers alone."""
+    names = {each: re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", each) for each in tensors}
+    left_out = re.compile(r"vision|projector|lm_head|model\.norm|layers\.30\.")
+    return {name: tensors[each] for each, name in names.items() if not left_out.search(name)}
+
+
+def test_scales_of_text_encoders_in_eight_bits_are_multiplied_in(
+    tiny_folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """t5xxl_fp8_e4m3fn_scaled, umt5_xxl_fp8_e4m3fn_scaled, qwen_2.5_vl_7b_fp8_scaled, mistral_3_small_flux2_fp8: the
+    numbers times the scales, of one tensor or of each row, in a module of ours and in transformers'."""
+    for family, name, key in (
+        ("flux1", "text_encoder_2", "weight_scale"),
+        ("wan", "text_encoder", "scale_weight"),
+        ("qwen_image", "text_encoder", "scale_weight"),
+        ("flux2", "text_encoder", "weight_scale"),
+    ):
+        folder = tiny_folder_of(family)
+        tensors = load_file(next((folder / name).glob("*.safetensors")))
+        if family == "flux2":
+            tensors = as_comfyui_stores_mistral(tensors)
+        stored, meant = dict(tensors), dict(tensors)
+        for each, tensor in tensors.items():
+            if tensor.dim() == 2 and re.search(r"(SelfAttention|self_attn|mlp)\..*weight$", each):
+                largest = tensor.abs().amax(-1, keepdim=True) if "q" in each else tensor.abs().amax()
+                scale = largest / 448
+                stored[each] = (tensor / scale).to(torch.float8_e4m3fn)
+                meant[each] = stored[each].float() * scale
+                stored[f"{each.removesuffix('.weight')}.{key}"] = scale
+        stored |= {"scaled_fp8": torch.zeros(0).to(torch.float8_e4m3fn), "spiece_model": torch.zeros(3).to(torch.uint8)}
+        assert len(stored) > len(tensors) + 4
+        found = []
+        for kind, content in (("scaled", stored), ("meant", meant)):
+            save_file(content, tmp_path / f"{family}-{kind}.safetensors")
+            encoder = encoder_of(folder, name, tmp_path / f"{family}-{kind}.safetensors")
+            found.append(encoder.encode(["a red star"]))
+            assert encoder.implementation.endswith(NOTE) == (kind == "scaled")
+        assert torch.equal(found[0].embeddings, found[1].embeddings)
+    # Of two tensors that may be a parameter's, none is.
+    twice = {f"x.{each}": tensor.clone() for each, tensor in stored.items() if ".layers.0.self_attn" in each}
+    save_file({**stored, **twice}, tmp_path / "both.safetensors")
+    with pytest.raises(ModelLoadError, match="cannot be told to be those of the text encoder"):
+        encoder_of(folder, name, tmp_path / "both.safetensors")
+    path = {"text_encoder_path": str(tmp_path / "wan-scaled.safetensors")}
+    assert NOTE in load_pipeline(str(tiny_folder_of("wan")), device="cpu", **path).text_encoder.implementation
+
+
 def test_wans_own_names_and_a_sharded_folder(wan: Path, tmp_path: Path) -> None:
     """Wan2.1_VAE.safetensors in float16 mixed with float32; a text encoder in shards under another name."""
     tensors = load_file(wan / "vae" / VAE)
@@ -146,6 +208,44 @@ def test_wans_own_names_and_a_sharded_folder(wan: Path, tmp_path: Path) -> None:
     folder = bare(wan, tmp_path / "bare", "vae", "text_encoder")
     frames = latents_and_frames(folder, vae_path=tmp_path / "Wan2.1_VAE.safetensors", text_encoder_path=shards)
     assert torch.equal(frames, latents_and_frames(wan))
+
+
+# Of diffusers' names the authors', the other way round than diffusers' script for this model renames.
+HUNYUAN_15_VAE = (
+    (r"(down|up)_blocks\.(\d+)\.resnets\.(\d+)\.", r"\1.\2.block.\3."),
+    (r"(down|up)_blocks\.(\d+)\.(down|up)samplers\.0\.", r"\1.\2.\3sample."),
+    (r"mid_block\.resnets\.0\.", "mid.block_1."),
+    (r"mid_block\.resnets\.1\.", "mid.block_2."),
+    (r"mid_block\.attentions\.0\.to_([qkv])\.", r"mid.attn_1.\1."),
+    (r"mid_block\.attentions\.0\.", "mid.attn_1."),
+)
+
+
+def renamed(tensors: dict[str, torch.Tensor], patterns: tuple[tuple[str, str], ...]) -> dict[str, torch.Tensor]:
+    def of(name: str) -> str:
+        for pattern, other in patterns:
+            name = re.sub(pattern, other, name)
+        return name
+
+    return {of(name): tensor for name, tensor in tensors.items()}
+
+
+def test_the_autoencoders_of_hunyuan_video_by_their_authors_names(
+    tiny_folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """HunyuanVideo-1.5's have names of their own, with a decoder that counts forwards; HunyuanVideo's are diffusers',
+    with a prefix."""
+    for family in ("hunyuan_video_15", "hunyuan_video"):
+        folder = tiny_folder_of(family)
+        tensors = load_file(folder / "vae" / VAE)
+        stored = {f"vae.{name}": tensor for name, tensor in tensors.items()}
+        if family == "hunyuan_video_15":
+            stored = renamed(tensors, HUNYUAN_15_VAE)
+            assert "decoder.up.0.upsample.conv.conv.weight" in stored
+        save_file(stored, tmp_path / f"{family}.safetensors")
+        path = {"vae_path": tmp_path / f"{family}.safetensors"}
+        expected = latents_and_frames(folder)
+        assert torch.equal(latents_and_frames(bare(folder, tmp_path / family, "vae"), **path), expected)
 
 
 def test_a_variant_is_read_where_a_component_has_one(wan: Path, tmp_path: Path) -> None:
@@ -264,7 +364,7 @@ REFUSED: list[tuple[str, Given, type[DiffusionRuntimeError], str]] = [
             },
         ),
         ModelLoadError,
-        r"stored as F8_E4M3.*plain casts to 8-bit floats, without scales",
+        r"a\.scale_weight is a scale, and a\.weight is missing",
     ),
     (
         "whole numbers",

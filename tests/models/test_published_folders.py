@@ -39,6 +39,8 @@ NUM_PARAMETERS = {
     "Wan2.1-I2V-14B-720P-Diffusers": 16_394_878_784,
     "Wan2.1-FLF2V-14B-720P-diffusers": 16_395_536_704,
     "HunyuanVideo": 12_821_012_544,
+    "HunyuanVideo-I2V": 12_821_012_544,
+    "HunyuanVideo-I2V-33ch": 12_810_991_680,
     "HunyuanVideo-1.5-Diffusers-480p_t2v": 8_326_608_160,
     "HunyuanVideo-1.5-Diffusers-480p_i2v": 8_326_608_160,
     "Qwen-Image": 20_430_401_088,
@@ -107,7 +109,7 @@ def test_a_decoder_of_another_class_ends_a_dry_run(tmp_path: Path) -> None:
     ("name", "pipeline"),
     [
         ("Wan2.1-T2V-1.3B-Diffusers", "WanVideoToVideoPipeline"),
-        ("HunyuanVideo", "HunyuanVideoImageToVideoPipeline"),
+        ("HunyuanVideo", "HunyuanSkyreelsImageToVideoPipeline"),
         ("LTX-2", "LTX2ConditionPipeline"),
     ],
 )
@@ -124,7 +126,8 @@ def test_a_folder_of_another_pipeline_is_refused_with_what_runs_it(name: str, pi
     [
         # Wan 2.1 Fun-Control: a control video beside the image.
         ("Wan2.1-T2V-1.3B-Diffusers", {"in_channels": 48}),
-        ("HunyuanVideo", {"in_channels": 33, "image_condition_type": "latent_concat"}),
+        # SkyReels.
+        ("HunyuanVideo", {"in_channels": 32}),
         ("FLUX.1-dev", {"in_channels": 384, "out_channels": 64}),
         ("FLUX.2-dev", {"in_channels": 256, "out_channels": 128}),
         ("Qwen-Image", {"in_channels": 128}),

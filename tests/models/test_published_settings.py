@@ -15,9 +15,11 @@ from PIL import Image
 from tiny_families import WRITERS
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2_klein
+from tiny_hunyuan_video import write_tiny_hunyuan_video
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
 from tiny_qwen_image import write_tiny_qwen_image
+from tiny_z_image import write_tiny_z_image
 
 from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.loading import inspect_pipeline, prepare
@@ -43,6 +45,9 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "flux.1-depth-dev": partial(write_tiny_flux1, pipeline_class="FluxControlPipeline", condition_channels=4),
     "flux.1-fill-dev": partial(write_tiny_flux1, pipeline_class="FluxFillPipeline", condition_channels=8),
     "flux.1-kontext-dev": partial(write_tiny_flux1, pipeline_class="FluxKontextPipeline"),
+    "z-image": partial(write_tiny_z_image, flow_shift=6.0),
+    "hunyuan-video-i2v": partial(write_tiny_hunyuan_video, image_condition="token_replace"),
+    "hunyuan-video-i2v-33ch": partial(write_tiny_hunyuan_video, image_condition="latent_concat", has_guidance=False),
     "qwen-image-edit": partial(write_tiny_qwen_image, edits="QwenImageEditPipeline"),
     "qwen-image-edit-2509": partial(write_tiny_qwen_image, edits="QwenImageEditPlusPipeline"),
     **dict.fromkeys(

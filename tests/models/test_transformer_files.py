@@ -139,6 +139,19 @@ def whole_folder(folder: Path, place: Path) -> RuntimeConfig:
     return RuntimeConfig(str(folder), device="cpu", transformer_path=str(folder))
 
 
+def of_component(name: str) -> Callable[[Path, Path], RuntimeConfig]:
+    return lambda folder, _: RuntimeConfig(
+        str(folder), device="cpu", transformer_path=str(next((folder / name).glob("*.safetensors")))
+    )
+
+
+def of_other_class(folder: Path, place: Path) -> RuntimeConfig:
+    other = shutil.copytree(folder / "transformer", place / "other")
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**values, "_class_name": "ZImageTransformer2DModel"}))
+    return RuntimeConfig(str(folder), device="cpu", transformer_path=str(other))
+
+
 def of_modelopt(folder: Path, place: Path) -> RuntimeConfig:
     other = shutil.copytree(folder / "transformer", place / "other")
     values = json.loads((other / "config.json").read_text())
@@ -163,7 +176,10 @@ def compiled(folder: Path, place: Path) -> RuntimeConfig:
 @table(
     ("make", "error", "said"),
     [
-        (of_family("wan"), ModelLoadError, r"given.safetensors: .* the file is for Wan, and the model is FLUX.1"),
+        (of_family("wan"), ModelLoadError, r"given.safetensors: the file is for Wan, and the model is FLUX.1"),
+        (of_component("vae"), ModelLoadError, r"holds an autoencoder, expected a transformer: give it by --vae-path"),
+        (of_component("text_encoder"), ModelLoadError, r"holds a CLIP text encoder, .* by --text-encoder-path, or use"),
+        (of_other_class, ModelLoadError, r"expected 'FluxTransformer2DModel', the model's own, got 'ZImageTran"),
         (of_family("z_image"), ModelLoadError, r"the file is for Z-Image, and the model is FLUX.1"),
         (of_family("ltx2"), ModelLoadError, r"the file is for LTX-2, and the model is FLUX.1"),
         (with_names(lambda given: given.update(alien=torch.ones(1))), ModelLoadError, r"1 of \d+ tensors .*: alien"),

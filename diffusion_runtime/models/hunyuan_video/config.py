@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diffusion_runtime.errors import ModelLoadError, shown
-from diffusion_runtime.model_folder import AnyFolder, read_config
+from diffusion_runtime.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.models.geometry import LatentGeometry
 
 _QK_NORM = "rms_norm"
+TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"
+# How a video starts from an image: beside the latents, or as their first frame.
+LATENT_CONCAT, TOKEN_REPLACE = "latent_concat", "token_replace"
 
 # sample_size is the training size, which nothing needs.
 _KNOWN_KEYS = (
@@ -39,7 +42,8 @@ class HunyuanVideoConfig:
 
     num_layers: blocks of two streams; num_single_layers: blocks of one, behind them. patch: latents per token in
     (frames, height, width). axis_channels: of a head that carry the position on each axis; theta: of those.
-    has_guidance: whether the guidance scale is an input.
+    has_guidance: whether the guidance scale is an input. image_condition: LATENT_CONCAT or TOKEN_REPLACE in models that
+    make a video from an image, None in others.
     """
 
     num_layers: int
@@ -55,10 +59,16 @@ class HunyuanVideoConfig:
     axis_channels: tuple[int, int, int]
     theta: float
     has_guidance: bool
+    image_condition: str | None = None
 
     @property
     def dim(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def num_input_channels(self) -> int:
+        """Of the latents, and of an image beside them with a channel that says where it is."""
+        return 2 * self.num_channels + 1 if self.image_condition == LATENT_CONCAT else self.num_channels
 
 
 def read_transformer_config(folder: AnyFolder) -> HunyuanVideoConfig:
@@ -68,16 +78,7 @@ def read_transformer_config(folder: AnyFolder) -> HunyuanVideoConfig:
     qk_norm = file.values.get("qk_norm", _QK_NORM)
     if qk_norm != _QK_NORM:
         raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
-    kind = file.values.get("image_condition_type")
-    num_channels = file.whole_number("in_channels")
-    out_channels = file.whole_number("out_channels", num_channels)
-    if kind is not None or out_channels != num_channels:
-        raise ModelLoadError(
-            f"{file.path}: keys 'image_condition_type' ({shown(kind)}), 'in_channels' ({num_channels}) and "
-            "'out_channels' "
-            f"({out_channels}): expected null and equal numbers; this is an image-conditioned checkpoint, and this "
-            "family runs text-to-video ones natively; `--backend diffusers` runs the others"
-        )
+    num_channels, kind = _read_channels(file)
     head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
     axis_channels = file.whole_numbers("rope_axes_dim", 3)
     if sum(axis_channels) != head_dim or any(size % 2 for size in axis_channels):
@@ -97,7 +98,36 @@ def read_transformer_config(folder: AnyFolder) -> HunyuanVideoConfig:
         axis_channels=(axis_channels[0], axis_channels[1], axis_channels[2]),
         theta=file.number("rope_theta", 256.0),
         has_guidance=file.flag("guidance_embeds", True),
+        image_condition=kind,
     )
+
+
+def _read_channels(file: ConfigFile) -> tuple[int, str | None]:
+    """Channels of a latent, and image_condition."""
+    kind = file.values.get("image_condition_type")
+    if kind not in (None, LATENT_CONCAT, TOKEN_REPLACE):
+        raise file.error("image_condition_type", f"null, {LATENT_CONCAT} or {TOKEN_REPLACE}", kind)
+    in_channels = file.whole_number("in_channels")
+    out_channels = file.whole_number("out_channels", in_channels)
+    expected = 2 * out_channels + 1 if kind == LATENT_CONCAT else out_channels
+    if in_channels != expected:
+        raise ModelLoadError(
+            f"{file.path}: keys 'image_condition_type' ({shown(kind)}), 'in_channels' ({in_channels}) and "
+            f"'out_channels' ({out_channels}): expected {expected} in_channels; with other channels an image is given "
+            "in a way that this family has not; `--backend diffusers` runs such checkpoints"
+        )
+    return out_channels, kind
+
+
+def check_pipeline(folder: AnyFolder) -> None:
+    """Whether the pipeline that model_index.json names is the transformer's. Raises ModelLoadError."""
+    name, kind = read_index(folder).get("_class_name"), read_transformer_config(folder).image_condition
+    expected = TEXT_TO_VIDEO if kind is None else IMAGE_TO_VIDEO
+    if name is not None and name != expected:
+        raise ModelLoadError(
+            f"{folder / INDEX_FILE}: key '_class_name': expected {expected}, as the transformer's image_condition_type "
+            f"is {shown(kind)}, got {shown(name)}"
+        )
 
 
 def read_geometry(folder: AnyFolder) -> LatentGeometry:
@@ -105,10 +135,14 @@ def read_geometry(folder: AnyFolder) -> LatentGeometry:
     transformer, file = read_transformer_config(folder), read_config(folder, "vae")
     num_channels = file.whole_number("latent_channels", 16)
     if num_channels != transformer.num_channels:
-        raise file.error("latent_channels", f"{transformer.num_channels}, the transformer's in_channels", num_channels)
+        raise file.error(
+            "latent_channels", f"{transformer.num_channels}, as the transformer's latents have", num_channels
+        )
     return LatentGeometry(
         num_channels=num_channels,
         spatial_factor=file.whole_number("spatial_compression_ratio", 8),
         temporal_factor=file.whole_number("temporal_compression_ratio", 4),
         patch=transformer.patch,
+        # The image's own, which comes out again and is left out.
+        num_latents_before=1 if transformer.image_condition == LATENT_CONCAT else 0,
     )

@@ -1,4 +1,4 @@
-"""The HunyuanVideo family: text to video. Its decoder and its declaration."""
+"""The HunyuanVideo family: text to video, and image to video. Its autoencoder and its declaration."""
 
 from __future__ import annotations
 
@@ -12,14 +12,25 @@ from diffusion_runtime.layers.sample_decoder import Tiling
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.family import Model, ModelFamily, TextShapes
+from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig, read_geometry, read_transformer_config
+from diffusion_runtime.models.hunyuan_video.config import (
+    IMAGE_TO_VIDEO,
+    LATENT_CONCAT,
+    TEXT_TO_VIDEO,
+    TOKEN_REPLACE,
+    HunyuanVideoConfig,
+    check_pipeline,
+    read_geometry,
+    read_transformer_config,
+)
 from diffusion_runtime.models.hunyuan_video.lora_names import LORA_NAMES
-from diffusion_runtime.models.hunyuan_video.text import MAX_TOKENS, load_text_encoder
+from diffusion_runtime.models.hunyuan_video.text import MAX_IMAGE_TOKENS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
 from diffusion_runtime.models.hunyuan_video.weights import stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_factor, norm_fused
+from diffusion_runtime.text_encoders.llava import read_llava_preparation
 
 AUTOENCODER = DiffusersComponent(
     COMPONENT, "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video", "AutoencoderKLHunyuanVideo"
@@ -40,6 +51,12 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     return VideoDecoder(autoencoder, restore, decoders, _tiling(autoencoder), is_tiled=True)
 
 
+def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameConditioner:
+    """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
+    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
+    return FirstFrameConditioner(autoencoder, read_scaling_factor(folder))
+
+
 def _tiling(autoencoder: Any) -> Tiling:
     """Diffusers' sizes: 16 frames and 256 pixels a side, that overlap by 4 and 64."""
     pixels, frames = int(autoencoder.spatial_compression_ratio), int(autoencoder.temporal_compression_ratio)
@@ -56,17 +73,34 @@ def read_scaling_factor(folder: AnyFolder) -> float:
     return read_config(folder, COMPONENT).number("scaling_factor", 0.476986)
 
 
+_SAMPLING = ("num_frames", "guidance_scale")
+_IMAGE_DEFAULTS = {
+    LATENT_CONCAT: published_defaults("hunyuan-video-i2v-33ch", *_SAMPLING),
+    TOKEN_REPLACE: published_defaults("hunyuan-video-i2v", *_SAMPLING),
+}
+
 _Model = Model[HunyuanVideoConfig, LatentGeometry]
 
 
+def _check_parts(folder: AnyFolder) -> None:
+    read_scaling_factor(folder)
+    check_pipeline(folder)
+    if read_transformer_config(folder).image_condition is not None:
+        read_llava_preparation(folder)
+
+
 def _adapt(model: _Model) -> _Model:
-    return dataclasses.replace(model, embeds_guidance=model.config.has_guidance)
+    model = dataclasses.replace(model, embeds_guidance=model.config.has_guidance)
+    kind = model.config.image_condition
+    if kind is None:
+        return model
+    return dataclasses.replace(model, images={"image_path": True}, defaults={**model.defaults, **_IMAGE_DEFAULTS[kind]})
 
 
 FAMILY = ModelFamily(
     name="hunyuan_video",
     transformer_classes=("HunyuanVideoTransformer3DModel",),
-    pipeline_classes=("HunyuanVideoPipeline",),
+    pipeline_classes=(TEXT_TO_VIDEO, IMAGE_TO_VIDEO),
     diffusers_components=(AUTOENCODER,),
     # The text refiner has no grid and counts as `cross`: sparse choices pass over it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
@@ -79,7 +113,10 @@ FAMILY = ModelFamily(
     lora_names=LORA_NAMES,
     stays_float32=stays_float32,
     shared_heads=lambda config: config.num_heads,
-    text_shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),), config.pooled_dim),
+    text_shapes=lambda _, config: TextShapes(
+        ((MAX_TOKENS + (0 if config.image_condition is None else MAX_IMAGE_TOKENS), config.text_dim),),
+        config.pooled_dim,
+    ),
     load_text_encoder=load_text_encoder,
     load_decoder=load_decoder,
     tiny_decoders={16: "taehv"},
@@ -87,6 +124,7 @@ FAMILY = ModelFamily(
     decodes_fast=True,
     has_tiles=True,
     decodes_in_tiles=True,
-    check_parts=read_scaling_factor,
+    load_image_conditioner=load_image_conditioner,
+    check_parts=_check_parts,
     adapt=_adapt,
 )

@@ -38,6 +38,11 @@ LORA_NAMES = LoraNames(
         "final_layer.linear": "proj_out",
         "final_layer.adaLN_modulation.1": swapped_halves("norm_out.linear"),
     },
+    absent={
+        f"time_text_embed.guidance_embedder.linear_{index}": "models that take the guidance scale as an input"
+        for index in (1, 2)
+    },
+    resized={"x_embedder.proj": "the patch embedding of a model with other inputs (text to video, or image to video)"},
     widths=frozenset({3072}),
     num_blocks=frozenset({20, 40}),
 )

@@ -5,8 +5,9 @@
     text -> refiner ────┘
 
 Grid and text attend to each other jointly, the text behind the grid and its padding, as a length, behind everything.
-Timestep, guidance scale and pooled text modulate every block. Shapes in this file: B batch, S grid tokens, L text
-tokens, D width (num_heads * head_dim).
+Timestep, guidance scale and pooled text modulate every block. A video that starts from an image has it beside its
+latents (latent concat), or as its first latent frame, whose tokens are at timestep 0 and take no guidance scale (token
+replace). Shapes in this file: B batch, S grid tokens, L text tokens, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import overwriting, then_joined
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
+from diffusion_runtime.layers.double_stream import ApartTokens, DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
+from diffusion_runtime.layers.first_frame import beside_latents, in_first_frame
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
@@ -30,15 +32,18 @@ from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.layers.token_refiner import TokenRefiner, UnrefinedText
 from diffusion_runtime.models.geometry import LatentGeometry
-from diffusion_runtime.models.hunyuan_video.config import HunyuanVideoConfig
+from diffusion_runtime.models.hunyuan_video.config import TOKEN_REPLACE, HunyuanVideoConfig
 from diffusion_runtime.models.hunyuan_video.weights import NUM_WAVES
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.text_encoders.interface import Conditions
 from diffusion_runtime.token_layout import TokenLayout
 
 REFINER_ROLE = "hunyuan_video.text_refiner"
 EPS = 1e-6
+# Of the noise that a video from an image starts from; the rest is the image.
+_NOISE_SHARE = 0.999
 
 
 class HunyuanVideoTransformer(DiffusionTransformer):
@@ -50,7 +55,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         self.geometry = geometry
         sizes = (config.num_heads, config.head_dim, config.ffn_dim, EPS)
         num_blocks = config.num_layers + config.num_single_layers
-        self.patch_embedding = PatchEmbedding(config.num_channels, config.dim, config.patch)
+        self.patch_embedding = PatchEmbedding(config.num_input_channels, config.dim, config.patch)
         self.conditioning = ConditionEmbedding(
             config.dim, num_waves=NUM_WAVES, pooled_dim=config.pooled_dim, has_guidance=config.has_guidance
         )
@@ -91,12 +96,16 @@ class HunyuanVideoTransformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """See DiffusionTransformer.forward."""
         grid = self.geometry.grid(latents.shape)
-        context = self.in_token_order(context, grid, latents.device)
+        if not self._replaces_tokens:
+            # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
+            context = self.in_token_order(context, grid, latents.device)
         unrefined = self._unrefined(inputs.text, context)
         conditioning = F.silu(self._conditioning(timestep, inputs))
         text = self.refiner(unrefined, timestep, context)
         num_text_tokens = text.shape[1]
-        x = context.sharding.shard(self.patch_embedding(latents.to(self.out.weight.dtype)))
+        given = self._with_image(latents, inputs.image)
+        x = context.sharding.shard(self.patch_embedding(given.to(self.out.weight.dtype)))
+        apart = self._image_apart(timestep, grid, inputs, context.sharding)
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(
             TokenLayout(
@@ -106,8 +115,8 @@ class HunyuanVideoTransformer(DiffusionTransformer):
                 tile=context.sharding.tile,
             )
         )
-        double = [overwriting(block, conditioning, rotations, joint) for block in self.blocks]
-        single = [overwriting(block, conditioning, rotations, joint) for block in self.single_blocks]
+        double = [overwriting(block, conditioning, rotations, joint, apart) for block in self.blocks]
+        single = [overwriting(block, conditioning, rotations, joint, apart) for block in self.single_blocks]
         (whole,) = context.run_blocks(
             [*then_joined(double), *single],
             (x, text),
@@ -118,6 +127,45 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         tokens = self.out(modulated_layer_norm(whole[:, : x.shape[1]], shift, scale, EPS))
         tokens = context.sharding.gather(tokens, math.prod(grid))
         return unpatchify(tokens, grid, self.config.patch, channels_first=True).to(latents.dtype)
+
+    @property
+    def _replaces_tokens(self) -> bool:
+        return self.config.image_condition == TOKEN_REPLACE
+
+    def start(self, noise: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """See DiffusionTransformer.start. The image in every frame."""
+        if inputs.image is None:
+            return noise
+        share = torch.tensor(_NOISE_SHARE, device=noise.device)
+        return noise * share + inputs.image.latents.to(noise.device, noise.dtype) * (1 - share)
+
+    def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        if not self._replaces_tokens or inputs.image is None:
+            return latents
+        return in_first_frame(latents, inputs.image.latents)
+
+    def _with_image(self, latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:
+        """[B, num_input_channels, frames, height, width]. Raises RequestError for a missing image."""
+        if self.config.image_condition is None:
+            return latents
+        if image is None:
+            raise RequestError("image_path: this checkpoint makes videos from an image; give one")
+        return (in_first_frame if self._replaces_tokens else beside_latents)(latents, image.latents)
+
+    def _image_apart(
+        self, timestep: torch.Tensor, grid: tuple[int, int, int], inputs: DenoiserInputs, sharding: SequenceSharding
+    ) -> ApartTokens | None:
+        """Those of the image's tokens that this process holds, in a model whose first frame it is."""
+        if not self._replaces_tokens:
+            return None
+        held = sharding.local(slice(0, grid[1] * grid[2]), math.prod(grid))
+        if held.start >= held.stop:
+            return None
+        at_zero = self.conditioning.timestep(torch.zeros_like(timestep))
+        assert inputs.text.pooled is not None
+        assert self.conditioning.pooled is not None
+        at_zero = at_zero + self.conditioning.pooled(inputs.text.pooled.to(at_zero.dtype))
+        return ApartTokens(held.stop - held.start, F.silu(at_zero), is_first=True)
 
     def _conditioning(self, timestep: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         """[B, D] of timestep, guidance and pooled text. Raises RequestError when one of them is missing."""

@@ -41,7 +41,7 @@ def _all_pieces(config: HunyuanVideoConfig) -> Iterator[NamedPieces]:
         embeddings.append(("guidance", "guidance_embedder", NUM_WAVES))
     for ours, theirs, in_dim in embeddings:
         yield from two_layer_pieces(f"conditioning.{ours}", f"time_text_embed.{theirs}", in_dim, dim)
-    patch = (Piece("x_embedder.proj.weight", (dim, num_channels, *config.patch)),)
+    patch = (Piece("x_embedder.proj.weight", (dim, config.num_input_channels, *config.patch)),)
     yield "patch_embedding.projection.weight", patch
     yield "patch_embedding.projection.bias", (Piece("x_embedder.proj.bias", (dim,)),)
     yield from token_refiner_pieces(

@@ -22,6 +22,7 @@ from diffusion_runtime.block_stack import overwriting
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.double_stream import DoubleStreamBlock, modulated_input
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, PatchEmbedding, unpatchify
+from diffusion_runtime.layers.first_frame import beside_latents
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
@@ -30,7 +31,7 @@ from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
 from diffusion_runtime.models.hunyuan_video_15.text_stream import PreparedText, TextStreamEmbedding
 from diffusion_runtime.models.hunyuan_video_15.weights import NUM_WAVES
-from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
+from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.step_info import LayerInfo
 from diffusion_runtime.token_layout import TokenLayout
 
@@ -79,7 +80,8 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         conditioning = F.silu(self.conditioning(timestep, next_timestep=context.step.next_timestep))
         text = self.text(self._prepared(inputs, context), timestep, context)
         num_text_tokens = text.values.shape[1]
-        x = self.patch_embedding(with_image(latents, inputs.image).to(self.out.weight.dtype))
+        image = None if inputs.image is None else inputs.image.latents
+        x = self.patch_embedding(beside_latents(latents, image).to(self.out.weight.dtype))
         x = context.sharding.shard(x)
         rotations = self._rotations(grid, num_text_tokens, context)
         joint = context.with_layout(
@@ -116,15 +118,3 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
     def _prepared(self, inputs: DenoiserInputs, context: AttentionContext) -> PreparedText:
         """The parts of the text stream that no step changes, once per request and branch."""
         return cached_for_prompt("prepared_text", inputs, context, lambda: self.text.prepare(inputs))
-
-
-def with_image(latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:
-    """Latents [B, C, frames, height, width], behind them the image as the first of as many frames, the others zero, and
-    a channel that is one where it is: [B, 2 C + 1, frames, height, width]."""
-    batch, num_channels, *sizes = latents.shape
-    whole = latents.new_zeros(batch, 2 * num_channels + 1, *sizes)
-    whole[:, :num_channels] = latents
-    if image is not None:
-        whole[:, num_channels:-1, :1] = image.latents
-        whole[:, -1, 0] = 1.0
-    return whole

@@ -33,7 +33,7 @@ def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtyp
 # Of Z-Image. Z-Image-Turbo has 3.
 _BASE_FLOW_SHIFT = 6.0
 # Those of Z-Image, which is not distilled.
-_BASE_DEFAULTS = {"num_inference_steps": 50, "guidance_scale": 4.0}
+_BASE_DEFAULTS = published_defaults("z-image", "num_inference_steps", "guidance_scale")
 
 _Model = Model[ZImageTransformerConfig, ImageGeometry]
 
