@@ -15,7 +15,8 @@ from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import rescaled, with_guidance
-from diffusion_runtime.denoising.interface import OnStep, Predict
+from diffusion_runtime.denoising.guidance_terms import with_guidance_terms
+from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages
 from diffusion_runtime.denoising.registry import build_sampler
@@ -67,6 +68,8 @@ class LatentDenoiser:
         """
         settings = self.settings
         stages, sampler = settings.stages(), settings.build_sampler()
+        if (terms := settings.guidance_terms) is not None:
+            self.recorder.note(terms.note(settings.guidance_mode))
         sizes = [settings.halved(stage.level) for stage in stages] or [settings.first_size]
         sample_noise = SampleNoise(settings.sample_shape(sizes[0]), seeds)
         noise = sample_noise.draw().to(self.device)
@@ -80,16 +83,8 @@ class LatentDenoiser:
             # One of each size: nothing of another size can be reused.
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
             caches.append(cache)
-            guided = with_guidance(
-                self._predict(
-                    forward, inputs, state, cache.block_runner if self.block_runner is None else self.block_runner
-                ),
-                lambda step: settings.cfg_scales[min(step.expert, 1)],
-                settings.guidance_mode,
-                rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
-                BranchExchange.of(self.mesh),
-                cache.wrappers,
-            )
+            runner = cache.block_runner if self.block_runner is None else self.block_runner
+            guided = self._guided(self._predict(forward, inputs, state, runner), size, cache.wrappers)
             predicts.append(_numbered(self._with_expert(guided), 0, settings.num_steps))
         if stages:
             self.recorder.note(_sizes_remark(stages, sizes))
@@ -126,13 +121,8 @@ class LatentDenoiser:
         parts = geometry.parts(latents, settings.first_size)
         clean = geometry.join(self.upsampler(parts.video).to(latents.device), parts.audio)
         noise = sample_noise.draw_of(geometry.sample_shape(settings.size)).to(latents.device)
-        guided = with_guidance(
-            self._predict(forward, inputs, state, BlockRunner() if self.block_runner is None else self.block_runner),
-            lambda step: settings.cfg_scales[min(step.expert, 1)],
-            settings.guidance_mode,
-            rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
-            BranchExchange.of(self.mesh),
-        )
+        runner = BlockRunner() if self.block_runner is None else self.block_runner
+        guided = self._guided(self._predict(forward, inputs, state, runner), settings.size)
         first = settings.num_inference_steps
         self.recorder.note(
             f"second stage: {len(levels)} steps at {settings.size.height} x {settings.size.width} after {first} at "
@@ -144,10 +134,31 @@ class LatentDenoiser:
             lambda step, at: on_step(dataclasses.replace(step, index=first + step.index), at),
         )
 
+    def _guided(self, predict: Predict, size: ClipSize, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
+        """`predict` with the guidance of the requests. size: of the clip whose latents it is given."""
+        settings, geometry = self.settings, self.settings.rules.geometry
+        if (terms := settings.guidance_terms) is not None:
+
+            def split(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                parts = geometry.parts(latents, size)
+                assert parts.audio is not None, "guides_parts is of models that make sound"
+                return parts.video, parts.audio
+
+            exchange = BranchExchange.of(self.mesh)
+            return with_guidance_terms(predict, terms, split, geometry.join, settings.guidance_mode, exchange, wrappers)
+        return with_guidance(
+            predict,
+            lambda step: settings.cfg_scales[min(step.expert, 1)],
+            settings.guidance_mode,
+            rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
+            BranchExchange.of(self.mesh),
+            wrappers,
+        )
+
     def _inputs(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
         """The conditions of the transformer, by guidance branch."""
         image = self._image_condition(size)
-        return {
+        inputs = {
             branch: DenoiserInputs(
                 text=conditions,
                 size=size,
@@ -157,6 +168,8 @@ class LatentDenoiser:
             )
             for branch, conditions in text.items()
         }
+        terms = self.settings.guidance_terms
+        return inputs | dict.fromkeys(() if terms is None else terms.further_branches, inputs["cond"])
 
     def _image_condition(self, size: ClipSize) -> ImageCondition | None:
         shared = self.settings.shared

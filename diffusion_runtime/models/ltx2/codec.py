@@ -27,8 +27,11 @@ AUDIO_AUTOENCODER = DiffusersComponent(
 UPSAMPLER = DiffusersComponent(
     "latent_upsampler", "diffusers.pipelines.ltx2.latent_upsampler", "LTX2LatentUpsamplerModel"
 )
-# That of LTX-2.0, the version that this family runs natively.
-VOCODER_NETWORK = DiffusersComponent(VOCODER, "diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder")
+# Of LTX-2.0; and of LTX-2.3 with bandwidth extension, a second network for the high frequencies.
+_EXTENDED_VOCODER = "LTX2VocoderWithBWE"
+VOCODER_NETWORK = DiffusersComponent(
+    VOCODER, "diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder", other_classes=(_EXTENDED_VOCODER,)
+)
 
 
 class LTX2Decoder(VideoDecoder):
@@ -79,9 +82,29 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
         VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("encoder",), stays_float32=_is_statistic),
         read_config(folder, COMPONENT).number("scaling_factor", 1.0),
         AUDIO_AUTOENCODER.load(folder, device, dtype, left_out=("encoder",), stays_float32=_is_statistic),
-        VOCODER_NETWORK.load(folder, device, torch.float32),
-        read_config(folder, VOCODER).whole_number("output_sampling_rate", 24000),
+        _load_vocoder(folder, device),
+        _sample_rate(folder),
     )
+
+
+def _load_vocoder(folder: AnyFolder, device: torch.device) -> Any:
+    vocoder = VOCODER_NETWORK.load(folder, device, torch.float32)
+    if VOCODER_NETWORK.class_in(folder) == _EXTENDED_VOCODER:
+        # Its filter is computed and not read, which the meta device does not do.
+        given = vocoder.resampler
+        vocoder.resampler = type(given)(ratio=given.ratio, window_type="hann", persistent=False).to(device)
+    return vocoder
+
+
+def _sample_rate(folder: AnyFolder) -> int:
+    """Of the vocoder's sound. Raises ModelLoadError."""
+    file = read_config(folder, VOCODER)
+    if VOCODER_NETWORK.class_in(folder) != _EXTENDED_VOCODER:
+        return file.whole_number("output_sampling_rate", 24000)
+    rates = file.whole_number("input_sampling_rate", 16000), file.whole_number("output_sampling_rate", 48000)
+    if rates[1] % rates[0]:
+        raise file.error("output_sampling_rate", f"a multiple of {rates[0]}, its input_sampling_rate", rates[1])
+    return rates[1]
 
 
 def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameConditioner:
@@ -111,4 +134,4 @@ def check_decoding(folder: AnyFolder) -> None:
     if noisy is True or (isinstance(noisy, list) and any(noisy)):
         raise file.error("decoder_inject_noise", "false: noise between a decoder's layers is not supported", noisy)
     file.number("scaling_factor", 1.0)
-    read_config(folder, VOCODER).whole_number("output_sampling_rate", 24000)
+    _sample_rate(folder)

@@ -21,46 +21,58 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Norm
-from diffusion_runtime.layers.across_heads_attention import KeysAndValues
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
 from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.token_runs import TokenRun, embedding_by_run, modulated_by_run, token_runs
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.models.ltx2.block import LTX2Block, StreamInputs
+from diffusion_runtime.models.ltx2.block import LTX2Block, Perturbation, StreamInputs, Text
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import audio_rotations, shared_rotations, video_rotations
+from diffusion_runtime.step_info import ISOLATED, PERTURBED
 from diffusion_runtime.token_layout import TokenLayout
 
 NUM_WAVES = 256
 # Of the last norm, whatever the config says of the others.
 _OUT_EPS = 1e-6
 
-# Keys and values of every block's attention to the text.
-TextKeys = tuple[KeysAndValues, ...]
+# What every block attends to as its text.
+Texts = tuple[Text, ...]
 
 
 class Stream(nn.Module):
     """What a stream has outside the blocks: its way in and out, its text, and the rows of the timestep.
 
-    time: for self-attention, feed-forward and the end; exchange, exchange_gate: for attention between the streams.
+    time: for self-attention, feed-forward, attention to the text and the end; exchange, exchange_gate: for attention
+    between the streams; text_time: for the text itself.
     """
 
-    def __init__(self, config: StreamConfig, text_dim: int) -> None:
+    def __init__(self, config: LTX2Config, stream: StreamConfig) -> None:
         super().__init__()
-        self.embedding = Linear(config.num_channels, config.dim)
-        self.text_embedding = TextEmbedding(text_dim, config.dim)
-        self.time = TimestepModulation(NUM_WAVES, config.dim, 6)
-        self.exchange = TimestepModulation(NUM_WAVES, config.dim, 4)
-        self.exchange_gate = TimestepModulation(NUM_WAVES, config.dim, 1)
-        self.out_modulation = nn.Parameter(torch.zeros(2, config.dim))
-        self.out = Linear(config.dim, config.num_channels)
+        dim = stream.dim
+        self.embedding = Linear(stream.num_channels, dim)
+        self.text_embedding = TextEmbedding(stream.text_dim, dim) if config.projects_text else None
+        self.time = TimestepModulation(NUM_WAVES, dim, config.num_rows)
+        self.exchange = TimestepModulation(NUM_WAVES, dim, 4)
+        self.exchange_gate = TimestepModulation(NUM_WAVES, dim, 1)
+        self.text_time = TimestepModulation(NUM_WAVES, dim, 2) if config.modulates_text else None
+        self.out_modulation = nn.Parameter(torch.zeros(2, dim))
+        self.out = Linear(dim, stream.num_channels)
 
     def exchange_rows(self, timestep: torch.Tensor, gate_factor: float) -> torch.Tensor:
         """[B, 5, D], float32, as StreamInputs takes them. timestep: [B], in [0, 1000]."""
         return torch.cat([self.exchange(timestep)[0], self.exchange_gate(timestep * gate_factor)[0]], dim=1)
+
+    def text_rows(self, timestep: torch.Tensor) -> torch.Tensor | None:
+        """[B, 2, D], float32, as StreamInputs takes them."""
+        return None if self.text_time is None else self.text_time(timestep)[0]
+
+    def embed_text(self, text: torch.Tensor) -> torch.Tensor:
+        """[B, L, text_dim] to [B, L, D]."""
+        embedded: torch.Tensor = text if self.text_embedding is None else self.text_embedding(text)
+        return embedded
 
     def finish(self, x: torch.Tensor, runs: tuple[TokenRun, ...]) -> torch.Tensor:
         """[B, tokens, channels] of x [B, tokens, D]. runs: of its tokens."""
@@ -80,8 +92,8 @@ class LTX2Transformer(DiffusionTransformer):
         super().__init__()
         self.config = config
         self.geometry = geometry
-        self.video = Stream(config.video, config.text_dim)
-        self.audio = Stream(config.audio, config.text_dim)
+        self.video = Stream(config, config.video)
+        self.audio = Stream(config, config.audio)
         self.blocks = nn.ModuleList(LTX2Block(config, index, policy) for index in range(config.num_layers))
 
     @property
@@ -115,12 +127,14 @@ class LTX2Transformer(DiffusionTransformer):
             "rotations", (grid, length, fps), context, lambda: self._rotations(grid, length, fps, video.device)
         )
         text, audio_text = self._text(inputs, context)
-        text_context = context.with_layout(TokenLayout.text(text[0][0].shape[1], inputs.text.lengths))
+        num_text_tokens = max(1, *inputs.text.lengths)
+        text_context = context.with_layout(TokenLayout.text(num_text_tokens, inputs.text.lengths))
         video_context = context.with_layout(TokenLayout(grid, tile=sharding.tile))
         audio_context = context.with_layout(TokenLayout.text(length))
         video_inputs = StreamInputs(
             time=video_time,
             exchange=self.video.exchange_rows(timestep, self.config.gate_factor),
+            text=self.video.text_rows(timestep),
             rotations=sharding.shard(video_turns, dim=0),
             shared_rotations=sharding.shard(shared[0], dim=0),
             context=video_context,
@@ -130,15 +144,17 @@ class LTX2Transformer(DiffusionTransformer):
         audio_inputs = StreamInputs(
             time=audio_time,
             exchange=self.audio.exchange_rows(timestep, self.config.gate_factor),
+            text=self.audio.text_rows(timestep),
             rotations=audio_turns,
             shared_rotations=shared[1],
             context=audio_context,
             text_context=text_context,
             keys_context=audio_context,
         )
+        perturbations = self._perturbations(inputs, context.step.branch)
         blocks = (
             overwriting(block, video_inputs, audio_inputs, *of_block)
-            for block, *of_block in zip(self.blocks, text, audio_text, strict=True)
+            for block, *of_block in zip(self.blocks, text, audio_text, perturbations, strict=True)
         )
         first, entering = next(self.all_blocks()), video
 
@@ -170,18 +186,27 @@ class LTX2Transformer(DiffusionTransformer):
             *shared_rotations(rules, grid, fps, length, audio.num_heads, audio.dim, device),
         )
 
-    def _text(self, inputs: DenoiserInputs, context: AttentionContext) -> tuple[TextKeys, TextKeys]:
-        """Every block's keys and values of the text, for both streams, as long as the longest prompt; kept for the
-        other steps of the request. In the published model they take 1.2 GB a prompt in bfloat16."""
+    def _perturbations(self, inputs: DenoiserInputs, branch: str) -> list[Perturbation]:
+        """What each block leaves out in a forward pass of a guidance branch."""
+        skipped = (inputs.request.stg_blocks or ()) if branch == PERTURBED else ()
+        isolates = branch == ISOLATED
+        return [Perturbation(index in skipped, isolates) for index in range(self.num_blocks)]
+
+    def _text(self, inputs: DenoiserInputs, context: AttentionContext) -> tuple[Texts, Texts]:
+        """What every block attends to as the text of both streams, as long as the longest prompt; kept for the other
+        steps of the request: keys and values, which in LTX-2.0 take 1.2 GB a prompt in bfloat16, or since LTX-2.3 the
+        tokens, which every step modulates."""
         if not inputs.text.further:
             raise RequestError("this model takes two text embeddings, one for the video and one for the sound")
         num_tokens = max(1, *inputs.text.lengths)
         embeddings = (inputs.text.embeddings, inputs.text.further[0].embeddings)
 
-        def project() -> tuple[TextKeys, TextKeys]:
+        def project() -> tuple[Texts, Texts]:
             dtype = self.video.out.weight.dtype
-            video = self.video.text_embedding(embeddings[0][:, :num_tokens].to(dtype))
-            audio = self.audio.text_embedding(embeddings[1][:, :num_tokens].to(dtype))
+            video = self.video.embed_text(embeddings[0][:, :num_tokens].to(dtype))
+            audio = self.audio.embed_text(embeddings[1][:, :num_tokens].to(dtype))
+            if self.config.modulates_text:
+                return (video,) * self.num_blocks, (audio,) * self.num_blocks
             video_keys, audio_keys = [], []
             for block in self.all_blocks():
                 with held_weights(block):

@@ -15,7 +15,7 @@ from family_parity import CPU, relative, write_plain_scheduler
 from safetensors.torch import save_file
 from tables import table
 from tiny_encoders import HIDDEN
-from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS, random_transformer
+from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, LTX23, VIDEO_CHANNELS, random_transformer
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "audio_hop_length": 200,
         "norm_eps": 1e-4,
     },
+    "LTX-2.3": LTX23,
 }
 
 
@@ -75,7 +76,9 @@ class Inputs:
         return Conditions.of(self.text, self.lengths, further=[stream])
 
 
-def make_inputs(size: ClipSize = WIDE, lengths: Sequence[int] = (5, 9)) -> Inputs:
+def make_inputs(
+    size: ClipSize = WIDE, lengths: Sequence[int] = (5, 9), text_dims: tuple[int, int] = (HIDDEN, HIDDEN)
+) -> Inputs:
     generator = torch.Generator().manual_seed(1)
     batch = len(lengths)
 
@@ -86,11 +89,16 @@ def make_inputs(size: ClipSize = WIDE, lengths: Sequence[int] = (5, 9)) -> Input
         noise(VIDEO_CHANNELS, (size.num_frames - 1) // 8 + 1, size.height // 32, size.width // 32),
         noise(AUDIO_CHANNELS, round(size.num_frames / size.fps * 25), AUDIO_BINS),
         torch.linspace(937.3, 12.0, batch + 1)[:batch],
-        noise(NUM_TEXT_TOKENS, HIDDEN),
-        noise(NUM_TEXT_TOKENS, HIDDEN),
+        noise(NUM_TEXT_TOKENS, text_dims[0]),
+        noise(NUM_TEXT_TOKENS, text_dims[1]),
         tuple(lengths),
         size,
     )
+
+
+def text_dims(name: str) -> tuple[int, int]:
+    """Of the texts of a variant: without a projection in the transformer, those of the streams."""
+    return (HIDDEN, HIDDEN) if VARIANTS[name].get("use_prompt_embeddings", True) else (32, 16)
 
 
 def write_rest(folder: Path) -> None:
@@ -189,7 +197,7 @@ def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -
     ours, theirs = load_ours(folder), load_theirs(folder)
     for size in (SQUARE, WIDE, IMAGE):
         for lengths in ((4,), (5, 9), (2, 3)):
-            inputs = make_inputs(size, lengths)
+            inputs = make_inputs(size, lengths, text_dims(name))
             before = [tensor.clone() for tensor in (inputs.text, inputs.audio_text)]
             assert_equal(run_ours(ours, inputs), run_theirs(theirs, inputs), inputs)
             after = (inputs.text, inputs.audio_text)
