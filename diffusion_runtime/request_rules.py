@@ -306,8 +306,8 @@ class RequestRules(SamplingRules):
             remarks += self.control.remarks(request, BatchSettings.of([request], self).size)
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
-            # An empty text asks for nothing.
-            usual = (_UNSET[name], self.defaults.get(name), computed.get(name), "")
+            # An empty text asks for nothing, and a value that turns a term off.
+            usual = (_UNSET[name], self.defaults.get(name), computed.get(name), declared.off, "")
             if declared.used_with in reasons and value not in usual:
                 remarks.append(f"{name}: {shown(value)} is not used: {reasons[declared.used_with]}")
         if self.few_steps is not None:
