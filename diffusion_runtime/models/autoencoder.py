@@ -140,7 +140,9 @@ class DiffusersComponent:
 
     def _checkpoint(self, module: nn.Module, folder: AnyFolder) -> Checkpoint:
         expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        return Checkpoint(folder / self.name, renamed=lambda path, rows: by_diffusers_names(path, rows, expected))
+        return Checkpoint(
+            folder / self.name, renamed=lambda path, rows: by_diffusers_names(path, rows, expected, self.name)
+        )
 
     def build_decoding_half(self, folder: AnyFolder) -> nn.Module | None:
         """What `load_decoder` fills, on the meta device; None where that is diffusers' module. Imports nothing."""
