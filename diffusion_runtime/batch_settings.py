@@ -60,8 +60,9 @@ class BatchSettings:
 
     @property
     def has_condition(self) -> bool:
-        """Whether the transformer is given a condition beside the text: of images, or of control blocks."""
-        return self.shared.image_path is not None or self.rules.control is not None
+        """Whether the transformer is given a condition beside the text: of images, of a sound, or of control blocks."""
+        given = (self.shared.image_path, self.shared.audio_path)
+        return any(path is not None for path in given) or self.rules.control is not None
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
         """One sample as it is denoised: that of a clip of this size, with the reference images before it."""

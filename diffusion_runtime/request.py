@@ -27,6 +27,7 @@ from diffusion_runtime.request_fields import (
     RequestField,
     Scales,
     SeedNumber,
+    SoundFile,
     Text,
     VideoFile,
     parse_blocks,
@@ -392,6 +393,17 @@ class GenerationRequest:
             refusal="this model takes no control video; leave it out",
         ).as_metadata(),
     )
+    # The sound that a video is made for; None is one of the model's own, where it makes any.
+    audio_path: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="The sound a video is made for (speech, music), for models that make pictures and sound together.",
+            check=SoundFile(),
+            panel=WHAT,
+            may_stay_none=True,
+            refusal="this model takes no sound; leave it out",
+        ).as_metadata(),
+    )
     # The mask of a part of the image or of the control video, of its size; white is what is made anew.
     mask_path: str | None = field(
         default=None,
@@ -518,7 +530,7 @@ VIDEO_FIELDS: tuple[str, ...] = tuple(
     name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, VideoFile | MaskFile)
 )
 INPUT_FIELDS: tuple[str, ...] = tuple(
-    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile | VideoFile)
+    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile | VideoFile | SoundFile)
 )
 
 
@@ -533,7 +545,7 @@ def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:
 def too_many_images(field: str, paths: Sequence[str], expected: int) -> str:
     """For a RequestError: how many images a field may name, and which it names."""
     given, but_one = ", ".join(map(shown, paths)), "all but one" if expected == 1 else f"all but {expected}"
-    noun = "video" if field == "video_path" else "image"
+    noun = {"video_path": "video", "audio_path": "sound file"}.get(field, "image")
     several = f"one {noun}" if expected == 1 else f"at most {expected} {noun}s"
     return f"{field}: expected {several}, got {len(paths)}: {given}; leave {but_one} out"
 

@@ -97,6 +97,18 @@ class VideoFile:
 
 
 @dataclass(frozen=True)
+class SoundFile:
+    """The path of a sound file, or of a video with sound; whether it can be read is the model's rules to check."""
+
+    metavar: ClassVar[str] = "FILE"
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name}: expected the path of a sound file, got {shown(value)}")
+
+
+@dataclass(frozen=True)
 class Count:
     """A whole number from 1 to MAX_COUNT."""
 

@@ -14,6 +14,7 @@ from diffusion_runtime.denoising.step_cache.requested import calibration_of
 from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image, check_mask, open_picture, picture_remarks
+from diffusion_runtime.media.sound_files import check_sound
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
@@ -165,7 +166,9 @@ class RequestRules(SamplingRules):
             raise RequestError(too_many_images("image_path", paths, expected))
 
     def _check_images(self, request: GenerationRequest, size: ClipSize) -> None:
-        """Raises RequestError for an image that cannot be a frame of the clip."""
+        """Raises RequestError for an image that cannot be a frame of the clip, and a sound shorter than it."""
+        if request.audio_path is not None:
+            check_sound(request.audio_path, "audio_path", size.num_frames / size.fps)
         if request.last_image_path is not None and size.num_frames < 2:
             if "last_image_path" in self.needed_images:
                 fewest = 1 + self.geometry.temporal_factor

@@ -55,8 +55,9 @@ class StreamInputs:
     """What every block of one forward pass reads beside the tokens of a stream.
 
     time: rows of the timestep for self-attention and feed-forward, and since LTX-2.3 for what attends to the text,
-    [B, 6 or 9, D] of each run of tokens; exchange: for attention between the streams, [B, 5, D], and text: for the text
-    itself, [B, 2, D], None before LTX-2.3, of the timestep that is not an image's; all float32. rotations,
+    [B, 6 or 9, D] of each run of tokens; exchange: for attention between the streams, [B, 5, D], of the other stream's
+    timestep, and text: for the text itself, [B, 2, D], None before LTX-2.3, of the timestep that is not an image's; all
+    float32. rotations,
     shared_rotations: of its tokens within the stream and between the streams.
     context, text_context, keys_context: the forward pass where the stream itself, its text, or the stream as what the
     other one attends to, are the keys.

@@ -1,5 +1,5 @@
-"""LTX-2's decoders as diffusers computes them: of the video, and of the sound, whose spectrogram a vocoder plays. The
-video's encoder, for an image to start from."""
+"""LTX-2's decoders as diffusers computes them: of the video, and of the sound, whose spectrogram a vocoder plays. Their
+encoders, for an image or a sound to start from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
-from diffusion_runtime.models.ltx2.config import AUDIO_VAE
+from diffusion_runtime.models.ltx2.condition import LTX2Conditioner, SoundEncoder
+from diffusion_runtime.models.ltx2.config import AUDIO_FACTOR, AUDIO_VAE, read_geometry
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_statistics, norm_fused
 
 VOCODER = "vocoder"
@@ -107,10 +108,27 @@ def _sample_rate(folder: AnyFolder) -> int:
     return rates[1]
 
 
-def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
-    autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=_is_statistic)
-    return FirstFrameConditioner(autoencoder, read_config(folder, COMPONENT).number("scaling_factor", 1.0))
+def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2Conditioner:
+    """The encoders of a diffusers folder's `vae` and `audio_vae`, loaded when they are used, which raises what
+    load_decoder raises."""
+
+    def load_image_encoder() -> FirstFrameConditioner:
+        autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=_is_statistic)
+        return FirstFrameConditioner(autoencoder, read_config(folder, COMPONENT).number("scaling_factor", 1.0))
+
+    def load_sound_encoder() -> SoundEncoder:
+        # In float32: it is small, and a spectrogram spans eleven powers of e.
+        autoencoder = AUDIO_AUTOENCODER.load(folder, device, torch.float32, left_out=("decoder",))
+        file = read_config(folder, AUDIO_VAE)
+        return SoundEncoder(
+            autoencoder,
+            sample_rate=file.whole_number("sample_rate", 16000),
+            hop_length=file.whole_number("mel_hop_length", 160),
+            num_bins=file.whole_number("mel_bins", 64),
+            factor=AUDIO_FACTOR,
+        )
+
+    return LTX2Conditioner(read_geometry(folder), load_image_encoder, load_sound_encoder)
 
 
 def _factors(network: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ AUDIO_VAE = "audio_vae"
 
 _HIDDEN_RATIO = 4
 # The audio autoencoder's steps in time and in mel bins; a constant of its architecture.
-_AUDIO_FACTOR = 4
+AUDIO_FACTOR = 4
 
 # What later versions of the architecture set, and what the one that is built here has.
 _FIXED: dict[str, object] = {
@@ -187,7 +187,7 @@ def _read_positions(file: ConfigFile) -> PositionRules:
             file.whole_number("base_height", 2048),
             file.whole_number("base_width", 2048),
         ),
-        audio_factor=file.whole_number("audio_scale_factor", _AUDIO_FACTOR),
+        audio_factor=file.whole_number("audio_scale_factor", AUDIO_FACTOR),
         hop_length=file.whole_number("audio_hop_length", 160),
         sampling_rate=file.whole_number("audio_sampling_rate", 16000),
         audio_extent=file.whole_number("audio_pos_embed_max_pos", 20),
@@ -207,10 +207,10 @@ def read_geometry(folder: AnyFolder) -> LTX2Geometry:
             "latent_channels", f"{transformer.video.num_channels}, the transformer's in_channels", num_channels
         )
     num_audio_channels, num_bins = audio.whole_number("latent_channels", 8), audio.whole_number("mel_bins", 64)
-    if num_audio_channels * (num_bins // _AUDIO_FACTOR) != transformer.audio.num_channels:
+    if num_audio_channels * (num_bins // AUDIO_FACTOR) != transformer.audio.num_channels:
         raise ModelLoadError(
             f"{audio.path}: keys 'latent_channels' ({num_audio_channels}) and 'mel_bins' ({num_bins}): expected "
-            f"channels x bins / {_AUDIO_FACTOR} to be {transformer.audio.num_channels}, the transformer's "
+            f"channels x bins / {AUDIO_FACTOR} to be {transformer.audio.num_channels}, the transformer's "
             "audio_in_channels"
         )
     sample_rate, hop_length = audio.whole_number("sample_rate", 16000), audio.whole_number("mel_hop_length", 160)
@@ -220,8 +220,8 @@ def read_geometry(folder: AnyFolder) -> LTX2Geometry:
         temporal_factor=video.whole_number("temporal_compression_ratio", 8),
         patch=(1, 1, 1),
         num_audio_channels=num_audio_channels,
-        num_audio_bins=num_bins // _AUDIO_FACTOR,
-        audio_rate=sample_rate / hop_length / _AUDIO_FACTOR,
+        num_audio_bins=num_bins // AUDIO_FACTOR,
+        audio_rate=sample_rate / hop_length / AUDIO_FACTOR,
         # Mirroring one latent beyond the edge takes a second one.
         min_latents=2 if video.values.get("decoder_spatial_padding_mode", "reflect") == "reflect" else 1,
     )

@@ -1,9 +1,10 @@
 """The LTX-2 family: its settings, and how the parts of an LTX-2 folder are built and loaded.
 
 What it runs is LTX-2.0 and LTX-2.3, whose attention has gates and whose timestep modulates the text as well: a video
-and its sound, from text or from an image as well; behind an upsampler a second stage at full size. Guidance is that of
-diffusers' LTX2Pipeline (denoising/guidance_terms.py), of which a request has as much as it says: what is left out is
-off, and the sound is guided like the pictures. Not here: conditions of other frames than the first; LTX-2.5.
+and its sound, from text, from an image as well, or for a given sound; behind an upsampler a second stage at full size.
+Guidance is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of which a request has as much as it says:
+what is left out is off, and the sound is guided like the pictures. Not here: conditions of other frames than the first;
+LTX-2.5.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ FAMILY = ModelFamily(
         "audio_guidance_scale",
         "audio_modality_scale",
         "audio_guidance_rescale",
+        "audio_path",
     ),
     stays_float32=stays_float32,
     shared_heads=lambda config: config.video.num_heads,

@@ -112,16 +112,19 @@ class LTX2Transformer(DiffusionTransformer):
         parts = self.geometry.parts(latents, inputs.size)
         assert parts.audio is not None
         grid, length = self.geometry.grid(parts.video.shape), parts.audio.shape[2]
-        if inputs.image is None:
+        has_image, sound = _has_image(inputs), _sound(parts.audio, inputs)
+        # A given sound is clean, and each stream reads the other at the other's time.
+        sound_timestep = timestep if sound is parts.audio else torch.zeros_like(timestep)
+        if not has_image:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
             context = self.in_token_order(context, grid, latents.device)
         dtype, sharding = self.video.out.weight.dtype, context.sharding
         video = sharding.shard(
             self.video.embedding(patchify(_with_image(parts.video, inputs).to(dtype), self.geometry.patch))
         )
-        audio = self.audio.embedding(parts.audio.to(dtype).transpose(1, 2).flatten(2))
-        video_time = token_runs(timestep, self.video.time, grid, sharding, has_image=inputs.image is not None)
-        audio_time = (TokenRun(slice(None), *self.audio.time(timestep)),)
+        audio = self.audio.embedding(sound.to(dtype).transpose(1, 2).flatten(2))
+        video_time = token_runs(timestep, self.video.time, grid, sharding, has_image=has_image)
+        audio_time = (TokenRun(slice(None), *self.audio.time(sound_timestep)),)
         fps = inputs.size.fps
         video_turns, audio_turns, *shared = cached_for_request(
             "rotations", (grid, length, fps), context, lambda: self._rotations(grid, length, fps, video.device)
@@ -133,7 +136,7 @@ class LTX2Transformer(DiffusionTransformer):
         audio_context = context.with_layout(TokenLayout.text(length))
         video_inputs = StreamInputs(
             time=video_time,
-            exchange=self.video.exchange_rows(timestep, self.config.gate_factor),
+            exchange=self.video.exchange_rows(sound_timestep, self.config.gate_factor),
             text=self.video.text_rows(timestep),
             rotations=sharding.shard(video_turns, dim=0),
             shared_rotations=sharding.shard(shared[0], dim=0),
@@ -144,7 +147,7 @@ class LTX2Transformer(DiffusionTransformer):
         audio_inputs = StreamInputs(
             time=audio_time,
             exchange=self.audio.exchange_rows(timestep, self.config.gate_factor),
-            text=self.audio.text_rows(timestep),
+            text=self.audio.text_rows(sound_timestep),
             rotations=audio_turns,
             shared_rotations=shared[1],
             context=audio_context,
@@ -173,7 +176,7 @@ class LTX2Transformer(DiffusionTransformer):
             return latents
         parts = self.geometry.parts(latents, inputs.size)
         assert parts.audio is not None
-        return self.geometry.join(_with_image(parts.video, inputs), parts.audio)
+        return self.geometry.join(_with_image(parts.video, inputs), _sound(parts.audio, inputs))
 
     def _rotations(
         self, grid: tuple[int, int, int], length: int, fps: int, device: torch.device
@@ -220,8 +223,19 @@ class LTX2Transformer(DiffusionTransformer):
         return (block for block in self.blocks if isinstance(block, LTX2Block))
 
 
+def _has_image(inputs: DenoiserInputs) -> bool:
+    return inputs.image is not None and inputs.image.latents.shape[2] > 0
+
+
 def _with_image(video: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
     """Latents [B, channels, frames, height, width] whose first frame is the image's, where there is one."""
-    if inputs.image is None:
+    if inputs.image is None or not _has_image(inputs):
         return video
     return torch.cat([inputs.image.latents.to(video.device, video.dtype), video[:, :, 1:]], dim=2)
+
+
+def _sound(audio: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+    """Latents [B, channels, length, bins]: those given, where a sound is."""
+    if inputs.image is None or inputs.image.sound is None:
+        return audio
+    return inputs.image.sound.to(audio.device, audio.dtype)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import LTX2Pipeline
 from family_parity import load_theirs, record_latents
+from sound_files import write_wave
 from tables import table
 from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, TINY_SIZES, write_tiny_ltx2
 from warm_python import run_python
@@ -195,6 +196,35 @@ def test_ltx23_and_its_terms_of_guidance(
 
 def test_the_terms_of_guidance_that_change_the_sound_alone(pair: Pair, our_latents: list[torch.Tensor]) -> None:
     compare(pair, [request(guidance_scale=3.0, audio_guidance_scale=5.0, audio_guidance_rescale=0.5)], our_latents)
+
+
+def test_pictures_for_a_given_sound(
+    pair23: Pair, our_latents: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their transformer is called as their pipelines do that freeze the sound: clean, at timestep and sigma 0."""
+    ours, theirs = pair23
+    asked = request(**ALL_TERMS, num_inference_steps=2, audio_path=write_wave(tmp_path / "a.wav"))
+    media = ours.generate([asked])
+    resolved, geometry = ours.resolve(asked), ours.rules.geometry
+    assert isinstance(geometry, LTX2Geometry)
+    size = ClipSize(*(TINY_SIZES[name] for name in ("height", "width", "num_frames", "fps")))
+    sound = ours._load_image_conditioner().condition(resolved, size).sound
+    assert sound is not None
+    forward = theirs.transformer.forward
+
+    def frozen(**values: Any) -> Any:
+        batch, *_ = values["hidden_states"].shape
+        still = torch.zeros(batch)
+        clean = sound.transpose(1, 2).flatten(2).repeat(batch, 1, 1)
+        return forward(**{**values, "audio_hidden_states": clean, "audio_timestep": still, "audio_sigma": still})
+
+    monkeypatch.setattr(theirs.transformer, "forward", frozen)
+    noise = initial_noise(geometry.sample_shape(size), [5])
+    latents, frames, _ = run_theirs(theirs, geometry, [resolved], noise, size)
+    for found, expected in zip(our_latents, latents, strict=True):
+        mine, other = geometry.parts(found, size).video, geometry.parts(expected, size).video
+        assert (mine - other).norm() <= 1e-4 * other.norm()
+    assert numpy.abs(media[0].frames / 255 - frames[0]).max() <= 2 / 255
 
 
 def test_the_report_says_the_forward_passes_of_a_step(pair23: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.interface import DenoiserInputs
+from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
@@ -144,14 +145,20 @@ def load_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> LTX2VideoTr
 
 
 def run_ours(
-    model: LTX2Transformer, inputs: Inputs, context: AttentionContext | None = None, text: Conditions | None = None
+    model: LTX2Transformer,
+    inputs: Inputs,
+    context: AttentionContext | None = None,
+    text: Conditions | None = None,
+    image: ImageCondition | None = None,
 ) -> torch.Tensor:
-    whole = DenoiserInputs(text=inputs.conditions() if text is None else text, size=inputs.size)
+    whole = DenoiserInputs(text=inputs.conditions() if text is None else text, size=inputs.size, image=image)
     return model(inputs.latents, inputs.timestep, whole, AttentionContext() if context is None else context)
 
 
 @torch.no_grad()
-def run_theirs(model: LTX2VideoTransformer3DModel, inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def run_theirs(
+    model: LTX2VideoTransformer3DModel, inputs: Inputs, dtype: torch.dtype = torch.float32, **changes: Any
+) -> torch.Tensor:
     """Their velocities as one flat tensor like ours."""
     mask = (torch.arange(NUM_TEXT_TOKENS)[None] < torch.tensor(inputs.lengths)[:, None]).long()
     frames, height, width = inputs.video.shape[2:]
@@ -171,6 +178,7 @@ def run_theirs(model: LTX2VideoTransformer3DModel, inputs: Inputs, dtype: torch.
         audio_num_frames=inputs.audio.shape[2],
         use_cross_timestep=True,
         return_dict=False,
+        **changes,
     )
     moments = audio.unflatten(2, (AUDIO_CHANNELS, AUDIO_BINS)).transpose(1, 2)
     return torch.cat([video.transpose(1, 2).flatten(1), moments.flatten(1)], dim=1)
@@ -202,6 +210,18 @@ def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -
             assert_equal(run_ours(ours, inputs), run_theirs(theirs, inputs), inputs)
             after = (inputs.text, inputs.audio_text)
             assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@table("name", ["halves turn", "LTX-2.3"])
+def test_a_given_sound_is_at_timestep_0_as_diffusers_freezes_it(folder_of: Callable[[str], Path], name: str) -> None:
+    folder, inputs = folder_of(name), make_inputs(text_dims=text_dims(name))
+    sound = torch.randn(inputs.audio.shape, generator=torch.Generator().manual_seed(2))
+    no_image = torch.empty(*inputs.video.shape[:2], 0, *inputs.video.shape[3:])
+    ours = run_ours(load_ours(folder), inputs, image=ImageCondition(no_image, sound=sound))
+    still = torch.zeros_like(inputs.timestep)
+    frozen = dataclasses.replace(inputs, audio=sound)
+    theirs = run_theirs(load_theirs(folder), frozen, audio_timestep=still, audio_sigma=still)
+    assert_equal(ours, theirs, inputs)
 
 
 def test_every_condition_reaches_both_streams(folder_of: Callable[[str], Path]) -> None:
