@@ -84,7 +84,7 @@ class LatentDenoiser:
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
             caches.append(cache)
             runner = cache.block_runner if self.block_runner is None else self.block_runner
-            guided = self._guided(self._predict(forward, inputs, state, runner), size, cache.wrappers)
+            guided = self._guided(self._predict(forward, inputs, state, runner), inputs["cond"], cache.wrappers)
             predicts.append(_numbered(self._with_expert(guided), 0, settings.num_steps))
         if stages:
             self.recorder.note(_sizes_remark(stages, sizes))
@@ -122,7 +122,7 @@ class LatentDenoiser:
         clean = geometry.join(self.upsampler(parts.video).to(latents.device), parts.audio)
         noise = sample_noise.draw_of(geometry.sample_shape(settings.size)).to(latents.device)
         runner = BlockRunner() if self.block_runner is None else self.block_runner
-        guided = self._guided(self._predict(forward, inputs, state, runner), settings.size)
+        guided = self._guided(self._predict(forward, inputs, state, runner), inputs["cond"])
         first = settings.num_inference_steps
         self.recorder.note(
             f"second stage: {len(levels)} steps at {settings.size.height} x {settings.size.width} after {first} at "
@@ -134,26 +134,28 @@ class LatentDenoiser:
             lambda step, at: on_step(dataclasses.replace(step, index=first + step.index), at),
         )
 
-    def _guided(self, predict: Predict, size: ClipSize, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
-        """`predict` with the guidance of the requests. size: of the clip whose latents it is given."""
-        settings, geometry = self.settings, self.settings.rules.geometry
-        if (terms := settings.guidance_terms) is not None:
+    def _guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
+        """`predict` with the guidance of the requests. inputs: of the conditional branch."""
+        settings, geometry, exchange = self.settings, self.settings.rules.geometry, BranchExchange.of(self.mesh)
+        terms = settings.guidance_terms
+        if terms is None:
+            return with_guidance(
+                predict,
+                lambda step: settings.cfg_scales[min(step.expert, 1)],
+                settings.guidance_mode,
+                rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
+                exchange,
+                wrappers,
+            )
 
-            def split(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                parts = geometry.parts(latents, size)
-                assert parts.audio is not None, "guides_parts is of models that make sound"
-                return parts.video, parts.audio
+        def split(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            parts = geometry.parts(latents, inputs.size)
+            assert parts.audio is not None, "guides_parts is of models that make sound"
+            return parts.video, parts.audio
 
-            exchange = BranchExchange.of(self.mesh)
-            return with_guidance_terms(predict, terms, split, geometry.join, settings.guidance_mode, exchange, wrappers)
-        return with_guidance(
-            predict,
-            lambda step: settings.cfg_scales[min(step.expert, 1)],
-            settings.guidance_mode,
-            rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
-            BranchExchange.of(self.mesh),
-            wrappers,
-        )
+        guided = with_guidance_terms(predict, terms, split, geometry.join, settings.guidance_mode, exchange, wrappers)
+        # What rescaling is measured by contains the image as it is.
+        return lambda latents, step: guided(self.transformer.settle(latents, inputs), step)
 
     def _inputs(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
         """The conditions of the transformer, by guidance branch."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_config
+from diffusion_runtime.models.head_widths import HeadWidths
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import PositionRules
 
 AUDIO_VAE = "audio_vae"
 
-_HIDDEN_RATIO = 4
 # The audio autoencoder's steps in time and in mel bins; a constant of its architecture.
 AUDIO_FACTOR = 4
 
@@ -69,23 +69,13 @@ _READ_ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class StreamConfig:
+class StreamConfig(HeadWidths):
     """Sizes of one stream, the video's or the sound's. num_channels: of a token of latents. text_dim: of its text
     embeddings. has_gates: whether its attention layers have a gate for each head, as since LTX-2.3."""
 
-    num_heads: int
-    head_dim: int
     num_channels: int
     text_dim: int
     has_gates: bool = False
-
-    @property
-    def dim(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def ffn_dim(self) -> int:
-        return _HIDDEN_RATIO * self.dim
 
 
 @dataclass(frozen=True)
@@ -120,10 +110,7 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
-    for key, fixed in _FIXED.items():
-        value = file.values.get(key, fixed)
-        if value != fixed or type(value) is not type(fixed):
-            raise file.error(key, f"{shown(fixed)}, as in LTX-2.0 and 2.3, which this family runs natively", value)
+    file.refuse_other_values(_FIXED, "as in LTX-2.0 and 2.3, which this family runs natively")
     projects_text, modulates_text = file.flag("use_prompt_embeddings", True), file.flag("cross_attn_mod", False)
     text_dim = file.whole_number("caption_channels") if projects_text else None
     video, audio = _read_stream(file, "", text_dim), _read_stream(file, "audio_", text_dim)

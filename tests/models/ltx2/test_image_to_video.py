@@ -1,6 +1,6 @@
 """LTX-2 from an image against diffusers' LTX2ImageToVideoPipeline on tiny weights, in float32 on the CPU.
 
-On their side the image is not compressed first (image_crf 0), and further terms of guidance are off.
+On their side the image is not compressed first (image_crf 0).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video as theirs_module
 from family_cases import changed
 from family_parity import load_theirs, record_latents
 from PIL import Image
+from tables import table
 from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, ONE_SCALE, TINY_SIZES
 from warm_python import run_python
 
@@ -48,7 +49,10 @@ def load(folder: Path) -> Pipeline:
     return ours
 
 
-def test_a_generation_equals_diffusers(tiny_folder: Path, image: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@table("terms", [{}, {"modality_scale": 2.0, "guidance_rescale": 0.7, "audio_guidance_scale": 5.0}])
+def test_a_generation_equals_diffusers(
+    tiny_folder: Path, image: str, monkeypatch: pytest.MonkeyPatch, terms: dict[str, Any]
+) -> None:
     # What diffusers encodes is not scaled, and what it decodes is: published folders say 1.
     with changed(tiny_folder, "vae/config.json", {"scaling_factor": 1.0}):
         ours, theirs = load(tiny_folder), load_theirs(LTX2ImageToVideoPipeline, tiny_folder)
@@ -56,7 +60,7 @@ def test_a_generation_equals_diffusers(tiny_folder: Path, image: str, monkeypatc
     geometry = ours.rules.geometry
     assert isinstance(geometry, LTX2Geometry)
     requests = [
-        request(image, prompt=prompt, negative_prompt=other, seed=seed)
+        request(image, prompt=prompt, negative_prompt=other, seed=seed, **terms)
         for prompt, other, seed in (("a red circle", "a star", 5), ("a blue star moving left", "", 6))
     ]
     media = ours.generate(requests)
@@ -87,7 +91,7 @@ def test_a_generation_equals_diffusers(tiny_folder: Path, image: str, monkeypatc
         callback_on_step_end_tensor_inputs=["latents", "audio_latents"],
         output_type="np",
         return_dict=False,
-        **OFF,
+        **{**OFF, **terms},
     )
     assert len(kept) == len(expected) == 3
     for found, (video, audio) in zip(kept, expected, strict=True):
