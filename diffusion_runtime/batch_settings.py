@@ -61,7 +61,7 @@ class BatchSettings:
     @property
     def has_condition(self) -> bool:
         """Whether the transformer is given a condition beside the text: of images, of a sound, or of control blocks."""
-        given = (self.shared.image_path, self.shared.audio_path)
+        given = (self.shared.image_path, self.shared.last_image_path, self.shared.audio_path)
         return any(path is not None for path in given) or self.rules.control is not None
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:

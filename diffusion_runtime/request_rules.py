@@ -263,7 +263,10 @@ class RequestRules(SamplingRules):
             # Those of the first stage, whose steps it shifts.
             self.geometry.check_halving(height, width, 1, "--upsampler-path")
             height, width = height // 2, width // 2
-        flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
+        num_tokens = self.geometry.num_tokens(height, width, num_frames)
+        if request.last_image_path is not None and self.geometry.appends_last_image:
+            num_tokens += self.geometry.num_tokens(height, width, 1)
+        flow_shift = self.schedule.flow_shift(num_tokens, num_steps)
         return {} if flow_shift is None else {"flow_shift": flow_shift}
 
     def _defaults_of_images(self, request: GenerationRequest) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class LatentGeometry:
 
     # Whether a sample holds sound as well.
     makes_sound: ClassVar[bool] = False
+    # Whether an image to end with is a frame of tokens behind the grid's, which the flow shift counts.
+    appends_last_image: ClassVar[bool] = False
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
         """One sample as samplers and transformers see it: `latent_shape`, for a model that makes pictures alone.

@@ -60,7 +60,8 @@ class StreamInputs:
     float32. rotations,
     shared_rotations: of its tokens within the stream and between the streams.
     context, text_context, keys_context: the forward pass where the stream itself, its text, or the stream as what the
-    other one attends to, are the keys.
+    other one attends to, are the keys. num_keyframe_tokens: of pictures that stand behind the grid's tokens, whole on
+    every process; grid_context: of the grid alone.
     """
 
     time: tuple[TokenRun, ...]
@@ -71,6 +72,8 @@ class StreamInputs:
     context: AttentionContext
     text_context: AttentionContext
     keys_context: AttentionContext
+    grid_context: AttentionContext | None = None
+    num_keyframe_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,10 +227,7 @@ class LTX2Block(nn.Module):
         )
         video_kv = into_audio.keys_and_values(modulated((into_audio.kv,), video, *video_rows[2:4]), video_turns)
         # The sound is too short to share: every process attends to the whole video.
-        video_kv = (
-            gathered_tokens(video_kv[0], video_inputs.keys_context),
-            gathered_tokens(video_kv[1], video_inputs.keys_context),
-        )
+        video_kv = (_whole_video(video_kv[0], video_inputs), _whole_video(video_kv[1], video_inputs))
         to_audio = into_audio(
             modulated(into_audio.input_layers, audio, *audio_rows[2:4]),
             video_kv,
@@ -236,3 +236,12 @@ class LTX2Block(nn.Module):
         )
         add_gated_(video, to_video, video_rows[4])
         add_gated_(audio, to_audio, audio_rows[4])
+
+
+def _whole_video(x: torch.Tensor, inputs: StreamInputs) -> torch.Tensor:
+    """Keys or values [B, tokens, heads, head_dim] of this process's slice and of keyframes, of the whole grid."""
+    if not inputs.num_keyframe_tokens:
+        return gathered_tokens(x, inputs.keys_context)
+    assert inputs.grid_context is not None
+    num_local = x.shape[1] - inputs.num_keyframe_tokens
+    return torch.cat([gathered_tokens(x[:, :num_local], inputs.grid_context), x[:, num_local:]], dim=1)

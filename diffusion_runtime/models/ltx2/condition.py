@@ -1,4 +1,6 @@
-"""What an LTX-2 video starts from beside the text: an image as its first frame, and a sound that it is made for.
+"""What an LTX-2 video is made of beside the text: an image as its first frame, one that it ends with, and a sound.
+
+The last image is a keyframe: its tokens stand behind the grid's, at timestep 0 and at the place of the frame.
 
 The sound's latents stay clean: its stream is at timestep 0 in every forward pass, and the pictures attend to it. That
 is what diffusers' pipelines call frozen audio, and the authors audio to video.
@@ -13,12 +15,13 @@ import torch
 
 from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.layers.log_mel import log_mel_spectrogram
+from diffusion_runtime.media.images import read_image
 from diffusion_runtime.media.sound_files import read_sound
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.request import GenerationRequest
+from diffusion_runtime.request import GenerationRequest, image_paths
 
 
 class SoundEncoder:
@@ -79,17 +82,25 @@ class LTX2Conditioner(ImageConditioner):
         return (*of_image, LibraryAttention("audio vae encoder", "diffusers", implementation))
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """See ImageConditioner.condition. Without an image the latents have no frame."""
+        """See ImageConditioner.condition. Without a first image the latents have no frame."""
         channels, _, height, width = self._geometry.video_shape(size)
-        condition = ImageCondition(torch.empty(1, channels, 0, height, width))
-        if request.image_path is not None:
-            if self._image_encoder is None:
-                self._image_encoder = self._load_image_encoder()
-            condition = self._image_encoder.condition(request, size)
+        none = torch.empty(1, channels, 0, height, width)
+        first, last = (
+            [self._encoded(path, size) for path in image_paths(request, name)]
+            for name in ("image_path", "last_image_path")
+        )
+        return ImageCondition(first[0] if first else none, further=tuple(last), sound=self._sound(request, size))
+
+    def _encoded(self, path: str, size: ClipSize) -> torch.Tensor:
+        """An image as one latent frame."""
+        if self._image_encoder is None:
+            self._image_encoder = self._load_image_encoder()
+        return self._image_encoder.encode(torch.from_numpy(read_image(path, size.height, size.width)), size).latents
+
+    def _sound(self, request: GenerationRequest, size: ClipSize) -> torch.Tensor | None:
         if request.audio_path is None:
-            return condition
+            return None
         if self._sound_encoder is None:
             self._sound_encoder = self._load_sound_encoder()
         _, length, _ = self._geometry.audio_shape(size)
-        sound = self._sound_encoder.encode(request.audio_path, length)
-        return ImageCondition(condition.latents, sound=sound)
+        return self._sound_encoder.encode(request.audio_path, length)

@@ -3,8 +3,8 @@
 What it runs is LTX-2.0 and LTX-2.3, whose attention has gates and whose timestep modulates the text as well: a video
 and its sound, from text, from an image as well, or for a given sound; behind an upsampler a second stage at full size.
 Guidance is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of which a request has as much as it says:
-what is left out is off, and the sound is guided like the pictures. Not here: conditions of other frames than the first;
-LTX-2.5.
+what is left out is off, and the sound is guided like the pictures. Not here: conditions of other frames than the first
+and the last, of several frames, or of a strength below 1; LTX-2.5.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _check_parts(folder: AnyFolder) -> None:
 def _adapt(model: _Model) -> _Model:
     """An image to start from; the guidance that is documented for LTX-2.3. Rotary positions that turn the halves of a
     head against each other: our layers turn neighbouring channels."""
-    model = dataclasses.replace(model, images={"image_path": False})
+    model = dataclasses.replace(model, images={"image_path": False, "last_image_path": False})
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
         model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)

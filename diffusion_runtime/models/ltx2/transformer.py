@@ -10,6 +10,7 @@ tokens, D width of a stream.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -25,12 +26,18 @@ from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulatio
 from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.reference_tokens import with_references
 from diffusion_runtime.layers.token_runs import TokenRun, embedding_by_run, modulated_by_run, token_runs
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
 from diffusion_runtime.models.ltx2.block import LTX2Block, Perturbation, StreamInputs, Text
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.models.ltx2.positions import audio_rotations, shared_rotations, video_rotations
+from diffusion_runtime.models.ltx2.positions import (
+    audio_rotations,
+    keyframe_rotations,
+    shared_rotations,
+    video_rotations,
+)
 from diffusion_runtime.step_info import ISOLATED, PERTURBED
 from diffusion_runtime.token_layout import TokenLayout
 
@@ -115,15 +122,21 @@ class LTX2Transformer(DiffusionTransformer):
         has_image, sound = _has_image(inputs), _sound(parts.audio, inputs)
         # A given sound is clean, and each stream reads the other at the other's time.
         sound_timestep = timestep if sound is parts.audio else torch.zeros_like(timestep)
-        if not has_image:
+        keyframes = () if inputs.image is None else inputs.image.further
+        if not has_image and not keyframes:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
             context = self.in_token_order(context, grid, latents.device)
         dtype, sharding = self.video.out.weight.dtype, context.sharding
-        video = sharding.shard(
-            self.video.embedding(patchify(_with_image(parts.video, inputs).to(dtype), self.geometry.patch))
-        )
+        video = sharding.shard(self._tokens(_with_image(parts.video, inputs).to(dtype)))
+        num_local = video.shape[1]
+        video = with_references(video, keyframes, self._tokens, dtype, context)
+        num_keyframe_tokens = video.shape[1] - num_local
         audio = self.audio.embedding(sound.to(dtype).transpose(1, 2).flatten(2))
         video_time = token_runs(timestep, self.video.time, grid, sharding, has_image=has_image)
+        if keyframes:
+            clean = TokenRun(slice(num_local, video.shape[1]), *self.video.time(torch.zeros_like(timestep)))
+            within = [dataclasses.replace(run, tokens=slice(*run.tokens.indices(num_local)[:2])) for run in video_time]
+            video_time = (*within, clean)
         audio_time = (TokenRun(slice(None), *self.audio.time(sound_timestep)),)
         fps = inputs.size.fps
         video_turns, audio_turns, *shared = cached_for_request(
@@ -132,17 +145,29 @@ class LTX2Transformer(DiffusionTransformer):
         text, audio_text = self._text(inputs, context)
         num_text_tokens = max(1, *inputs.text.lengths)
         text_context = context.with_layout(TokenLayout.text(num_text_tokens, inputs.text.lengths))
-        video_context = context.with_layout(TokenLayout(grid, tile=sharding.tile))
+        grid_context = context.with_layout(TokenLayout(grid, tile=sharding.tile))
+        whole = TokenLayout(grid, num_suffix_tokens=num_keyframe_tokens, tile=sharding.tile)
+        video_context = context.with_layout(whole) if keyframes else grid_context
+        rotations, between = sharding.shard(video_turns, dim=0), sharding.shard(shared[0], dim=0)
+        if keyframes:
+            of_keyframes = cached_for_request(
+                "keyframe_rotations", (grid, fps), context, lambda: self._keyframe_rotations(grid, fps, video.device)
+            )
+            rotations, between = (
+                torch.cat([own, more]) for own, more in zip((rotations, between), of_keyframes, strict=True)
+            )
         audio_context = context.with_layout(TokenLayout.text(length))
         video_inputs = StreamInputs(
             time=video_time,
             exchange=self.video.exchange_rows(sound_timestep, self.config.gate_factor),
             text=self.video.text_rows(timestep),
-            rotations=sharding.shard(video_turns, dim=0),
-            shared_rotations=sharding.shard(shared[0], dim=0),
+            rotations=rotations,
+            shared_rotations=between,
             context=video_context,
             text_context=text_context,
             keys_context=video_context,
+            grid_context=grid_context,
+            num_keyframe_tokens=num_keyframe_tokens,
         )
         audio_inputs = StreamInputs(
             time=audio_time,
@@ -166,7 +191,7 @@ class LTX2Transformer(DiffusionTransformer):
                 return first.video.modulated_input(entering, video_inputs)
 
         video, audio = context.run_blocks(blocks, (video, audio), math.prod(grid), modulated_input)
-        tokens = sharding.gather(self.video.finish(video, video_time), math.prod(grid))
+        tokens = sharding.gather(self.video.finish(video, video_time)[:, :num_local], math.prod(grid))
         video_velocity = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
         moments = torch.unflatten(self.audio.finish(audio, audio_time), 2, (parts.audio.shape[1], -1))
         return self.geometry.join(video_velocity, moments.transpose(1, 2)).to(latents.dtype)
@@ -188,6 +213,18 @@ class LTX2Transformer(DiffusionTransformer):
             audio_rotations(rules, length, audio.num_heads, audio.dim, device),
             *shared_rotations(rules, grid, fps, length, audio.num_heads, audio.dim, device),
         )
+
+    def _tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents [B, channels, frames, height, width] as tokens [B, tokens, D]."""
+        tokens: torch.Tensor = self.video.embedding(patchify(latents, self.geometry.patch))
+        return tokens
+
+    def _keyframe_rotations(
+        self, grid: tuple[int, int, int], fps: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the last frame as a picture of its own, within the video and where the streams attend to each other."""
+        rules, video, audio = self.config.positions, self.config.video, self.config.audio
+        return keyframe_rotations(rules, grid, fps, (video.num_heads, video.dim), (audio.num_heads, audio.dim), device)
 
     def _perturbations(self, inputs: DenoiserInputs, branch: str) -> list[Perturbation]:
         """What each block leaves out in a forward pass of a guidance branch."""
