@@ -12,6 +12,7 @@ import torch
 
 from diffusion_runtime.denoising.chunks import ChunkPlan, chunks_of
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
+from diffusion_runtime.denoising.guidance_terms import GuidanceTerms
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.progressive_resolution import Stage, growth_level, plan_stages
 from diffusion_runtime.denoising.request_sampler import sampler_of
@@ -32,14 +33,15 @@ _T = TypeVar("_T")
 class SamplingRules:
     """How a model is sampled: the sizes it can make, the scheduler it came with, how its noise levels are spaced,
     whether guidance is an input of it (Model.embeds_guidance), what is added to its guidance_scale for classifier-free
-    guidance, how it takes a control video, and whether it makes videos chunk by chunk with a key-value cache
-    (Model.is_causal)."""
+    guidance, whether its pictures and sound are guided apart (guides_parts), how it takes a control video, and whether
+    it makes videos chunk by chunk with a key-value cache (Model.is_causal)."""
 
     geometry: LatentGeometry
     scheduler: SchedulerConfig
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     embeds_guidance: bool = False
     guidance_offset: float = 0.0
+    guides_parts: bool = False
     control: VideoControl | None = None
     is_causal: bool = False
 
@@ -62,8 +64,9 @@ class BatchSettings:
 
     @property
     def has_condition(self) -> bool:
-        """Whether the transformer is given a condition beside the text: of images, or of control blocks."""
-        return self.shared.image_path is not None or self.rules.control is not None
+        """Whether the transformer is given a condition beside the text: of images, of a sound, or of control blocks."""
+        given = (self.shared.image_path, self.shared.last_image_path, self.shared.audio_path)
+        return any(path is not None for path in given) or self.rules.control is not None
 
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
         """One sample as it is denoised: that of a clip of this size, with the reference images before it."""
@@ -166,8 +169,16 @@ class BatchSettings:
         return self.guidance_scale + self.rules.guidance_offset, second + self.rules.guidance_offset
 
     @property
+    def guidance_terms(self) -> GuidanceTerms | None:
+        """Guidance of a model that makes pictures and sound; None for one scale of classifier-free guidance."""
+        terms = GuidanceTerms.of(self.shared) if self.rules.guides_parts else None
+        return None if terms is None or terms.is_plain else terms
+
+    @property
     def is_guided(self) -> bool:
-        return max(self.cfg_scales) > 1
+        """Whether the branch of the negative prompt runs."""
+        terms = self.guidance_terms
+        return max(self.cfg_scales) > 1 if terms is None else terms.is_guided
 
     @property
     def decides_per_sample(self) -> bool:

@@ -198,7 +198,9 @@ class _FrameForward:
         geometry = settings.rules.geometry
         _, height, width = geometry.grid(settings.sample_shape(settings.size))
         self._tokens_per_frame = height * width
-        self._guided = denoiser.guided(denoiser.predict_of(self._transformer_pass, self._inputs, self._context))
+        self._guided = denoiser.guided(
+            denoiser.predict_of(self._transformer_pass, self._inputs, self._context), self._inputs["cond"]
+        )
 
     @property
     def oldest_frame(self) -> int:

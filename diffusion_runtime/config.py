@@ -266,7 +266,15 @@ def split_revision(model_path: str) -> tuple[str, str | None]:
 
 
 # The keys that name weights from elsewhere than the model's folder.
-WEIGHT_PATHS = ("transformer_path", "transformer_2_path", "vae_path", "text_encoder_path", "text_encoder_2_path")
+WEIGHT_PATHS = (
+    "transformer_path",
+    "transformer_2_path",
+    "vae_path",
+    "audio_vae_path",
+    "vocoder_path",
+    "text_encoder_path",
+    "text_encoder_2_path",
+)
 
 
 @dataclass(frozen=True)
@@ -289,7 +297,8 @@ class RuntimeConfig:
     transformer_path: a safetensors file, or a folder, with the transformer's weights instead of the model folder's;
         transformer_2_path: of the second transformer, where there are two. None or `none` for the folder's.
     vae_path, text_encoder_path, text_encoder_2_path: the same for the autoencoder and the text encoders: a safetensors
-        file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder.
+        file, by diffusers' and transformers' names or those of ComfyUI's files, or a folder. audio_vae_path,
+        vocoder_path: for the sound's, in models that make any.
     variant: which of a folder's weights are read where there are several, such as `fp16` for
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
     upsampler_path: the folder of a latent upsampler, for models with a second stage: a generation is then made at half
@@ -323,6 +332,8 @@ class RuntimeConfig:
     transformer_path: str | None = None
     transformer_2_path: str | None = None
     vae_path: str | None = None
+    audio_vae_path: str | None = None
+    vocoder_path: str | None = None
     text_encoder_path: str | None = None
     text_encoder_2_path: str | None = None
     variant: str | None = None

@@ -18,6 +18,7 @@ from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import rescaled, with_guidance
+from diffusion_runtime.denoising.guidance_terms import with_guidance_terms
 from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages
@@ -70,6 +71,8 @@ class LatentDenoiser:
         """
         settings = self.settings
         stages, sampler = settings.stages(), settings.build_sampler()
+        if (terms := settings.guidance_terms) is not None:
+            self.recorder.note(terms.note(settings.guidance_mode))
         sizes = [settings.halved(stage.level) for stage in stages] or [settings.first_size]
         sample_noise = SampleNoise(settings.sample_shape(sizes[0]), seeds)
         noise = sample_noise.draw().to(self.device)
@@ -86,7 +89,7 @@ class LatentDenoiser:
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
             caches.append(cache)
             context = functools.partial(self.context_of, state, cache.block_runner)
-            guided = self.guided(self.predict_of(forward, inputs, context), cache.wrappers)
+            guided = self.guided(self.predict_of(forward, inputs, context), inputs["cond"], cache.wrappers)
             predicts.append(_numbered(self._with_expert(guided), 0, settings.num_steps))
         if stages:
             self.recorder.note(_sizes_remark(stages, sizes))
@@ -124,7 +127,7 @@ class LatentDenoiser:
         clean = geometry.join(self.upsampler(parts.video).to(latents.device), parts.audio)
         noise = sample_noise.draw_of(geometry.sample_shape(settings.size)).to(latents.device)
         context = functools.partial(self.context_of, state)
-        guided = self.guided(self.predict_of(forward, inputs, context))
+        guided = self.guided(self.predict_of(forward, inputs, context), inputs["cond"])
         first = settings.num_inference_steps
         self.recorder.note(
             f"second stage: {len(levels)} steps at {settings.size.height} x {settings.size.width} after {first} at "
@@ -139,7 +142,7 @@ class LatentDenoiser:
     def inputs_of(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
         """The conditions of the transformer, by guidance branch."""
         image = self._image_condition(size)
-        return {
+        inputs = {
             branch: DenoiserInputs(
                 text=conditions,
                 size=size,
@@ -149,6 +152,8 @@ class LatentDenoiser:
             )
             for branch, conditions in text.items()
         }
+        terms = self.settings.guidance_terms
+        return inputs | dict.fromkeys(() if terms is None else terms.further_branches, inputs["cond"])
 
     def _image_condition(self, size: ClipSize) -> ImageCondition | None:
         shared = self.settings.shared
@@ -173,17 +178,29 @@ class LatentDenoiser:
             group=self.mesh.forward,
         )
 
-    def guided(self, predict: Predict, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
-        """The guidance of these settings around a prediction that reads `step.branch`; wrappers: see with_guidance."""
-        settings = self.settings
-        return with_guidance(
-            predict,
-            lambda step: settings.cfg_scales[min(step.expert, 1)],
-            settings.guidance_mode,
-            rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
-            BranchExchange.of(self.mesh),
-            wrappers,
-        )
+    def guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
+        """The guidance of these settings around a prediction that reads `step.branch`. inputs: of the conditional
+        branch; wrappers: see with_guidance."""
+        settings, geometry, exchange = self.settings, self.settings.rules.geometry, BranchExchange.of(self.mesh)
+        terms = settings.guidance_terms
+        if terms is None:
+            return with_guidance(
+                predict,
+                lambda step: settings.cfg_scales[min(step.expert, 1)],
+                settings.guidance_mode,
+                rescaled(self.transformer.combine_guidance, settings.shared.guidance_rescale or 0.0),
+                exchange,
+                wrappers,
+            )
+
+        def split(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            parts = geometry.parts(latents, inputs.size)
+            assert parts.audio is not None, "guides_parts is of models that make sound"
+            return parts.video, parts.audio
+
+        guided = with_guidance_terms(predict, terms, split, geometry.join, settings.guidance_mode, exchange, wrappers)
+        # What rescaling is measured by contains the image as it is.
+        return lambda latents, step: guided(self.transformer.settle(latents, inputs), step)
 
     def context_of(
         self,

@@ -244,6 +244,14 @@ class ConfigFile:
                     "made for something newer, or is of another kind than its class says"
                 )
 
+    def refuse_other_values(self, fixed: Mapping[str, object], why: str) -> None:
+        """Raises ModelLoadError for a key of `fixed` with another value, or one of another type, than it has there; a
+        key may be missing. why: that value, for the message."""
+        for key, only in fixed.items():
+            value = self.values.get(key, only)
+            if value != only or type(value) is not type(only):
+                raise self.error(key, f"{shown(only)}, {why}", value)
+
     def error(self, key: str, expected: str, value: object) -> ModelLoadError:
         """An error to raise for a key whose value is not what was expected."""
         return ModelLoadError(f"{self.path}: key {shown(key)}: expected {expected}, got {shown(value)}")

@@ -31,6 +31,7 @@ from diffusion_runtime.latent_denoiser import LatentDenoiser
 from diffusion_runtime.layers.compiled_blocks import CompileCost, CompiledBlocks
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
+from diffusion_runtime.media.sound_files import read_sound
 from diffusion_runtime.memory.device_memory import explain_memory_shortage, release_device_memory
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.memory.offloading import Offloading
@@ -57,6 +58,9 @@ from diffusion_runtime.streaming import GenerationStream, check_streamable
 from diffusion_runtime.text_encoders.interface import TextEncoder
 
 logger = logging.getLogger("diffusion_runtime")
+
+# Samples per second of a sound that comes from a file.
+_FILE_SOUND_RATE = 48000
 
 
 class Pipeline:
@@ -472,7 +476,7 @@ class Pipeline:
                     frames[index] = decode_frames(stream, index, fps, recipes[index], sink)
                     # Afterwards: a decoder may find that its kernels are not to be used here.
                     recorder.record_library("vae", decoder.library, decoder.implementation)
-                    sounds[index] = self._sound(parts.audio, recorder)
+                    sounds[index] = self._sound(parts.audio, recorder, settings)
                     done(1)
             compile_timings = compile_cost.report(recorder)
             if frames and self._decoder_graphs is not None:
@@ -574,9 +578,15 @@ class Pipeline:
             self._image_conditioner = self._load_image_conditioner()
         return self._image_conditioner
 
-    def _sound(self, latents: torch.Tensor | None, recorder: AttentionRecorder) -> Audio | None:
-        """The sound of one sample, [1, channels, length, bins]; a note records audio latents that the decoder cannot
-        decode."""
+    def _sound(
+        self, latents: torch.Tensor | None, recorder: AttentionRecorder, settings: BatchSettings
+    ) -> Audio | None:
+        """The sound of one sample, [1, channels, length, bins], or the file's that the video was made for; a note
+        records audio latents that the decoder cannot decode."""
+        if settings.shared.audio_path is not None:
+            recorder.note(f"the sound is that of {settings.shared.audio_path}")
+            seconds = settings.size.num_frames / settings.size.fps
+            return read_sound(settings.shared.audio_path, "audio_path", seconds, _FILE_SOUND_RATE)
         if latents is None:
             return None
         sound = self.decoder.decode_audio(latents)

@@ -13,10 +13,12 @@ from diffusion_runtime.options import MethodText
 from diffusion_runtime.progressive_resolution import ProgressiveSettings
 from diffusion_runtime.prompt_switches import SWITCH_MODES, PromptSwitch, PromptSwitches, parse_switches
 from diffusion_runtime.request_fields import (
+    ANY_GUIDANCE,
     GUIDANCE,
     SHIFT,
     VIDEO,
     WHAT,
+    Blocks,
     Count,
     ImageFile,
     Levels,
@@ -26,8 +28,10 @@ from diffusion_runtime.request_fields import (
     RequestField,
     Scales,
     SeedNumber,
+    SoundFile,
     Text,
     VideoFile,
+    parse_blocks,
     parse_levels,
     parse_paths,
     parse_scales,
@@ -161,8 +165,92 @@ class GenerationRequest:
             check=Number(maximum=1.0),
             pipeline_parameters=("guidance_rescale",),
             may_stay_none=True,
-            used_with=GUIDANCE,
+            used_with=ANY_GUIDANCE,
             refusal="this model's guidance is not rescaled; leave it out",
+            off=0.0,
+        ).as_metadata(),
+    )
+    # Spatio-temporal guidance, away from a prediction without self-attention in some blocks; None and 0 are none. The
+    # blocks are counted from 0.
+    stg_scale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Spatio-temporal guidance, away from a prediction without self-attention in --stg-blocks; 0 is none.",
+            check=Number(),
+            pipeline_parameters=("stg_scale",),
+            may_stay_none=True,
+            refusal="this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out",
+            off=0.0,
+        ).as_metadata(),
+    )
+    stg_blocks: tuple[int, ...] | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Blocks of --stg-scale, counted from 0: 28.",
+            check=Blocks(),
+            pipeline_parameters=("spatio_temporal_guidance_blocks",),
+            may_stay_none=True,
+            convert=parse_blocks,
+            refusal="this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out",
+        ).as_metadata(),
+    )
+    # Modality guidance, away from a prediction whose pictures and sound do not attend to each other; None and 1 are
+    # none.
+    modality_scale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Guidance towards pictures and sound that belong together; 1 is none.",
+            check=Number(),
+            pipeline_parameters=("modality_scale",),
+            may_stay_none=True,
+            refusal="this model does not make pictures and sound together; leave it out",
+            off=1.0,
+        ).as_metadata(),
+    )
+    # Guidance of the sound, where it is another than that of the pictures; None is the same.
+    audio_guidance_scale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="--guidance-scale of the sound; left out, the same.",
+            check=Number(),
+            pipeline_parameters=("audio_guidance_scale",),
+            may_stay_none=True,
+            refusal="this model does not make pictures and sound together; leave it out",
+            off=1.0,
+        ).as_metadata(),
+    )
+    audio_stg_scale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="--stg-scale of the sound; left out, the same.",
+            check=Number(),
+            pipeline_parameters=("audio_stg_scale",),
+            may_stay_none=True,
+            refusal="this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out",
+            off=0.0,
+        ).as_metadata(),
+    )
+    audio_modality_scale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="--modality-scale of the sound; left out, the same.",
+            check=Number(),
+            pipeline_parameters=("audio_modality_scale",),
+            may_stay_none=True,
+            refusal="this model does not make pictures and sound together; leave it out",
+            off=1.0,
+        ).as_metadata(),
+    )
+    audio_guidance_rescale: float | None = field(
+        default=None,
+        metadata=RequestField(
+            help="--guidance-rescale of the sound; left out, the same.",
+            check=Number(maximum=1.0),
+            pipeline_parameters=("audio_guidance_rescale",),
+            may_stay_none=True,
+            used_with=ANY_GUIDANCE,
+            refusal="this model does not make pictures and sound together; leave it out",
+            off=0.0,
         ).as_metadata(),
     )
     # Shift of the noise schedule towards high noise.
@@ -414,6 +502,17 @@ class GenerationRequest:
             refusal="this model takes no control video; leave it out",
         ).as_metadata(),
     )
+    # The sound that a video is made for; None is one of the model's own, where it makes any.
+    audio_path: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="The sound a video is made for (speech, music), for models that make pictures and sound together.",
+            check=SoundFile(),
+            panel=WHAT,
+            may_stay_none=True,
+            refusal="this model takes no sound; leave it out",
+        ).as_metadata(),
+    )
     # The mask of a part of the image or of the control video, of its size; white is what is made anew.
     mask_path: str | None = field(
         default=None,
@@ -557,7 +656,7 @@ VIDEO_FIELDS: tuple[str, ...] = tuple(
     name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, VideoFile | MaskFile)
 )
 INPUT_FIELDS: tuple[str, ...] = tuple(
-    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile | VideoFile)
+    name for name, declared in REQUEST_FIELDS.items() if isinstance(declared.check, ImageFile | VideoFile | SoundFile)
 )
 
 
@@ -572,7 +671,7 @@ def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:
 def too_many_images(field: str, paths: Sequence[str], expected: int) -> str:
     """For a RequestError: how many images a field may name, and which it names."""
     given, but_one = ", ".join(map(shown, paths)), "all but one" if expected == 1 else f"all but {expected}"
-    noun = "video" if field == "video_path" else "image"
+    noun = {"video_path": "video", "audio_path": "sound file"}.get(field, "image")
     several = f"one {noun}" if expected == 1 else f"at most {expected} {noun}s"
     return f"{field}: expected {several}, got {len(paths)}: {given}; leave {but_one} out"
 

@@ -13,9 +13,10 @@ from diffusion_runtime.errors import RequestError, nearest, shown
 WHAT = "What to make"
 SIZE = "Size and steps"
 
-# What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; a
-# video, not an image; noise levels that are still to be shifted.
+# What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; any
+# guidance; a video, not an image; noise levels that are still to be shifted.
 GUIDANCE = "guidance"
+ANY_GUIDANCE = "any guidance"
 VIDEO = "video"
 SHIFT = "shift"
 
@@ -93,6 +94,18 @@ class VideoFile:
     def __call__(self, name: str, value: object) -> None:
         if not isinstance(value, str) or not value:
             raise RequestError(f"{name}: expected the path of a video or an image, got {shown(value)}")
+
+
+@dataclass(frozen=True)
+class SoundFile:
+    """The path of a sound file, or of a video with sound; whether it can be read is the model's rules to check."""
+
+    metavar: ClassVar[str] = "FILE"
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name}: expected the path of a sound file, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -186,6 +199,34 @@ class Levels:
                 )
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Indices of transformer blocks, from 0; whether the model has them is its rules to check."""
+
+    metavar: ClassVar[str] = "N,N,..."
+    kind: ClassVar[type] = str
+
+    def __call__(self, name: str, value: object) -> None:
+        numbers = value if isinstance(value, tuple) else ()
+        if not numbers or any(type(each) is not int or not 0 <= each < MAX_COUNT for each in numbers):
+            raise RequestError(
+                f"{name}: expected indices of transformer blocks with commas between them, such as 28, got "
+                f"{shown(value)}"
+            )
+        if len(numbers) > MAX_LEVELS or len(set(numbers)) < len(numbers):
+            raise RequestError(f"{name}: expected each block once, got {shown(value)}")
+
+
+def parse_blocks(value: object) -> object:
+    """A list of indices, one of them, or a text with commas between them, as a tuple; anything else as it is."""
+    if isinstance(value, str):
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            return value
+    return tuple(value) if isinstance(value, list) else (value,) if type(value) is int else value
+
+
 def parse_levels(value: object) -> object:
     """A list of noise levels, or a text with commas between them, as a tuple; anything else as it is, for Levels to
     refuse."""
@@ -240,9 +281,11 @@ class RequestField:
     several times, once per prompt or to make each prompt with each.
     may_stay_none: whether a request may leave it open although no model fills it.
     refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
-    do; {product} stands for images or videos. None for a field of every model.
-    used_with: GUIDANCE, VIDEO or SHIFT for a field that counts only then; a generation without it says that it was not
-    used. convert: makes the value that the request holds out of what a flag or a file says; None: the same.
+    do; {product} stands for images or videos. None for a field of every model. off: the value of such a field that asks
+    for nothing, which every model takes.
+    used_with: GUIDANCE, ANY_GUIDANCE, VIDEO or SHIFT for a field that counts only then; a generation without it says
+    that it was not used. convert: makes the value that the request holds out of what a flag or a file says; None: the
+    same.
     """
 
     help: str
@@ -254,6 +297,7 @@ class RequestField:
     repeatable: bool = False
     may_stay_none: bool = False
     refusal: str | None = None
+    off: object = None
     used_with: str | None = None
     convert: Callable[[object], object] | None = None
 

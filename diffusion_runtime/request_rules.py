@@ -16,6 +16,7 @@ from diffusion_runtime.denoising.step_cache.requested import calibration_of
 from diffusion_runtime.denoising.step_cache.teacache import polynomial_of
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.media.images import check_image, check_mask, open_picture, picture_remarks
+from diffusion_runtime.media.sound_files import check_sound
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.lora.binding import Lora
 from diffusion_runtime.models.reference_images import ReferenceImages, Size
@@ -29,7 +30,7 @@ from diffusion_runtime.request import (
     image_paths,
     too_many_images,
 )
-from diffusion_runtime.request_fields import GUIDANCE, SHIFT, VIDEO
+from diffusion_runtime.request_fields import ANY_GUIDANCE, GUIDANCE, SHIFT, VIDEO
 from diffusion_runtime.samplers import SAMPLERS
 from diffusion_runtime.step_cache import (
     DBCacheOptions,
@@ -105,12 +106,36 @@ class RequestRules(SamplingRules):
                 "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
                 f"{settings.guidance_scale:g}; leave it out"
             )
+        self._check_guidance_terms(settings)
         # Building the sampler raises for what it cannot do.
         settings.build_sampler()
         self._check_images(request, settings.size)
         for layer in self.attention_layers:
             layer.check_request(settings.num_steps)
         return self._with_step_cache(self._with_progressive_resolution(request))
+
+    def _check_guidance_terms(self, settings: BatchSettings) -> None:
+        """Raises RequestError for spatio-temporal guidance without blocks, or with some that the model does not have,
+        and for a step cache that does not know the further branches."""
+        terms = settings.guidance_terms
+        if terms is None:
+            return
+        if terms.is_perturbed and not terms.stg_blocks:
+            raise RequestError(
+                "stg_blocks: stg_scale needs the blocks whose self-attention is skipped: --stg-blocks 28"
+            )
+        beyond = [block for block in terms.stg_blocks if self.num_blocks is not None and block >= self.num_blocks]
+        if terms.is_perturbed and beyond:
+            raise RequestError(
+                f"stg_blocks: expected indices from 0 to {(self.num_blocks or 0) - 1}, the model's blocks, got "
+                f"{beyond[0]}"
+            )
+        cache = None if settings.shared.step_cache is None else StepCacheSettings.parse(settings.shared.step_cache)
+        if cache is not None and cache.decides_per_branch and terms.further_branches:
+            raise RequestError(
+                f"step_cache: {cache.method} is made for the two branches of classifier-free guidance, and stg_scale "
+                "or modality_scale run others; use easycache, or leave one of them out"
+            )
 
     def _check_second_stage(self, settings: BatchSettings) -> None:
         """Raises RequestError for a size that cannot be halved, and for what one schedule alone can have."""
@@ -193,7 +218,9 @@ class RequestRules(SamplingRules):
             raise RequestError(too_many_images("image_path", paths, expected))
 
     def _check_images(self, request: GenerationRequest, size: ClipSize) -> None:
-        """Raises RequestError for an image that cannot be a frame of the clip."""
+        """Raises RequestError for an image that cannot be a frame of the clip, and a sound shorter than it."""
+        if request.audio_path is not None:
+            check_sound(request.audio_path, "audio_path", size.num_frames / size.fps)
         if request.last_image_path is not None and size.num_frames < 2:
             if "last_image_path" in self.needed_images:
                 fewest = 1 + self.geometry.temporal_factor
@@ -288,7 +315,10 @@ class RequestRules(SamplingRules):
             # Those of the first stage, whose steps it shifts.
             self.geometry.check_halving(height, width, 1, "--upsampler-path")
             height, width = height // 2, width // 2
-        flow_shift = self.schedule.flow_shift(self.geometry.num_tokens(height, width, num_frames), num_steps)
+        num_tokens = self.geometry.num_tokens(height, width, num_frames)
+        if request.last_image_path is not None and self.geometry.appends_last_image:
+            num_tokens += self.geometry.num_tokens(height, width, 1)
+        flow_shift = self.schedule.flow_shift(num_tokens, num_steps)
         return {} if flow_shift is None else {"flow_shift": flow_shift}
 
     def _defaults_of_images(self, request: GenerationRequest) -> dict[str, Any]:
@@ -307,7 +337,8 @@ class RequestRules(SamplingRules):
     def _refuse_unused(self, request: GenerationRequest) -> None:
         """Raises RequestError for a value of a field that this model does not use."""
         for name, declared in REQUEST_FIELDS.items():
-            if declared.refusal is not None and name not in self.model_fields and is_set(request, name):
+            asks = is_set(request, name) and getattr(request, name) != declared.off
+            if declared.refusal is not None and name not in self.model_fields and asks:
                 raise RequestError(f"{name}: {declared.refusal.format(product=self._product)}")
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
@@ -316,6 +347,8 @@ class RequestRules(SamplingRules):
         reasons: dict[str | None, str] = {}
         if not self.is_guided(request):
             reasons[GUIDANCE] = "no second branch of guidance runs (a scale of 1 or less)"
+            if BatchSettings.of([request], self).guidance_terms is None:
+                reasons[ANY_GUIDANCE] = reasons[GUIDANCE]
         if self.geometry.temporal_factor == 1:
             reasons[VIDEO] = "this model makes images"
         if request.sigmas is not None:
@@ -331,8 +364,8 @@ class RequestRules(SamplingRules):
             remarks += self.control.remarks(request, BatchSettings.of([request], self).size)
         for name, declared in REQUEST_FIELDS.items():
             value = getattr(request, name)
-            # An empty text asks for nothing.
-            usual = (_UNSET[name], self.defaults.get(name), computed.get(name), "")
+            # An empty text asks for nothing, and a value that turns a term off.
+            usual = (_UNSET[name], self.defaults.get(name), computed.get(name), declared.off, "")
             if declared.used_with in reasons and value not in usual:
                 remarks.append(f"{name}: {shown(value)} is not used: {reasons[declared.used_with]}")
         if self.few_steps is not None:

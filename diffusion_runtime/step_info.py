@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-BRANCHES = ("cond", "uncond", "both")
+# Of the conditional prediction with a part of the model left out: self-attention of some blocks (spatio-temporal
+# guidance), or attention between pictures and sound (modality guidance).
+PERTURBED, ISOLATED = "perturbed", "isolated"
+BRANCHES = ("cond", "uncond", "both", PERTURBED, ISOLATED)
 PHASES = ("denoise", "commit")
 
 
@@ -25,7 +28,7 @@ class StepInfo:
     """Where in the denoising loop a call happens.
 
     timestep: the model's own time, usually in [0, 1000]; sigma: the noise level in [0, 1].
-    branch: `cond`, `uncond`, or `both` when guidance runs them as one batch.
+    branch: `cond`, `uncond`, `both` when guidance runs them as one batch, PERTURBED or ISOLATED.
     expert: which transformer, for models that have more than one.
     next_timestep: that of the step after it, 0 at the last one; an input of MeanFlow models (timestep_r;
     arXiv:2505.13447).

@@ -298,9 +298,8 @@ FAMILIES = {
             *misfits(("patch_size", 2), ("audio_patch_size", 2), ("qk_norm", "layer_norm"), ("rope_type", "spiral")),
             *misfits(("vae_scale_factors", [8, 32]), ("attention_head_dim", 15), ("cross_attention_dim", 16)),
             *misfits(("audio_cross_attention_dim", 32), ("out_channels", 12), ("norm_elementwise_affine", True)),
-            # LTX-2.3 and 2.5.
-            *misfits(("gated_attn", True), ("audio_cross_attn_mod", True), ("use_prompt_embeddings", False)),
-            *misfits(("ff_bias", False)),
+            # LTX-2.5, and between 2.0 and 2.3.
+            *misfits(("ff_bias", False), ("audio_cross_attn_mod", True), ("gated_attn", 1)),
             Refusal(
                 {"audio_num_attention_heads": 4, "audio_attention_head_dim": 4},
                 "key 'audio_num_attention_heads': expected 2, num_attention_heads, got 4",
@@ -316,7 +315,7 @@ FAMILIES = {
                 r"audio_vae/config.json: keys 'latent_channels' \(2\) and 'mel_bins' \(64\)",
                 mel_bins=64,
             ),
-            in_file(INDEX, "key 'vocoder': expected LTX2Vocoder, got LTX2Vo", vocoder=["ltx2", "LTX2VocoderWithBWE"]),
+            in_file(INDEX, "key 'vocoder': expected LTX2Vocoder or LTX2Vo.*, got Other", vocoder=["ltx2", "Other"]),
         ),
         other_size=(
             {"caption_channels": 16, "num_layers": 3},

@@ -26,10 +26,9 @@ def sound_denoiser(policy: AttentionPolicy, *, head_dim: int = 8) -> LTX2Transfo
     for role, category in FAMILY.roles:
         register_role(role, category)
     config = LTX2Config(
-        video=StreamConfig(num_heads=4, head_dim=head_dim, num_channels=4),
-        audio=StreamConfig(num_heads=4, head_dim=head_dim // 2, num_channels=6),
+        video=StreamConfig(num_heads=4, head_dim=head_dim, num_channels=4, text_dim=TEXT_DIM),
+        audio=StreamConfig(num_heads=4, head_dim=head_dim // 2, num_channels=6, text_dim=TEXT_DIM),
         num_layers=2,
-        text_dim=TEXT_DIM,
         eps=1e-6,
         gate_factor=1.0,
         turns_halves=False,

@@ -14,7 +14,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.options import MethodText
 from diffusion_runtime.request import REQUEST_FIELDS
-from diffusion_runtime.request_fields import Levels, Number, OneOf, Scales
+from diffusion_runtime.request_fields import Blocks, Levels, Number, OneOf, Scales
 from diffusion_runtime.request_rules import RequestRules
 
 DEFAULTS: dict[str, Any] = {
@@ -49,6 +49,8 @@ def another(name: str, value: Any) -> Any:
         return (1.0, 0.25)
     if isinstance(check, Number):
         return check.maximum / 2
+    if isinstance(check, Blocks):
+        return (1, 2)
     return f"{value}." if check.kind is str else check.kind((value or 0) + 16)
 
 

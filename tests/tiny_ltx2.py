@@ -13,6 +13,12 @@ from tiny_models import WORDS
 TINY_SIZES: dict[str, int] = {"height": 64, "width": 96, "num_frames": 9, "fps": 25}
 VIDEO_CHANNELS, AUDIO_CHANNELS, AUDIO_BINS = 6, 2, 4
 NUM_GEMMA_LAYERS = 3
+# What LTX-2.3 changes of the transformer.
+LTX23: dict[str, Any] = {
+    **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
+    "perturbed_attn": True,
+    "use_prompt_embeddings": False,
+}
 # What turns the further terms of guidance of diffusers' pipelines off.
 ONE_SCALE: dict[str, Any] = {
     "stg_scale": 0.0,
@@ -27,12 +33,17 @@ ONE_SCALE: dict[str, Any] = {
 
 
 def write_tiny_ltx2(
-    folder: Path, *, rope_type: str = "split", has_registers: bool = True, shifts_by_size: bool = True
+    folder: Path,
+    *,
+    rope_type: str = "split",
+    has_registers: bool = True,
+    shifts_by_size: bool = True,
+    is_ltx23: bool = False,
 ) -> Path:
     """Write a whole LTX-2 folder and return its path. About 1 MB; it depends on nothing but the arguments.
 
-    has_registers: whether the connectors fill what a prompt leaves. shifts_by_size: whether the flow shift follows the
-    number of video tokens.
+    is_ltx23: whether every part is as in LTX-2.3. has_registers: whether the connectors fill what a prompt leaves.
+    shifts_by_size: whether the flow shift follows the number of video tokens.
     """
     import torch
     from diffusers import LTX2Pipeline
@@ -44,13 +55,13 @@ def write_tiny_ltx2(
         tokenizer = gemma_tokenizer()
         pipeline = LTX2Pipeline(
             scheduler=_scheduler(shifts_by_size),
-            vae=_vae(),
+            vae=_vae(is_ltx23=is_ltx23),
             audio_vae=_audio_vae(),
             text_encoder=_gemma(len(tokenizer)),
             tokenizer=tokenizer,
-            connectors=_connectors(rope_type, has_registers),
-            transformer=random_transformer(rope_type=rope_type),
-            vocoder=_vocoder(),
+            connectors=_connectors(rope_type, has_registers, is_ltx23=is_ltx23),
+            transformer=random_transformer(rope_type=rope_type, **(LTX23 if is_ltx23 else {})),
+            vocoder=_extended_vocoder() if is_ltx23 else _vocoder(),
         )
     pipeline.save_pretrained(folder)
     return folder
@@ -97,11 +108,16 @@ def _gemma(vocab_size: int) -> Any:
     return Gemma3ForConditionalGeneration(config).eval()
 
 
-def _connectors(rope_type: str, has_registers: bool) -> Any:
+def _connectors(rope_type: str, has_registers: bool, *, is_ltx23: bool = False) -> Any:
     import torch
     from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 
     num_registers = 128 if has_registers else None
+    changes: dict[str, Any] = {}
+    if is_ltx23:
+        # As wide as the streams.
+        changes = dict.fromkeys(("video_gated_attn", "audio_gated_attn", "per_modality_projections", "proj_bias"), True)
+        changes |= {"video_hidden_dim": 32, "audio_hidden_dim": 16}
     model = LTX2TextConnectors(
         caption_channels=HIDDEN,
         text_proj_in_factor=NUM_GEMMA_LAYERS + 1,
@@ -110,10 +126,11 @@ def _connectors(rope_type: str, has_registers: bool) -> Any:
         video_connector_num_layers=1,
         video_connector_num_learnable_registers=num_registers,
         audio_connector_num_attention_heads=2,
-        audio_connector_attention_head_dim=HIDDEN // 2,
+        audio_connector_attention_head_dim=8 if is_ltx23 else HIDDEN // 2,
         audio_connector_num_layers=1,
         audio_connector_num_learnable_registers=num_registers,
         rope_type=rope_type,
+        **changes,
     )
     with torch.no_grad():
         # A prompt is a few tokens among a thousand: it would otherwise be too quiet to compare anything by.
@@ -165,16 +182,30 @@ def random_transformer(*, rope_type: str = "split", num_layers: int = 2, **chang
     return model.eval()
 
 
-def _vae() -> Any:
+def _vae(*, is_ltx23: bool = False) -> Any:
     import torch
     from diffusers import AutoencoderKLLTX2Video
 
+    decoder: dict[str, Any] = {
+        "decoder_block_out_channels": (8, 16, 32),
+        "decoder_layers_per_block": (1, 1, 1, 1),
+    }
+    if is_ltx23:
+        decoder = {
+            "decoder_block_out_channels": (8, 16, 16, 32),
+            "decoder_layers_per_block": (1, 1, 1, 1, 1),
+            "decoder_spatio_temporal_scaling": (True,) * 4,
+            "decoder_inject_noise": (False,) * 5,
+            "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+            "upsample_residual": (False,) * 4,
+            "upsample_factor": (2, 2, 1, 2),
+            "decoder_spatial_padding_mode": "zeros",
+        }
     model = AutoencoderKLLTX2Video(
         latent_channels=VIDEO_CHANNELS,
         block_out_channels=(8, 8, 8, 16),
         layers_per_block=(1, 1, 1, 1, 1),
-        decoder_block_out_channels=(8, 16, 32),
-        decoder_layers_per_block=(1, 1, 1, 1),
+        **decoder,
         decoder_causal=False,
         scaling_factor=0.7,
         spatial_compression_ratio=32,
@@ -220,6 +251,43 @@ def _vocoder() -> Any:
         for name, parameter in model.named_parameters():
             # Else the biases would be all there is to hear.
             parameter.mul_(0.1 if name.endswith("bias") else 2.5)
+    return model.eval()
+
+
+def _extended_vocoder() -> Any:
+    """With bandwidth extension: 4000 samples per second become 8000."""
+    import torch
+    from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
+
+    networks: dict[str, Any] = {
+        "upsample_kernel_sizes": [16, 11],
+        "upsample_factors": [8, 5],
+        "resnet_kernel_sizes": [3],
+        "resnet_dilations": [[1, 3]],
+    }
+    model = LTX2VocoderWithBWE(
+        in_channels=2 * 4 * AUDIO_BINS,
+        hidden_channels=16,
+        **networks,
+        # Two channels of the mel bins below; twice the hop of 20 samples.
+        bwe_in_channels=2 * 8,
+        bwe_hidden_channels=8,
+        **{f"bwe_{key}": value for key, value in networks.items()},
+        filter_length=32,
+        hop_length=20,
+        window_length=32,
+        num_mel_channels=8,
+        input_sampling_rate=4000,
+        output_sampling_rate=8000,
+    )
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name.startswith("mel_stft"):
+                value.copy_(0.3 * torch.randn_like(value).abs_() if "mel_basis" in name else torch.randn_like(value))
+            elif name.endswith("filter"):
+                continue
+            else:
+                value.mul_(0.1 if name.endswith("bias") else 0.9)
     return model.eval()
 
 

@@ -25,6 +25,7 @@ from diffusion_runtime.request_fields import (
     MAX_COUNT,
     MAX_LEVELS,
     MAX_SCALE,
+    Blocks,
     Count,
     ImageFile,
     Levels,
@@ -32,6 +33,7 @@ from diffusion_runtime.request_fields import (
     OneOf,
     Scales,
     SeedNumber,
+    SoundFile,
     Text,
     VideoFile,
 )
@@ -206,7 +208,11 @@ def _checked(check: object) -> Schema:
         pair = {"type": "array", "items": [at, {"type": "string", "pattern": r"\S"}], "minItems": 2, "maxItems": 2}
         text = {"type": "string", "pattern": rf"{TIME.removesuffix('$')}\s+\S"}
         return {"type": "array", "items": {"anyOf": [pair, text]}, "maxItems": MAX_SWITCHES}
-    assert isinstance(check, VideoFile), f"no schema is known for {check}"
+    if isinstance(check, Blocks):
+        block = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_COUNT}
+        several = {"type": "array", "items": block, "minItems": 1, "maxItems": MAX_LEVELS, "uniqueItems": True}
+        return {"anyOf": [block, several, {"type": "string", "pattern": r"^\s*[0-9]{1,7}\s*(,\s*[0-9]{1,7}\s*)*$"}]}
+    assert isinstance(check, SoundFile | VideoFile), f"no schema is known for {check}"
     return _NAME
 
 

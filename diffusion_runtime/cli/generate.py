@@ -72,6 +72,8 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
             "transformer_path": run.transformer_path,
             "transformer_2_path": run.transformer_2_path,
             "vae_path": run.vae_path,
+            "audio_vae_path": run.audio_vae_path,
+            "vocoder_path": run.vocoder_path,
             "text_encoder_path": run.text_encoder_path,
             "text_encoder_2_path": run.text_encoder_2_path,
             "variant": run.variant,

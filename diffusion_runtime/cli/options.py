@@ -180,6 +180,14 @@ VaePath: TypeAlias = Annotated[
     str | None,
     _flag(PARTS, "The same for the autoencoder: Wan2.1_VAE, ae.safetensors, ...", "--vae-path", metavar="PATH"),
 ]
+AudioVaePath: TypeAlias = Annotated[
+    str | None,
+    _flag(PARTS, "The same for the sound's autoencoder.", "--audio-vae-path", metavar="PATH"),
+]
+VocoderPath: TypeAlias = Annotated[
+    str | None,
+    _flag(PARTS, "The same for the vocoder, which may be in the same file.", "--vocoder-path", metavar="PATH"),
+]
 TextEncoderPath: TypeAlias = Annotated[
     str | None,
     _flag(PARTS, "The same for the text encoder: umt5_xxl_fp16, ...", "--text-encoder-path", metavar="PATH"),
@@ -338,6 +346,8 @@ class RunFlags:
     transformer_path: TransformerPath = None
     transformer_2_path: Transformer2Path = None
     vae_path: VaePath = None
+    audio_vae_path: AudioVaePath = None
+    vocoder_path: VocoderPath = None
     text_encoder_path: TextEncoderPath = None
     text_encoder_2_path: TextEncoder2Path = None
     variant: Variant = None

@@ -12,7 +12,7 @@ from diffusion_runtime.denoising.interface import BranchWrapper, Predict, Predic
 from diffusion_runtime.errors import RequestError, nearest
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.request import GUIDANCE_MODES
-from diffusion_runtime.step_info import StepInfo
+from diffusion_runtime.step_info import ISOLATED, PERTURBED, StepInfo
 
 # (cond, uncond, scale) -> guided velocity, all float32 and of one shape.
 Combine: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -31,15 +31,15 @@ def rescaled(combine: Combine, rescale: float) -> Combine:
 
     def guided(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
         result = combine(cond, uncond, scale)
-        ratio = _deviation(cond) / _deviation(result)
+        ratio = deviation(cond) / deviation(result)
         return rescale * (result * ratio) + (1 - rescale) * result
 
     return guided
 
 
-def _deviation(velocity: torch.Tensor) -> torch.Tensor:
+def deviation(values: torch.Tensor) -> torch.Tensor:
     """Of each sample, in the shape [batch, 1, ...]."""
-    return velocity.std(dim=tuple(range(1, velocity.dim())), keepdim=True)
+    return values.std(dim=tuple(range(1, values.dim())), keepdim=True)
 
 
 def with_guidance(
@@ -75,7 +75,8 @@ def with_guidance(
 
 
 def predict_branches(predict: Predict, mode: str, branches: BranchExchange | None = None) -> PredictBranches:
-    """The velocities of the guidance branches, as `with_guidance` describes them. Raises RequestError."""
+    """The velocities of the guidance branches, as `with_guidance` describes them; of further ones (step_info.py) in
+    passes of their own. Raises RequestError."""
     if mode not in GUIDANCE_MODES:
         raise RequestError(f"guidance_mode: unknown value {mode!r}.{nearest(mode, GUIDANCE_MODES)}")
 
@@ -84,16 +85,34 @@ def predict_branches(predict: Predict, mode: str, branches: BranchExchange | Non
 
     def velocities(latents: torch.Tensor, step: StepInfo, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
         if branches is not None:
-            # Also where `cond` alone is wanted: the other group has no state of that branch, and waits for it.
-            mine = branches.branch in wanted
-            velocity = of_branch(latents, step, branches.branch) if mine else torch.zeros_like(latents).float()
-            cond, uncond = branches.exchange(velocity)
-            return {"cond": cond, "uncond": uncond} if "uncond" in wanted else {"cond": cond}
-        if "uncond" not in wanted:
-            return {"cond": of_branch(latents, step, "cond")}
-        if mode == "batched":
+            return _exchanged(latents, step, wanted, of_branch, branches)
+        if mode == "batched" and "uncond" in wanted:
             cond, uncond = of_branch(torch.cat([latents, latents]), step, "both").chunk(2)
-            return {"cond": cond, "uncond": uncond}
-        return {"cond": of_branch(latents, step, "cond"), "uncond": of_branch(latents, step, "uncond")}
+            further = [branch for branch in wanted if branch not in ("cond", "uncond")]
+            return {"cond": cond, "uncond": uncond, **{each: of_branch(latents, step, each) for each in further}}
+        return {branch: of_branch(latents, step, branch) for branch in wanted}
 
     return velocities
+
+
+# What two groups of processes compute at the same time, the first group's first.
+_PAIRS = (("cond", "uncond"), (PERTURBED, ISOLATED))
+
+
+def _exchanged(
+    latents: torch.Tensor,
+    step: StepInfo,
+    wanted: Sequence[str],
+    of_branch: Callable[[torch.Tensor, StepInfo, str], torch.Tensor],
+    branches: BranchExchange,
+) -> dict[str, torch.Tensor]:
+    """The velocities, each computed by one group of processes."""
+    found: dict[str, torch.Tensor] = {}
+    for pair in _PAIRS:
+        if set(pair).isdisjoint(wanted):
+            continue
+        mine = pair[0] if branches.branch == "cond" else pair[1]
+        # Also where one of them is wanted: the other group waits for it.
+        velocity = of_branch(latents, step, mine) if mine in wanted else torch.zeros_like(latents).float()
+        found.update(zip(pair, branches.exchange(velocity), strict=True))
+    return {branch: found[branch] for branch in wanted}

@@ -20,7 +20,7 @@ PARAMETER_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 _FILLED = frozenset(name for names in PARAMETER_NAMES.values() for name in names)
 # Of them, those for files, which a class may need although they have a default.
-_FILES = frozenset(name for field in INPUT_FIELDS for name in PARAMETER_NAMES[field])
+_FILES = frozenset(name for field in INPUT_FIELDS for name in PARAMETER_NAMES.get(field, ()))
 # Of those, lists of frames.
 OF_FRAMES = ("video", "mask", "mask_video")
 # Arguments of every call, beside the request's.

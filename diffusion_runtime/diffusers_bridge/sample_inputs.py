@@ -289,8 +289,11 @@ def _video_with_sound(sample: StepSample) -> StepInputs:
     parts = sample.geometry.parts(latents, sample.size)
     video, audio = parts.video, parts.audio
     assert audio is not None
-    text_dim = sample.config["caption_channels"]
-    text, audio_text = sample.random(num_tokens, text_dim), sample.random(num_tokens, text_dim)
+    text_dims = (sample.config["caption_channels"],) * 2
+    if not sample.config.get("use_prompt_embeddings", True):
+        # Since LTX-2.3 the connectors make them as wide as the streams.
+        text_dims = sample.config["cross_attention_dim"], sample.config["audio_cross_attention_dim"]
+    text, audio_text = (sample.random(num_tokens, text_dim) for text_dim in text_dims)
     timestep = sample.full(700.0)
     every_token = torch.ones(sample.batch, num_tokens, dtype=torch.long, device=sample.device)
     theirs = {

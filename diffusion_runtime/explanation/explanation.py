@@ -114,7 +114,10 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
     settings = BatchSettings.of([request], prepared.rules)
     planned = planned_batch(prepared.rules, [request])
     num_steps = settings.num_steps
-    branches = 2 if planned.is_guided and not planned.is_batched else 1
+    further, is_joined = len(planned.further_branches), planned.is_guided and planned.is_batched
+    num_passes = (1 if is_joined or not planned.is_guided else 2) + further
+    # In passes as large as the one that is counted.
+    branches = num_passes - further / 2 if is_joined else num_passes
     stages: list[_Stage] = []
     for size, count in settings.step_sizes():
         forward = forward_on_meta(
@@ -136,7 +139,7 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         grid=prepared.model.geometry.grid(shape),
         num_text_tokens=text,
         num_steps=num_steps,
-        num_forwards=num_steps * branches,
+        num_forwards=num_steps * num_passes,
         schedule=schedule,
         parts=_parts(prepared, planned, stages, branches),
         is_bound=any(each is None for row in schedule for each in row.density),
@@ -170,7 +173,7 @@ def _parts(
     prepared: PreparedModel,
     planned: PlannedRequest,
     stages: Sequence[_Stage],
-    branches: int,
+    branches: float,
 ) -> tuple[PartCost, ...]:
     """Of the whole request: linear layers, attention by role, the rest of the steps, decoding."""
     seconds: dict[str, float] = {}

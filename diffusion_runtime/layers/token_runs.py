@@ -102,11 +102,18 @@ def add_gated_by_run_(x: torch.Tensor, branch: torch.Tensor, gates: Gates) -> No
 
 
 def normed_after_branch(
-    x: torch.Tensor, branch: torch.Tensor, gates: Gates, norm: Norm, *, layers: Sequence[Linear]
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    gates: Gates,
+    norm: Norm,
+    *,
+    layers: Sequence[Linear],
+    shifts: ShiftsAndScales | None = None,
 ) -> LinearInput:
     """norm(x) after x += branch * gate, by the gate of each run; in one pass where there is one. layers: whose
-    input it is, see norm_for."""
+    input it is, see norm_for. shifts: of the norm's result, for each run; None for none."""
     if len(gates) == 1:
-        return norm_for(layers, x, norm, branch=Branch(branch, gates[0][1]))
+        shift, scale = (None, None) if shifts is None else shifts[0][1:]
+        return norm_for(layers, x, norm, shift=shift, scale=scale, branch=Branch(branch, gates[0][1]))
     add_gated_by_run_(x, branch, gates)
-    return norm_for(layers, x, norm)
+    return norm_for(layers, x, norm) if shifts is None else modulated_by_run(x, norm, shifts)

@@ -208,8 +208,15 @@ def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> Pl
     settings = BatchSettings.of(batch, rules)
     is_batched = settings.guidance_mode == "batched"
     num_samples = 1 if settings.decides_per_sample else len(batch)
+    terms = settings.guidance_terms
     return PlannedRequest(
-        settings.size, num_samples, settings.is_guided, is_batched, batch[0], settings.embedded_guidance
+        settings.size,
+        num_samples,
+        settings.is_guided,
+        is_batched,
+        batch[0],
+        settings.embedded_guidance,
+        () if terms is None else terms.further_branches,
     )
 
 
@@ -220,11 +227,11 @@ def takes_more(rules: RequestRules, planned: PlannedRequest, than: PlannedReques
 
 
 def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int]:
-    """(tokens of a forward pass, whether branches are kept for later steps, pixels to decode)."""
+    """(tokens of a forward pass, branches of which something is kept for later steps, pixels to decode)."""
     size, branches = planned.size, 1 + planned.is_guided
     passes = planned.num_samples * (branches if planned.is_batched else 1)
     num_tokens = rules.geometry.num_tokens(size.height, size.width, size.num_frames)
-    return passes * num_tokens, branches, size.height * size.width * size.num_frames
+    return passes * num_tokens, branches + len(planned.further_branches), size.height * size.width * size.num_frames
 
 
 def _num_images(planned: PlannedRequest) -> int:

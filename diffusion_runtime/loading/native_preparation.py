@@ -243,6 +243,7 @@ def _request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestR
         embeds_guidance=model.embeds_guidance,
         takes_guidance=model.takes_guidance,
         guidance_offset=model.family.guidance_offset,
+        guides_parts="modality_scale" in model.family.request_fields,
         model_fields=_model_fields(model) | second.keys(),
         needed_images=frozenset(name for name, is_needed in model.images.items() if is_needed),
         references=model.references,
@@ -267,7 +268,8 @@ def _model_fields(model: Model[Any, Any]) -> frozenset[str]:
         "decode_noise_scale": model.decodes_with_noise,
         **dict.fromkeys(_OF_CHUNKS, model.is_causal),
     }
-    return frozenset((*model.family.request_fields, *model.images, *(name for name, holds in facts.items() if holds)))
+    own = (*model.family.request_fields, *model.request_fields, *model.images)
+    return frozenset((*own, *(name for name, holds in facts.items() if holds)))
 
 
 def _choose_degrees(config: RuntimeConfig, model: Model[Any, Any], rules: RequestRules) -> Degrees:

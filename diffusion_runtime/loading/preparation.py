@@ -35,6 +35,8 @@ def load_pipeline(
     transformer_path: str | None = None,
     transformer_2_path: str | None = None,
     vae_path: str | None = None,
+    audio_vae_path: str | None = None,
+    vocoder_path: str | None = None,
     text_encoder_path: str | None = None,
     text_encoder_2_path: str | None = None,
     variant: str | None = None,
@@ -65,8 +67,9 @@ def load_pipeline(
     whether third-party attention kernels are compared with the definition on this machine's accelerator before the
     weights are read, once per version. vae_decode, vae_tiling, vae_decoder, quantization, quantization_ignored_layers,
     compile, cuda_graphs, offload, memory_limit, revision, offline, transformer_path, transformer_2_path, vae_path,
-    text_encoder_path, text_encoder_2_path, variant, upsampler_path: see RuntimeConfig. on_stage: called with a phrase
-    before each part is loaded. world: the processes that run the model together, each of which must load it alike.
+    audio_vae_path, vocoder_path, text_encoder_path, text_encoder_2_path, variant, upsampler_path: see RuntimeConfig.
+    on_stage: called with a phrase before each part is loaded. world: the processes that run the model together, each of
+    which must load it alike.
 
     Raises, before any weight is read, BackendUnavailableError for an attention choice that cannot run here and
     ConfigError for a value that is wrong; InstallationError where an installed package keeps diffusers, which this
@@ -82,6 +85,8 @@ def load_pipeline(
         "transformer_path": transformer_path,
         "transformer_2_path": transformer_2_path,
         "vae_path": vae_path,
+        "audio_vae_path": audio_vae_path,
+        "vocoder_path": vocoder_path,
         "text_encoder_path": text_encoder_path,
         "text_encoder_2_path": text_encoder_2_path,
         "variant": variant,

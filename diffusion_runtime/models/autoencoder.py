@@ -28,7 +28,8 @@ _ENCODER = ("encoder", "quant_conv")
 class DiffusersComponent:
     """A component that a class of diffusers computes.
 
-    name: of its folder. module, class_name: where the class is. idle_settings: keys that published config.json files
+    name: of its folder. module, class_name: where the class is; other_classes: of the same module, which a folder may
+    name instead. idle_settings: keys that published config.json files
     have although nothing reads them, and that some versions of the class do not know -> why they change nothing.
     encoder_parts: names of its modules that are not read for decoding. decoding_half: settings -> a module of ours that
     holds the rest, without weights; None where that does not know them all, which leaves them to diffusers' class.
@@ -40,6 +41,7 @@ class DiffusersComponent:
     idle_settings: Mapping[str, str] = field(default_factory=dict)
     encoder_parts: tuple[str, ...] = ()
     decoding_half: Callable[[Mapping[str, Any]], nn.Module | None] = lambda _: None
+    other_classes: tuple[str, ...] = ()
 
     def check(self, folder: AnyFolder) -> None:
         """Whether the folder's component is of that class, and can be built; reads json alone, and imports diffusers
@@ -48,13 +50,21 @@ class DiffusersComponent:
         Raises ModelLoadError that names the file and the key.
         """
         _, found = component_class(folder, self.name)
-        if found != self.class_name:
+        if found not in (known := (self.class_name, *self.other_classes)):
             raise ModelLoadError(
-                f"{folder / INDEX_FILE}: key {self.name!r}: expected {self.class_name}, got {found}; no native model "
+                f"{folder / INDEX_FILE}: key {self.name!r}: expected {' or '.join(known)}, got {found}; no native "
+                "model "
                 "has that; `--backend diffusers` runs it"
             )
         if self.build_decoding_half(folder) is None:
             self.build(folder)
+
+    def class_in(self, folder: AnyFolder) -> str:
+        """The name of the class that computes the folder's component."""
+        if not self.other_classes:
+            return self.class_name
+        _, found = component_class(folder, self.name)
+        return found if found in self.other_classes else self.class_name
 
     def decoding_library(self, folder: AnyFolder) -> str:
         """Whose attention `load_decoder` loads: "torch" for a module of ours, else "diffusers"."""
@@ -68,23 +78,24 @@ class DiffusersComponent:
         """
         check_diffusers_import()
         # Imported here: it takes a second or two, and more when it is the first part of diffusers.
-        component_class = getattr(importlib.import_module(self.module), self.class_name)
+        class_name = self.class_in(folder)
+        made_by = getattr(importlib.import_module(self.module), class_name)
         file, settings = read_config(folder, self.name), self._settings(folder)
-        unknown = [key for key in settings if key not in inspect.signature(component_class).parameters]
+        unknown = [key for key in settings if key not in inspect.signature(made_by).parameters]
         if unknown:
             import diffusers
 
             raise ModelLoadError(
-                f"{file.path}: key {unknown[0]!r} is unknown to {self.class_name} of the installed diffusers "
+                f"{file.path}: key {unknown[0]!r} is unknown to {class_name} of the installed diffusers "
                 f"{diffusers.__version__}; if this model was written for a newer one: `pip install -U diffusers`"
             )
         try:
             with torch.device("meta"):
-                module: Any = component_class(**settings)
+                module: Any = made_by(**settings)
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-            raise ModelLoadError(f"{file.path}: {self.class_name} refuses these settings: {error}") from error
+            raise ModelLoadError(f"{file.path}: {class_name} refuses these settings: {error}") from error
         except RuntimeError as error:  # torch, of sizes that no tensor has
-            raise ModelLoadError(f"{file.path}: {self.class_name} cannot be built of these sizes: {error}") from error
+            raise ModelLoadError(f"{file.path}: {class_name} cannot be built of these sizes: {error}") from error
         for part in left_out:
             setattr(module, part, None)
         return module
@@ -129,7 +140,9 @@ class DiffusersComponent:
 
     def _checkpoint(self, module: nn.Module, folder: AnyFolder) -> Checkpoint:
         expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        return Checkpoint(folder / self.name, renamed=lambda path, rows: by_diffusers_names(path, rows, expected))
+        return Checkpoint(
+            folder / self.name, renamed=lambda path, rows: by_diffusers_names(path, rows, expected, self.name)
+        )
 
     def build_decoding_half(self, folder: AnyFolder) -> nn.Module | None:
         """What `load_decoder` fills, on the meta device; None where that is diffusers' module. Imports nothing."""

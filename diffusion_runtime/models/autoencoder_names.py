@@ -1,24 +1,27 @@
 """Tensor names of autoencoders in one file: diffusers', or those of their authors, which ComfyUI's files keep.
 
-Two schemes: Wan's, of causal video autoencoders (Wan 2.1 and 2.2, Qwen-Image), and that of latent diffusion (the
-`ae.safetensors` of FLUX.1 and Z-Image, FLUX.2's, and HunyuanVideo-1.5's, which counts a decoder's levels as they run).
-HunyuanVideo's authors have diffusers' names. The authors' name of each tensor follows from diffusers'.
+Schemes: Wan's, of causal video autoencoders (Wan 2.1 and 2.2, Qwen-Image), that of latent diffusion (the
+`ae.safetensors` of FLUX.1 and Z-Image, FLUX.2's, and HunyuanVideo-1.5's, which counts a decoder's levels as they run),
+and those of level_list_names.py. HunyuanVideo's authors have diffusers' names. The authors' name of each tensor follows
+from diffusers'.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from diffusion_runtime.errors import ModelLoadError, shown_name
 from diffusion_runtime.models.file_kinds import kind_of
+from diffusion_runtime.models.level_list_names import UNREAD, level_list_names, vocoder_names
 from diffusion_runtime.models.stored_tensors import Rows
 from diffusion_runtime.models.weight_files import listed
 
 Shapes = Mapping[str, tuple[int, ...]]
-# In front of the names in files that hold more than an autoencoder.
-_PREFIXES = ("first_stage_model.", "vae.")
+# In front of the names in files that hold more than an autoencoder; that of other components is their name.
+_PREFIXES = {"vae": ("first_stage_model.", "vae.")}
 # Whole modules that a scheme calls otherwise, wherever they stand.
 _CAUSAL = {
     "norm1": "residual.0",
@@ -48,20 +51,23 @@ _LATENT_DIFFUSION = {
 }
 
 
-def by_diffusers_names(path: Path, rows: Rows, expected: Shapes) -> Rows:
+def by_diffusers_names(path: Path, rows: Rows, expected: Shapes, component: str = "vae") -> Rows:
     """The rows of a file's tensors by diffusers' names, which they have already in a diffusers folder. path: for
-    messages. expected: the tensors that will be read.
+    messages. expected: the tensors that will be read; component: whose they are.
 
     Raises ModelLoadError for a file that holds something else, with what it holds.
     """
-    found = _without_prefix(rows)
+    if all(name in rows for name in expected):
+        return rows
+    found = _without_prefix(rows, _PREFIXES.get(component, (f"{component}.",)))
     if all(name in found for name in expected):
         return found
-    for original in (
-        _causal_names(expected),
-        _latent_diffusion_names(expected),
-        _latent_diffusion_names(expected, counts_backwards=False),
-    ):
+    if any(name.startswith(UNREAD) for name in found):
+        wanted = level_list_names(expected)
+        found = {name: each for name, each in found.items() if not name.startswith(UNREAD) or name in wanted}
+    forwards = functools.partial(_latent_diffusion_names, counts_backwards=False)
+    schemes = (_causal_names, _latent_diffusion_names, forwards, level_list_names, vocoder_names)
+    for original in (names(expected) for names in schemes):
         if original and all(name in found for name in original):
             tops = _tops(original)
             return {
@@ -71,17 +77,17 @@ def by_diffusers_names(path: Path, rows: Rows, expected: Shapes) -> Rows:
                 for name, each in found.items()
             }
     if not any(name in found for name in expected):
-        kind = kind_of(tuple(rows))
+        kind, part = kind_of(tuple(rows)), "autoencoder" if component == "vae" else component
         raise ModelLoadError(
-            f"{path}: holds {'something else' if kind is None else kind.title}, expected an autoencoder with tensors "
+            f"{path}: holds {'something else' if kind is None else kind.title}, expected an {part} with tensors "
             f"such as {listed(map(shown_name, sorted(expected)[:2]))}: use the file or the folder of this model's own "
-            "autoencoder"
+            f"{part}"
         )
     return found
 
 
-def _without_prefix(rows: Rows) -> Rows:
-    prefix = next((each for each in _PREFIXES if any(name.startswith(each) for name in rows)), "")
+def _without_prefix(rows: Rows, prefixes: Sequence[str]) -> Rows:
+    prefix = next((each for each in prefixes if any(name.startswith(each) for name in rows)), "")
     return {name.removeprefix(prefix): each for name, each in rows.items() if name.startswith(prefix)}
 
 

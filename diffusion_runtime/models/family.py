@@ -135,6 +135,8 @@ class Model(Generic[C, G]):
     tensor: TensorParallel | None = None
     # Of the height and width of an image: those of what is made of it where a request says none.
     size_of_image: Callable[[Size], Size] | None = None
+    # As those of the family, of this folder.
+    request_fields: tuple[str, ...] = ()
 
     def build_transformer(self, policy: AttentionPolicy) -> DiffusionTransformer:
         """The transformer without weights, on the meta device; this process's part of it where several share it.

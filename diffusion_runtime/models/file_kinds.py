@@ -90,6 +90,11 @@ _KINDS = (
         component="vae",
     ),
     FileKind(
+        "a video autoencoder, with its authors' names",
+        (r"(vae\.)?decoder\.up_blocks\.0\.res_blocks\.0\.conv1\.conv\.weight",),
+        component="vae",
+    ),
+    FileKind(
         "an autoencoder",
         (r"(vae\.)?decoder\.mid_block\.resnets\.0\.(norm1|conv1|norm)\..*", r"(vae\.)?(en|de)coder\.conv_in\..*"),
         component="vae",

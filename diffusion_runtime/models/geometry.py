@@ -48,6 +48,8 @@ class LatentGeometry:
 
     # Whether a sample holds sound as well.
     makes_sound: ClassVar[bool] = False
+    # Whether an image to end with is a frame of tokens behind the grid's, which the flow shift counts.
+    appends_last_image: ClassVar[bool] = False
 
     @property
     def num_frames_before(self) -> int:

@@ -42,6 +42,9 @@ class ImageCondition:
     every frame beside the latents or in control blocks, [batch, condition channels, frames, height, width].
     embeddings: [batch, tokens, dim] of an image encoder, None for models without one.
 
+    sound: of models that make pictures and sound, the normalised latents of a given one, [batch, channels, length,
+    bins]; latents has 0 frames where there is no image beside it.
+
     Of models for editing, latents are those of the first reference image, [batch, channels, 1, height, width] of its
     own size, and further those of the others.
     """
@@ -49,12 +52,14 @@ class ImageCondition:
     latents: torch.Tensor
     embeddings: torch.Tensor | None = None
     further: tuple[torch.Tensor, ...] = ()
+    sound: torch.Tensor | None = None
 
     def repeat(self, times: int) -> ImageCondition:
         """The same images once more for every guidance branch of a batch."""
         embeddings = None if self.embeddings is None else self.embeddings.repeat(times, 1, 1)
         latents, *further = (each.repeat(times, 1, 1, 1, 1) for each in self.references)
-        return ImageCondition(latents, embeddings, tuple(further))
+        sound = None if self.sound is None else self.sound.repeat(times, 1, 1, 1)
+        return ImageCondition(latents, embeddings, tuple(further), sound)
 
     @property
     def references(self) -> tuple[torch.Tensor, ...]:

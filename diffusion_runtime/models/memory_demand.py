@@ -47,7 +47,8 @@ _NUM_TEXT_HELD = 12
 @dataclass(frozen=True)
 class PlannedRequest:
     """What of a request decides about memory. num_samples: in one forward pass; is_guided: whether it has two branches,
-    is_batched: whether both go through one forward pass. request: resolved."""
+    is_batched: whether both go through one forward pass. request: resolved. further_branches: of guidance beside them,
+    a forward pass each."""
 
     size: ClipSize
     num_samples: int
@@ -55,6 +56,7 @@ class PlannedRequest:
     is_batched: bool
     request: GenerationRequest
     guidance: float | None = None
+    further_branches: tuple[str, ...] = ()
 
 
 def memory_demand(
@@ -110,23 +112,24 @@ def step_bytes(
 ) -> int:
     """What the largest step has alive at once beside the weights: one forward pass of every branch, with what the first
     ones keep for later steps, and the sampler's latents."""
-    num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
-    branches = ["cond"] if not planned.is_guided else ["both"] if planned.is_batched else ["cond", "uncond"]
+    first = ("cond",) if not planned.is_guided else ("both",) if planned.is_batched else ("cond", "uncond")
+    branches = (*first, *planned.further_branches)
+    num_samples = {branch: planned.num_samples * (2 if branch == "both" else 1) for branch in branches}
     whole: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
     sample = whole
     if model.is_causal:
         # A pass has a part of the frames; those that are done wait beside it.
         longest = longest_pass(planned.request, chunks_of(planned.request, whole[1]))
         sample = (whole[0], longest, *whole[2:])
-    latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
-    inputs = {branch: _inputs(model, shapes, dtype, planned, num_samples) for branch in branches}
-    timestep = torch.empty(num_samples, device=_META)
+    latents = torch.empty(max(num_samples.values()), *sample, dtype=dtype, device=_META)
+    inputs = {branch: _inputs(model, shapes, dtype, planned, count) for branch, count in num_samples.items()}
+    timestep = torch.empty(len(latents), device=_META)
 
     def step() -> RequestCache:
         state = RequestCache()
-        for branch in branches:
+        for branch, count in num_samples.items():
             context = AttentionContext(step=StepInfo(branch=branch), state=state)
-            transformer(latents, timestep, inputs[branch], context)
+            transformer(latents[:count], timestep[:count], inputs[branch], context)
         return state
 
     with _planned_attention(transformer):

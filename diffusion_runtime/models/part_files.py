@@ -33,7 +33,15 @@ from diffusion_runtime.models.weight_files import (
 from diffusion_runtime.untrusted.files import check_file, check_place, expand_home
 
 # The flag of each component that can be somewhere else.
-PART_KEYS = {"vae_path": "vae", "text_encoder_path": "text_encoder", "text_encoder_2_path": "text_encoder_2"}
+PART_KEYS = {
+    "vae_path": "vae",
+    "audio_vae_path": "audio_vae",
+    "vocoder_path": "vocoder",
+    "text_encoder_path": "text_encoder",
+    "text_encoder_2_path": "text_encoder_2",
+}
+# Components whose tensors alone say what they are.
+_BY_NAMES = ("audio_vae", "vocoder")
 # What a config.json says without changing a number that is computed.
 _NOTES = ("architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "quantization_config")
 
@@ -96,9 +104,11 @@ def check_part(folder: ModelFolder, path: str, component: str, modules: Sequence
 
 def _place_of(folder: ModelFolder, part: PartFile) -> Path:
     entry = read_index(folder).get(part.component)
-    if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in STEMS:
+    # A class of a pipeline's own folder is one of diffusers' models, too.
+    library = "diffusers" if part.component in _BY_NAMES else entry[0] if isinstance(entry, list) and entry else None
+    if not isinstance(entry, list) or len(entry) != 2 or library not in STEMS:
         raise ConfigError(f"{part.key}: the model has no {part.component}; leave out {part.flag}")
-    stem = STEMS[entry[0]]
+    stem = STEMS[library]
     path = check_place(Path(expand_home(part.path)), part.key)
     own = folder.read_json(part.component, "config.json")
     if not path.exists():
@@ -166,6 +176,8 @@ def _check_kind(path: Path, part: PartFile, own: Mapping[str, Any]) -> None:
     if part.component == "vae":
         fits = is_shard or (kind is not None and kind.component == "vae")
         expected = "an autoencoder"
+    elif part.component in _BY_NAMES:
+        return
     else:
         fits = is_shard or (kind is not None and bool(kind.component) and wanted in kind.model_types)
         expected = f"the text encoder of the model, of model_type {wanted!r}"

@@ -25,6 +25,8 @@ _RUNTIME_KEYS = (
     "transformer_path",
     "transformer_2_path",
     "vae_path",
+    "audio_vae_path",
+    "vocoder_path",
     "text_encoder_path",
     "text_encoder_2_path",
     "variant",

@@ -81,6 +81,13 @@ NARROW: dict[str, dict[str, int]] = {
         "audio_cross_attention_dim": 128,
         "caption_channels": 32,
     },
+    "ltx-2.3": {
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "cross_attention_dim": 256,
+        "audio_num_attention_heads": 2,
+        "audio_cross_attention_dim": 128,
+    },
 }
 
 

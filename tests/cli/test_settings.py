@@ -185,6 +185,8 @@ OWN_VALUES: dict[str, Any] = {
     "transformer_path": "fp8.safetensors",
     "transformer_2_path": "low_noise.safetensors",
     "vae_path": "ae.safetensors",
+    "audio_vae_path": "ltx2_audio_vae.safetensors",
+    "vocoder_path": "ltx2_audio_vae.safetensors",
     "text_encoder_path": "clip_l.safetensors",
     "text_encoder_2_path": "t5xxl_fp16.safetensors",
     "variant": "fp16",

@@ -22,7 +22,9 @@ from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, ModelLo
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.autoencoder_names import _causal_names, _latent_diffusion_names
+from diffusion_runtime.models.level_list_names import level_list_names
 from diffusion_runtime.models.part_files import PartFile, with_parts
+from diffusion_runtime.models.published_folders import published_folders
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.models.text_encoder_scales import NOTE, apply_scales
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -85,6 +87,32 @@ def test_schemes_are_those_that_diffusers_converts() -> None:
     assert {name: tensor.shape for name, tensor in converted.items()} == {
         name: tensor.shape for name, tensor in image.state_dict().items()
     }
+
+
+def test_levels_of_one_list_are_those_that_diffusers_converts() -> None:
+    """The autoencoders of LTX-Video 0.9.0, 0.9.1 and 0.9.8, LTX-2 and its sound, by diffusers' converters."""
+    from diffusers import AutoencoderKLLTX2Audio, AutoencoderKLLTX2Video, AutoencoderKLLTXVideo
+    from diffusers.loaders import single_file_utils as theirs
+
+    of_video, published = theirs.convert_ltx_vae_checkpoint_to_diffusers, published_folders()
+    changed = {
+        name: {key: value for key, value in published[name]["vae/config.json"].items() if key[0] != "_"}
+        for name in ("LTX-Video-0.9.1", "LTX-Video-0.9.8-13B-distilled")
+    }
+    with torch.device("meta"):
+        cases = [
+            (AutoencoderKLLTXVideo(), of_video, "vae."),
+            *((AutoencoderKLLTXVideo(**settings), of_video, "vae.") for settings in changed.values()),
+            (AutoencoderKLLTX2Video(), theirs.convert_ltx2_vae_to_diffusers, "vae."),
+            (AutoencoderKLLTX2Audio(), theirs.convert_ltx2_audio_vae_to_diffusers, "audio_vae."),
+        ]
+    for module, convert, prefix in cases:
+        state = module.state_dict()
+        names = level_list_names(state)
+        assert len(names) == len(state)
+        converted = convert({f"{prefix}{original}": state[name] for original, name in names.items()})
+        assert converted.keys() == state.keys()
+        assert all(converted[name] is tensor for name, tensor in state.items())
 
 
 def test_the_files_that_people_have_take_the_places_of_flux1s_parts(flux1: Path, tmp_path: Path) -> None:

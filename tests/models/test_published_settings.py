@@ -16,6 +16,7 @@ from tiny_families import WRITERS
 from tiny_flux1 import write_tiny_flux1
 from tiny_flux2 import write_tiny_flux2_klein
 from tiny_hunyuan_video import write_tiny_hunyuan_video
+from tiny_ltx2 import write_tiny_ltx2
 from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
 from tiny_qwen_image import write_tiny_qwen_image
@@ -55,6 +56,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
         partial(write_tiny_ltx_video, takes_conditions=True),
     ),
     "qwen-image-edit-2511": partial(write_tiny_qwen_image, edits="QwenImageEditPlusPipeline"),
+    **dict.fromkeys(("ltx-2.3", "ltx-2.3-distilled"), partial(write_tiny_ltx2, is_ltx23=True)),
     "flux.2-klein-4b": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.2-klein-base-4b": write_tiny_flux2_klein,
     "flux.2-klein-base-9b": write_tiny_flux2_klein,
@@ -71,6 +73,11 @@ OTHER = {
     "hunyuan-video-1.5-t2v": {"height", "width", "guidance_scale"},
     "hunyuan-video-1.5-i2v": {"height", "width", "guidance_scale"},
     # A distilled folder is known by its name.
+    # Those of LTX-2.3 that is not distilled are the family's.
+    "ltx-2.3-distilled": {
+        *("sigmas", "num_inference_steps", "guidance_scale", "audio_guidance_scale"),
+        *("stg_scale", "modality_scale", "guidance_rescale"),
+    },
     "ltx-video-0.9.7-distilled": {"sigmas", "num_inference_steps", "guidance_scale"},
     "ltx-video-0.9.8-distilled": {"sigmas", "num_inference_steps", "guidance_scale"},
 }
@@ -134,7 +141,9 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
     multiple = 32 if name == "wan2.2-ti2v-5b" or name.startswith("ltx") else 16
     rules = inspect_pipeline(RuntimeConfig(str(KINDS.get(name, WRITERS[MODELS[name].family])(tmp_path / "m")))).rules
     for preset in ({}, *content.get("presets", {}).values()):
-        request = GenerationRequest(prompt="a star", **{**settings(name), **preset})
+        # Of two blocks.
+        tiny = {"stg_blocks": (0,)} if "stg_blocks" in rules.defaults else {}
+        request = GenerationRequest(prompt="a star", **{**settings(name), **preset, **tiny})
         of_references = rules.references is not None and rules.references.sized_by is not None
         follows = of_references or rules.size_of_image is not None
         assert (request.height is None) == (request.width is None)

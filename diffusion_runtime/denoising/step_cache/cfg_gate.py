@@ -30,9 +30,9 @@ def cfg_gate(fraction: float, on_gated: OnGated) -> BranchWrapper:
             if "uncond" not in wanted:
                 return velocities(latents, step, wanted)
             if difference is not None and step.index >= fraction * step.num_steps:
-                cond = velocities(latents, step, ("cond",))["cond"]
+                found = velocities(latents, step, [branch for branch in wanted if branch != "uncond"])
                 on_gated(step, ("uncond",))
-                return {"cond": cond, "uncond": cond - difference}
+                return {**found, "uncond": found["cond"] - difference}
             both = velocities(latents, step, wanted)
             difference = both["cond"] - both["uncond"]
             return both

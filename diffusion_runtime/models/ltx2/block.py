@@ -1,11 +1,14 @@
 """A block of LTX-2: two streams, the video's and the sound's, that attend to themselves, to the text and to each other.
 
+Since LTX-2.3 the timestep modulates the text too, so that its keys and values are of a step and not of the request.
 Shapes: B batch, S tokens of a stream, L text tokens, D width of a stream.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -40,6 +43,9 @@ AUDIO_CROSS_ROLE = "ltx2.audio_cross"
 AUDIO_TO_VIDEO_ROLE = "ltx2.audio_to_video"
 VIDEO_TO_AUDIO_ROLE = "ltx2.video_to_audio"
 
+# What a stream attends to as its text: keys and values, or since LTX-2.3 the tokens [B, L, D] that they are made of.
+Text: TypeAlias = KeysAndValues | torch.Tensor
+
 # Of the norms of q and k, whatever the config says of the others.
 QK_EPS = 1e-6
 
@@ -48,50 +54,86 @@ QK_EPS = 1e-6
 class StreamInputs:
     """What every block of one forward pass reads beside the tokens of a stream.
 
-    time: rows of the timestep for self-attention and feed-forward, [B, 6, D] of each run of tokens; exchange: for
-    attention between the streams, [B, 5, D], of the timestep that is not an image's; both float32. rotations,
+    time: rows of the timestep for self-attention and feed-forward, and since LTX-2.3 for what attends to the text,
+    [B, 6 or 9, D] of each run of tokens; exchange: for attention between the streams, [B, 5, D], of the other stream's
+    timestep, and text: for the text itself, [B, 2, D], None before LTX-2.3, of the timestep that is not an image's; all
+    float32. rotations,
     shared_rotations: of its tokens within the stream and between the streams.
     context, text_context, keys_context: the forward pass where the stream itself, its text, or the stream as what the
-    other one attends to, are the keys.
+    other one attends to, are the keys. num_keyframe_tokens: of pictures that stand behind the grid's tokens, whole on
+    every process; grid_context: of the grid alone.
     """
 
     time: tuple[TokenRun, ...]
     exchange: torch.Tensor
+    text: torch.Tensor | None
     rotations: torch.Tensor
     shared_rotations: torch.Tensor
     context: AttentionContext
     text_context: AttentionContext
     keys_context: AttentionContext
+    grid_context: AttentionContext | None = None
+    num_keyframe_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """What a forward pass leaves out of a block, for guidance away from it. takes_values_alone: self-attention of both
+    streams; isolates_streams: attention between them."""
+
+    takes_values_alone: bool = False
+    isolates_streams: bool = False
 
 
 class StreamBlock(nn.Module):
     """What a block does within one stream.
 
-    modulation: the block's own part of StreamInputs.time, shift, scale and gate twice. exchange_modulation: of
+    modulation: the block's own part of StreamInputs.time: shift, scale and gate of self-attention, of the feed-forward
+    network and of attention to the text; text_modulation: of StreamInputs.text. exchange_modulation: of
     StreamInputs.exchange: scale and shift for audio-to-video, scale and shift for video-to-audio, and the gate of what
     comes from the other stream.
     """
 
     def __init__(
-        self, stream: StreamConfig, eps: float, self_attention: AttentionLayer, to_text: AttentionLayer
+        self, config: LTX2Config, stream: StreamConfig, self_attention: AttentionLayer, to_text: AttentionLayer
     ) -> None:
         super().__init__()
-        self.eps = eps
-        self.modulation = nn.Parameter(torch.zeros(6, stream.dim))
-        self.exchange_modulation = nn.Parameter(torch.zeros(5, stream.dim))
-        self.self_attention = AcrossHeadsSelfAttention(stream.dim, QK_EPS, self_attention)
-        self.cross_attention = AcrossHeadsCrossAttention(stream.dim, stream.dim, stream.dim, QK_EPS, to_text)
+        self.eps = config.eps
+        dim, has_gates = stream.dim, stream.has_gates
+        self.modulation = nn.Parameter(torch.zeros(config.num_rows, dim))
+        self.text_modulation = nn.Parameter(torch.zeros(2, dim)) if config.modulates_text else None
+        self.exchange_modulation = nn.Parameter(torch.zeros(5, dim))
+        self.self_attention = AcrossHeadsSelfAttention(dim, QK_EPS, self_attention, has_gates=has_gates)
+        self.cross_attention = AcrossHeadsCrossAttention(dim, dim, dim, QK_EPS, to_text, has_gates=has_gates)
         self.feed_forward = FeedForward(stream.dim, stream.ffn_dim)
 
-    def attend(self, x: torch.Tensor, inputs: StreamInputs, text: KeysAndValues) -> None:
+    def attend(self, x: torch.Tensor, inputs: StreamInputs, text: Text, *, takes_values_alone: bool) -> None:
         """Self-attention and attention to the text. x [B, S, D] is overwritten."""
         rows, norm = rows_by_run(self.modulation, inputs.time, slice(0, 3)), Norm("rms", self.eps)
         shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
-        normalized = modulated_for((self.self_attention.qkv,), x, norm, shifts)
-        branch = self.self_attention(normalized, inputs.rotations, inputs.context)
+        normalized = modulated_for(self.self_attention.input_layers, x, norm, shifts)
+        branch = self.self_attention(
+            normalized, inputs.rotations, inputs.context, takes_values_alone=takes_values_alone
+        )
         gates = [(tokens, each[2]) for tokens, each in rows]
-        normalized = normed_after_branch(x, branch, gates, norm, layers=(self.cross_attention.q,))
-        x.add_(self.cross_attention(normalized, text, inputs.text_context))
+        readers = self.cross_attention.input_layers
+        if isinstance(text, tuple):
+            normalized = normed_after_branch(x, branch, gates, norm, layers=readers)
+            x.add_(self.cross_attention(normalized, text, inputs.text_context))
+            return
+        rows = rows_by_run(self.modulation, inputs.time, slice(6, 9))
+        shifts = [(tokens, each[0], each[1]) for tokens, each in rows]
+        normalized = normed_after_branch(x, branch, gates, norm, layers=readers, shifts=shifts)
+        attended = self.cross_attention(normalized, self._modulated_keys(text, inputs), inputs.text_context)
+        add_gated_by_run_(x, attended, [(tokens, each[2]) for tokens, each in rows])
+
+    def _modulated_keys(self, text: torch.Tensor, inputs: StreamInputs) -> KeysAndValues:
+        """Of tokens [B, L, D] at this timestep."""
+        assert self.text_modulation is not None
+        assert inputs.text is not None
+        shift, scale = (self.text_modulation + inputs.text).unbind(1)
+        modulated = text * (1 + scale[:, None]) + shift[:, None]
+        return self.cross_attention.keys_and_values(modulated.to(text.dtype))
 
     def modulated_input(self, x: torch.Tensor, inputs: StreamInputs) -> ModulatedInput:
         """Of a model whose first block this is."""
@@ -123,30 +165,24 @@ class LTX2Block(nn.Module):
             layer = LayerInfo(index, config.num_layers, role, f"blocks.{index}.{place}")
             return LocalAttention(stream.num_heads, stream.head_dim, layer=layer, policy=policy)
 
+        def between(stream: StreamConfig, other: StreamConfig, role: str, place: str) -> AcrossHeadsCrossAttention:
+            # As wide as the sound, in both directions.
+            layer = local(role, place, audio)
+            return AcrossHeadsCrossAttention(
+                stream.dim, other.dim, audio.dim, QK_EPS, layer, has_gates=stream.has_gates
+            )
+
         layer = LayerInfo(index, config.num_layers, "self", f"blocks.{index}.video.self_attention")
         grid = USPAttention(video.num_heads, video.head_dim, layer=layer, policy=policy)
-        self.video = StreamBlock(video, config.eps, grid, local("cross", "video.cross_attention", video))
+        self.video = StreamBlock(config, video, grid, local("cross", "video.cross_attention", video))
         self.audio = StreamBlock(
+            config,
             audio,
-            config.eps,
             local(AUDIO_SELF_ROLE, "audio.self_attention", audio),
             local(AUDIO_CROSS_ROLE, "audio.cross_attention", audio),
         )
-        # Both are as wide as the sound in between.
-        self.audio_to_video = AcrossHeadsCrossAttention(
-            video.dim,
-            audio.dim,
-            audio.dim,
-            QK_EPS,
-            local(AUDIO_TO_VIDEO_ROLE, "audio_to_video", audio),
-        )
-        self.video_to_audio = AcrossHeadsCrossAttention(
-            audio.dim,
-            video.dim,
-            audio.dim,
-            QK_EPS,
-            local(VIDEO_TO_AUDIO_ROLE, "video_to_audio", audio),
-        )
+        self.audio_to_video = between(video, audio, AUDIO_TO_VIDEO_ROLE, "audio_to_video")
+        self.video_to_audio = between(audio, video, VIDEO_TO_AUDIO_ROLE, "video_to_audio")
 
     def forward(
         self,
@@ -154,18 +190,21 @@ class LTX2Block(nn.Module):
         audio: torch.Tensor,
         video_inputs: StreamInputs,
         audio_inputs: StreamInputs,
-        text: KeysAndValues,
-        audio_text: KeysAndValues,
+        text: Text,
+        audio_text: Text,
+        perturbation: Perturbation,
     ) -> None:
         """video [B, S, D] and audio, of its own length and width, are overwritten. text, audio_text: for this block,
-        what the video and what the sound attend to.
+        what the video and what the sound attend to. perturbation: of this block.
 
         Where processes share the sequence, video and its rotations are this one's slice, and audio is whole on all of
         them.
         """
-        self.video.attend(video, video_inputs, text)
-        self.audio.attend(audio, audio_inputs, audio_text)
-        self._exchange(video, audio, video_inputs, audio_inputs)
+        values_alone = perturbation.takes_values_alone
+        self.video.attend(video, video_inputs, text, takes_values_alone=values_alone)
+        self.audio.attend(audio, audio_inputs, audio_text, takes_values_alone=values_alone)
+        if not perturbation.isolates_streams:
+            self._exchange(video, audio, video_inputs, audio_inputs)
         self.video.feed(video, video_inputs)
         self.audio.feed(audio, audio_inputs)
 
@@ -176,22 +215,33 @@ class LTX2Block(nn.Module):
         video_rows, audio_rows = self.video.exchange_rows(video_inputs), self.audio.exchange_rows(audio_inputs)
         video_turns, audio_turns = video_inputs.shared_rotations, audio_inputs.shared_rotations
 
-        def modulated(layer: Linear, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> LinearInput:
-            return norm_for((layer,), x, Norm("rms", self.eps), shift=shift, scale=scale)
+        def modulated(
+            layers: Sequence[Linear], x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+        ) -> LinearInput:
+            return norm_for(layers, x, Norm("rms", self.eps), shift=shift, scale=scale)
 
         into_video, into_audio = self.audio_to_video, self.video_to_audio
-        audio_kv = into_video.keys_and_values(modulated(into_video.kv, audio, *audio_rows[:2]), audio_turns)
+        audio_kv = into_video.keys_and_values(modulated((into_video.kv,), audio, *audio_rows[:2]), audio_turns)
         to_video = into_video(
-            modulated(into_video.q, video, *video_rows[:2]), audio_kv, audio_inputs.keys_context, video_turns
+            modulated(into_video.input_layers, video, *video_rows[:2]), audio_kv, audio_inputs.keys_context, video_turns
         )
-        video_kv = into_audio.keys_and_values(modulated(into_audio.kv, video, *video_rows[2:4]), video_turns)
+        video_kv = into_audio.keys_and_values(modulated((into_audio.kv,), video, *video_rows[2:4]), video_turns)
         # The sound is too short to share: every process attends to the whole video.
-        video_kv = (
-            gathered_tokens(video_kv[0], video_inputs.keys_context),
-            gathered_tokens(video_kv[1], video_inputs.keys_context),
-        )
+        video_kv = (_whole_video(video_kv[0], video_inputs), _whole_video(video_kv[1], video_inputs))
         to_audio = into_audio(
-            modulated(into_audio.q, audio, *audio_rows[2:4]), video_kv, video_inputs.keys_context, audio_turns
+            modulated(into_audio.input_layers, audio, *audio_rows[2:4]),
+            video_kv,
+            video_inputs.keys_context,
+            audio_turns,
         )
         add_gated_(video, to_video, video_rows[4])
         add_gated_(audio, to_audio, audio_rows[4])
+
+
+def _whole_video(x: torch.Tensor, inputs: StreamInputs) -> torch.Tensor:
+    """Keys or values [B, tokens, heads, head_dim] of this process's slice and of keyframes, of the whole grid."""
+    if not inputs.num_keyframe_tokens:
+        return gathered_tokens(x, inputs.keys_context)
+    assert inputs.grid_context is not None
+    num_local = x.shape[1] - inputs.num_keyframe_tokens
+    return torch.cat([gathered_tokens(x[:, :num_local], inputs.grid_context), x[:, num_local:]], dim=1)

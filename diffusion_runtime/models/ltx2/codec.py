@@ -1,5 +1,5 @@
-"""LTX-2's decoders as diffusers computes them: of the video, and of the sound, whose spectrogram a vocoder plays. The
-video's encoder, for an image to start from."""
+"""LTX-2's decoders as diffusers computes them: of the video, and of the sound, whose spectrogram a vocoder plays. Their
+encoders, for an image or a sound to start from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
-from diffusion_runtime.models.ltx2.config import AUDIO_VAE
+from diffusion_runtime.models.ltx2.condition import LTX2Conditioner, SoundEncoder
+from diffusion_runtime.models.ltx2.config import AUDIO_FACTOR, AUDIO_VAE, read_geometry
 from diffusion_runtime.models.video_decoder import VideoDecoder, by_statistics, norm_fused
 
 VOCODER = "vocoder"
@@ -27,8 +28,11 @@ AUDIO_AUTOENCODER = DiffusersComponent(
 UPSAMPLER = DiffusersComponent(
     "latent_upsampler", "diffusers.pipelines.ltx2.latent_upsampler", "LTX2LatentUpsamplerModel"
 )
-# That of LTX-2.0, the version that this family runs natively.
-VOCODER_NETWORK = DiffusersComponent(VOCODER, "diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder")
+# Of LTX-2.0; and of LTX-2.3 with bandwidth extension, a second network for the high frequencies.
+_EXTENDED_VOCODER = "LTX2VocoderWithBWE"
+VOCODER_NETWORK = DiffusersComponent(
+    VOCODER, "diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder", other_classes=(_EXTENDED_VOCODER,)
+)
 
 
 class LTX2Decoder(VideoDecoder):
@@ -79,15 +83,52 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
         VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("encoder",), stays_float32=_is_statistic),
         read_config(folder, COMPONENT).number("scaling_factor", 1.0),
         AUDIO_AUTOENCODER.load(folder, device, dtype, left_out=("encoder",), stays_float32=_is_statistic),
-        VOCODER_NETWORK.load(folder, device, torch.float32),
-        read_config(folder, VOCODER).whole_number("output_sampling_rate", 24000),
+        _load_vocoder(folder, device),
+        _sample_rate(folder),
     )
 
 
-def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameConditioner:
-    """The encoder of a diffusers folder's `vae`. Raises what load_decoder raises."""
-    autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=_is_statistic)
-    return FirstFrameConditioner(autoencoder, read_config(folder, COMPONENT).number("scaling_factor", 1.0))
+def _load_vocoder(folder: AnyFolder, device: torch.device) -> Any:
+    vocoder = VOCODER_NETWORK.load(folder, device, torch.float32)
+    if VOCODER_NETWORK.class_in(folder) == _EXTENDED_VOCODER:
+        # Its filter is computed and not read, which the meta device does not do.
+        given = vocoder.resampler
+        vocoder.resampler = type(given)(ratio=given.ratio, window_type="hann", persistent=False).to(device)
+    return vocoder
+
+
+def _sample_rate(folder: AnyFolder) -> int:
+    """Of the vocoder's sound. Raises ModelLoadError."""
+    file = read_config(folder, VOCODER)
+    if VOCODER_NETWORK.class_in(folder) != _EXTENDED_VOCODER:
+        return file.whole_number("output_sampling_rate", 24000)
+    rates = file.whole_number("input_sampling_rate", 16000), file.whole_number("output_sampling_rate", 48000)
+    if rates[1] % rates[0]:
+        raise file.error("output_sampling_rate", f"a multiple of {rates[0]}, its input_sampling_rate", rates[1])
+    return rates[1]
+
+
+def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2Conditioner:
+    """The encoders of a diffusers folder's `vae` and `audio_vae`, loaded when they are used, which raises what
+    load_decoder raises."""
+
+    def load_image_encoder() -> FirstFrameConditioner:
+        autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=_is_statistic)
+        return FirstFrameConditioner(autoencoder, read_config(folder, COMPONENT).number("scaling_factor", 1.0))
+
+    def load_sound_encoder() -> SoundEncoder:
+        # In float32: it is small, and a spectrogram spans eleven powers of e.
+        autoencoder = AUDIO_AUTOENCODER.load(folder, device, torch.float32, left_out=("decoder",))
+        file = read_config(folder, AUDIO_VAE)
+        return SoundEncoder(
+            autoencoder,
+            sample_rate=file.whole_number("sample_rate", 16000),
+            hop_length=file.whole_number("mel_hop_length", 160),
+            num_bins=file.whole_number("mel_bins", 64),
+            factor=AUDIO_FACTOR,
+        )
+
+    return LTX2Conditioner(read_geometry(folder), load_image_encoder, load_sound_encoder)
 
 
 def _factors(network: Any) -> tuple[int, int]:
@@ -111,4 +152,4 @@ def check_decoding(folder: AnyFolder) -> None:
     if noisy is True or (isinstance(noisy, list) and any(noisy)):
         raise file.error("decoder_inject_noise", "false: noise between a decoder's layers is not supported", noisy)
     file.number("scaling_factor", 1.0)
-    read_config(folder, VOCODER).whole_number("output_sampling_rate", 24000)
+    _sample_rate(folder)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_config
+from diffusion_runtime.models.head_widths import HeadWidths
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.positions import PositionRules
 
 AUDIO_VAE = "audio_vae"
 
-_HIDDEN_RATIO = 4
 # The audio autoencoder's steps in time and in mel bins; a constant of its architecture.
-_AUDIO_FACTOR = 4
+AUDIO_FACTOR = 4
 
 # What later versions of the architecture set, and what the one that is built here has.
 _FIXED: dict[str, object] = {
@@ -28,15 +28,9 @@ _FIXED: dict[str, object] = {
     "attention_out_bias": True,
     "ff_bias": True,
     "audio_ff_bias": True,
-    "gated_attn": False,
-    "cross_attn_mod": False,
-    "audio_gated_attn": False,
-    "audio_cross_attn_mod": False,
-    "use_prompt_embeddings": True,
+    "use_prompt_adaln_single": True,
     "use_keyframes_abs_pos_embedding": False,
 }
-# perturbed_attn prepares guidance by perturbed attention, which is not run here; use_prompt_adaln_single matters with
-# cross_attn_mod alone.
 _READ_ELSEWHERE = (
     "in_channels",
     "out_channels",
@@ -66,60 +60,67 @@ _READ_ELSEWHERE = (
     "cross_attn_timestep_scale_multiplier",
     "rope_type",
     "perturbed_attn",
-    "use_prompt_adaln_single",
+    "gated_attn",
+    "cross_attn_mod",
+    "audio_gated_attn",
+    "audio_cross_attn_mod",
+    "use_prompt_embeddings",
 )
 
 
 @dataclass(frozen=True)
-class StreamConfig:
-    """Sizes of one stream, the video's or the sound's. num_channels: of a token of latents."""
+class StreamConfig(HeadWidths):
+    """Sizes of one stream, the video's or the sound's. num_channels: of a token of latents. text_dim: of its text
+    embeddings. has_gates: whether its attention layers have a gate for each head, as since LTX-2.3."""
 
-    num_heads: int
-    head_dim: int
     num_channels: int
-
-    @property
-    def dim(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def ffn_dim(self) -> int:
-        return _HIDDEN_RATIO * self.dim
+    text_dim: int
+    has_gates: bool = False
 
 
 @dataclass(frozen=True)
 class LTX2Config:
     """Sizes of an LTX-2 transformer.
 
-    text_dim: of the text embeddings of both streams. eps: of the norms before attention and feed-forward.
-    gate_factor: what the timestep is multiplied with for the gates between the streams. turns_halves: whether a channel
-    turns with the one half a head further on, and not with its neighbour.
+    eps: of the norms before attention and feed-forward. gate_factor: what the timestep is multiplied with for the gates
+    between the streams. turns_halves: whether a channel turns with the one half a head further on, and not with its
+    neighbour. projects_text: whether the text goes through a network of the transformer's own, as in LTX-2.0.
+    modulates_text: whether the timestep shifts and scales the text and what attends to it, as since LTX-2.3.
+    can_skip_attention: whether diffusers' model takes spatio-temporal guidance.
     """
 
     video: StreamConfig
     audio: StreamConfig
     num_layers: int
-    text_dim: int
     eps: float
     gate_factor: float
     turns_halves: bool
     positions: PositionRules
+    projects_text: bool = True
+    modulates_text: bool = False
+    can_skip_attention: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Shifts, scales and gates of a block within a stream."""
+        return 9 if self.modulates_text else 6
 
 
 def read_transformer_config(folder: AnyFolder) -> LTX2Config:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
-    for key, fixed in _FIXED.items():
-        value = file.values.get(key, fixed)
-        if value != fixed or type(value) is not type(fixed):
-            raise file.error(key, f"{shown(fixed)}, as in LTX-2.0, the version that this family runs natively", value)
-    video, audio = _read_stream(file, ""), _read_stream(file, "audio_")
+    file.refuse_other_values(_FIXED, "as in LTX-2.0 and 2.3, which this family runs natively")
+    projects_text, modulates_text = file.flag("use_prompt_embeddings", True), file.flag("cross_attn_mod", False)
+    text_dim = file.whole_number("caption_channels") if projects_text else None
+    video, audio = _read_stream(file, "", text_dim), _read_stream(file, "audio_", text_dim)
     kind = file.values.get("rope_type", "interleaved")
     if kind not in ("interleaved", "split"):
         raise file.error("rope_type", "'interleaved' or 'split'", kind)
     if audio.num_heads != video.num_heads:
         raise file.error("audio_num_attention_heads", f"{video.num_heads}, num_attention_heads", audio.num_heads)
+    if file.flag("audio_cross_attn_mod", False) != modulates_text:
+        raise file.error("audio_cross_attn_mod", f"{shown(modulates_text)}, as cross_attn_mod", not modulates_text)
     own, between = (
         file.whole_number(key, 1000) for key in ("timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier")
     )
@@ -127,30 +128,37 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
         video=video,
         audio=audio,
         num_layers=file.layer_count("num_layers"),
-        text_dim=file.whole_number("caption_channels"),
         eps=file.number("norm_eps", 1e-6),
         gate_factor=between / own,
         turns_halves=kind == "split",
         positions=_read_positions(file),
+        projects_text=projects_text,
+        modulates_text=modulates_text,
+        can_skip_attention=file.flag("perturbed_attn", False),
     )
 
 
-def _read_stream(file: ConfigFile, prefix: str) -> StreamConfig:
-    """prefix: of the keys of a stream."""
+def _read_stream(file: ConfigFile, prefix: str, text_dim: int | None) -> StreamConfig:
+    """prefix: of the keys of a stream. text_dim: None for a text as wide as the stream."""
     num_channels = file.whole_number(f"{prefix}in_channels")
     out_channels = file.whole_number(f"{prefix}out_channels", num_channels)
     if out_channels != num_channels:
         raise file.error(f"{prefix}out_channels", f"{num_channels}, the number of {prefix}in_channels", out_channels)
+    num_heads, head_dim = (
+        file.whole_number(f"{prefix}{name}") for name in ("num_attention_heads", "attention_head_dim")
+    )
     stream = StreamConfig(
-        num_heads=file.whole_number(f"{prefix}num_attention_heads"),
-        head_dim=file.whole_number(f"{prefix}attention_head_dim"),
+        num_heads=num_heads,
+        head_dim=head_dim,
         num_channels=num_channels,
+        text_dim=num_heads * head_dim if text_dim is None else text_dim,
+        has_gates=file.flag(f"{prefix}gated_attn", False),
     )
     if stream.head_dim % 2:
         raise file.error(f"{prefix}attention_head_dim", "an even number", stream.head_dim)
-    text_dim = file.whole_number(f"{prefix}cross_attention_dim")
-    if text_dim != stream.dim:
-        raise file.error(f"{prefix}cross_attention_dim", f"{stream.dim}, the width of that stream", text_dim)
+    source_dim = file.whole_number(f"{prefix}cross_attention_dim")
+    if source_dim != stream.dim:
+        raise file.error(f"{prefix}cross_attention_dim", f"{stream.dim}, the width of that stream", source_dim)
     return stream
 
 
@@ -166,7 +174,7 @@ def _read_positions(file: ConfigFile) -> PositionRules:
             file.whole_number("base_height", 2048),
             file.whole_number("base_width", 2048),
         ),
-        audio_factor=file.whole_number("audio_scale_factor", _AUDIO_FACTOR),
+        audio_factor=file.whole_number("audio_scale_factor", AUDIO_FACTOR),
         hop_length=file.whole_number("audio_hop_length", 160),
         sampling_rate=file.whole_number("audio_sampling_rate", 16000),
         audio_extent=file.whole_number("audio_pos_embed_max_pos", 20),
@@ -186,10 +194,10 @@ def read_geometry(folder: AnyFolder) -> LTX2Geometry:
             "latent_channels", f"{transformer.video.num_channels}, the transformer's in_channels", num_channels
         )
     num_audio_channels, num_bins = audio.whole_number("latent_channels", 8), audio.whole_number("mel_bins", 64)
-    if num_audio_channels * (num_bins // _AUDIO_FACTOR) != transformer.audio.num_channels:
+    if num_audio_channels * (num_bins // AUDIO_FACTOR) != transformer.audio.num_channels:
         raise ModelLoadError(
             f"{audio.path}: keys 'latent_channels' ({num_audio_channels}) and 'mel_bins' ({num_bins}): expected "
-            f"channels x bins / {_AUDIO_FACTOR} to be {transformer.audio.num_channels}, the transformer's "
+            f"channels x bins / {AUDIO_FACTOR} to be {transformer.audio.num_channels}, the transformer's "
             "audio_in_channels"
         )
     sample_rate, hop_length = audio.whole_number("sample_rate", 16000), audio.whole_number("mel_hop_length", 160)
@@ -199,8 +207,8 @@ def read_geometry(folder: AnyFolder) -> LTX2Geometry:
         temporal_factor=video.whole_number("temporal_compression_ratio", 8),
         patch=(1, 1, 1),
         num_audio_channels=num_audio_channels,
-        num_audio_bins=num_bins // _AUDIO_FACTOR,
-        audio_rate=sample_rate / hop_length / _AUDIO_FACTOR,
+        num_audio_bins=num_bins // AUDIO_FACTOR,
+        audio_rate=sample_rate / hop_length / AUDIO_FACTOR,
         # Mirroring one latent beyond the edge takes a second one.
         min_latents=2 if video.values.get("decoder_spatial_padding_mode", "reflect") == "reflect" else 1,
     )

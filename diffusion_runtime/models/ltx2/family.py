@@ -1,11 +1,10 @@
 """The LTX-2 family: its settings, and how the parts of an LTX-2 folder are built and loaded.
 
-What it runs is LTX-2.0: a video and its sound, from text or from an image as well, by classifier-free guidance of one
-scale for both; behind an upsampler a second stage at full size. Not here: other conditions than a first frame; the
-further terms of guidance that diffusers' LTX2Pipeline has had since LTX-2.3 (perturbed attention, isolated modalities,
-a scale of the sound's own, rescaling), which take more forward passes per step or numbers that a request does not have.
-What a request can say gives what that pipeline gives with stg_scale 0, modality_scale 1 and guidance_rescale 0, and the
-sound's own three the same, audio_guidance_scale that of the video.
+What it runs is LTX-2.0 and LTX-2.3, whose attention has gates and whose timestep modulates the text as well: a video
+and its sound, from text, from an image as well, or for a given sound; behind an upsampler a second stage at full size.
+Guidance is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of which a request has as much as it says:
+what is left out is off, and the sound is guided like the pictures. Not here: conditions of other frames than the first
+and the last, of several frames, or of a strength below 1; LTX-2.5.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from diffusion_runtime.models.published import published_defaults
 # Those that the authors run with a distilled transformer (ltx_pipelines/utils/constants.py).
 _SECOND_STAGE = (0.909375, 0.725, 0.421875)
 _CONNECTORS = ("video_embeddings_connector.", "audio_embeddings_connector.")
+_STG_FIELDS = ("stg_scale", "stg_blocks", "audio_stg_scale")
 _Model = Model[LTX2Config, LTX2Geometry]
 
 
@@ -42,14 +42,28 @@ def _check_parts(folder: AnyFolder) -> None:
 
 
 def _adapt(model: _Model) -> _Model:
-    """An image to start from. Rotary positions that turn the halves of a head against each other: our layers turn
-    neighbouring channels."""
-    model = dataclasses.replace(model, images={"image_path": False})
+    """An image to start from; the guidance that is documented for LTX-2.3. Rotary positions that turn the halves of a
+    head against each other: our layers turn neighbouring channels."""
+    model = dataclasses.replace(model, images={"image_path": False, "last_image_path": False})
+    if model.config.can_skip_attention:
+        defaults = {**model.defaults, **_LTX23_DEFAULTS}
+        model = dataclasses.replace(model, defaults=defaults, request_fields=_STG_FIELDS)
     if not model.config.turns_halves:
         return model
     # Files of the authors hold the way of the text into the transformer as well, which is a component of a folder.
     return dataclasses.replace(model, arrange=pair_channels, is_ignored=lambda name: name.startswith(_CONNECTORS))
 
+
+_LTX23_DEFAULTS = published_defaults(
+    "ltx-2.3",
+    "num_inference_steps",
+    "guidance_scale",
+    "stg_scale",
+    "stg_blocks",
+    "modality_scale",
+    "guidance_rescale",
+    "audio_guidance_scale",
+)
 
 FAMILY = ModelFamily(
     name="ltx2",
@@ -74,9 +88,19 @@ FAMILY = ModelFamily(
     transformer=LTX2Transformer,
     pieces=transformer_pieces,
     lora_names=LORA_NAMES,
+    request_fields=(
+        "guidance_rescale",
+        "modality_scale",
+        "audio_guidance_scale",
+        "audio_modality_scale",
+        "audio_guidance_rescale",
+        "audio_path",
+    ),
     stays_float32=stays_float32,
     shared_heads=lambda config: config.video.num_heads,
-    text_shapes=lambda _, config: TextShapes(((text.MAX_TOKENS, config.text_dim),) * 2),
+    text_shapes=lambda _, config: TextShapes(
+        tuple((text.MAX_TOKENS, stream.text_dim) for stream in (config.video, config.audio))
+    ),
     load_text_encoder=text.load_text_encoder,
     load_decoder=codec.load_decoder,
     load_image_conditioner=codec.load_image_conditioner,

@@ -27,6 +27,7 @@ class LTX2Geometry(LatentGeometry):
     min_latents: int = 1
 
     makes_sound: ClassVar[bool] = True
+    appends_last_image: ClassVar[bool] = True
 
     def check(self, height: int, width: int, num_frames: int) -> None:
         """See LatentGeometry.check. Raises RequestError for a picture too small to decode, too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusion_runtime.models.lora.names import LoraNames, block_names, each
 
 _ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
-_PARTS = ("to_q", "to_k", "to_v", "to_out.0")
+_PARTS = ("to_q", "to_k", "to_v", "to_out.0", "to_gate_logits")
 _EMBEDDERS = {
     "adaln_single": "time_embed",
     "audio_adaln_single": "audio_time_embed",
@@ -13,6 +13,8 @@ _EMBEDDERS = {
     "av_ca_audio_scale_shift_adaln_single": "av_cross_attn_audio_scale_shift",
     "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
     "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
+    "prompt_adaln_single": "prompt_adaln",
+    "audio_prompt_adaln_single": "audio_prompt_adaln",
 }
 _LAYERS = ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2")
 
@@ -23,7 +25,10 @@ LORA_NAMES = LoraNames(
         *each(
             "transformer_blocks.{}", [f"{ff}.{part}" for ff in ("ff", "audio_ff") for part in ("net.0.proj", "net.2")]
         ),
-        *each("transformer_blocks.{}", ("scale_shift_table", "audio_scale_shift_table")),
+        *each(
+            "transformer_blocks.{}",
+            [f"{of}{name}" for of in ("", "audio_") for name in ("scale_shift_table", "prompt_scale_shift_table")],
+        ),
         *(f"{name}.linear_{index}" for name in ("caption_projection", "audio_caption_projection") for index in (1, 2)),
         "scale_shift_table",
         "audio_scale_shift_table",

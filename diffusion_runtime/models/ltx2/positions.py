@@ -72,6 +72,26 @@ def shared_rotations(
     return video, by_head(audio, num_heads, dim).to(device)
 
 
+def keyframe_rotations(
+    rules: PositionRules,
+    grid: tuple[int, int, int],
+    fps: int,
+    heads: tuple[int, int],
+    shared_heads: tuple[int, int],
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the tokens of a picture that the last latent frame begins with: a frame of the video and not a latent of
+    several. heads, shared_heads: (number, width of all) within the video, and where the streams attend to each
+    other."""
+    moment = torch.tensor([(grid[0] - 2) * rules.factors[0] + 1 + 0.5]) / fps
+    middles = (moment, *(_middles(grid[axis], rules.factors[axis]) for axis in (1, 2)))
+    paces = extent_paces(rules.theta, heads[1], 3, is_double=rules.is_double)
+    within = grid_extent_rotations(middles, rules.extents, paces, *heads, device)
+    paces = extent_paces(rules.theta, shared_heads[1], 1, is_double=rules.is_double)
+    between = by_head(turned(moment, rules.shared_extent, paces), *shared_heads).to(device)
+    return within, between.repeat_interleave(grid[1] * grid[2], dim=0)
+
+
 def _middles(num_latents: int, factor: int) -> torch.Tensor:
     starts = torch.arange(num_latents, dtype=torch.float32)
     return (starts * factor + (starts + 1) * factor) / 2

@@ -80,15 +80,20 @@ def load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtyp
 def check_connectors(folder: AnyFolder) -> None:
     """Raises ModelLoadError for connectors that do not fit the transformer or the length of a text."""
     file, transformer = read_config(folder, COMPONENT), read_transformer_config(folder)
-    for stream in ("video", "audio"):
+    for stream, text_dim in (("video", transformer.video.text_dim), ("audio", transformer.audio.text_dim)):
         num_heads = file.whole_number(f"{stream}_connector_num_attention_heads", 30)
         head_dim = file.whole_number(f"{stream}_connector_attention_head_dim", 128)
-        if num_heads * head_dim != transformer.text_dim:
+        if num_heads * head_dim != text_dim:
+            key = "caption_channels" if transformer.projects_text else f"width of its {stream} stream"
             raise ModelLoadError(
                 f"{file.path}: keys '{stream}_connector_num_attention_heads' ({num_heads}) and "
-                f"'{stream}_connector_attention_head_dim' ({head_dim}): expected their product to be "
-                f"{transformer.text_dim}, the transformer's caption_channels"
+                f"'{stream}_connector_attention_head_dim' ({head_dim}): expected their product to be {text_dim}, the "
+                f"transformer's {key}"
             )
+        if file.flag("per_modality_projections", False):
+            width = file.whole_number(f"{stream}_hidden_dim", {"video": 4096, "audio": 2048}[stream])
+            if width != text_dim:
+                raise file.error(f"{stream}_hidden_dim", f"{text_dim}, the width of that connector", width)
         key = f"{stream}_connector_num_learnable_registers"
         num_registers = file.values.get(key, 128)
         if num_registers is not None and MAX_TOKENS % file.whole_number(key, 128):

@@ -10,6 +10,7 @@ tokens, D width of a stream.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -21,46 +22,64 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, overwriting
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Norm
-from diffusion_runtime.layers.across_heads_attention import KeysAndValues
 from diffusion_runtime.layers.embeddings import TextEmbedding, TimestepModulation, patchify, unpatchify
 from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.reference_tokens import with_references
 from diffusion_runtime.layers.token_runs import TokenRun, embedding_by_run, modulated_by_run, token_runs
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.models.ltx2.block import LTX2Block, StreamInputs
+from diffusion_runtime.models.ltx2.block import LTX2Block, Perturbation, StreamInputs, Text
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.models.ltx2.positions import audio_rotations, shared_rotations, video_rotations
+from diffusion_runtime.models.ltx2.positions import (
+    audio_rotations,
+    keyframe_rotations,
+    shared_rotations,
+    video_rotations,
+)
+from diffusion_runtime.step_info import ISOLATED, PERTURBED
 from diffusion_runtime.token_layout import TokenLayout
 
 NUM_WAVES = 256
 # Of the last norm, whatever the config says of the others.
 _OUT_EPS = 1e-6
 
-# Keys and values of every block's attention to the text.
-TextKeys = tuple[KeysAndValues, ...]
+# What every block attends to as its text.
+Texts = tuple[Text, ...]
 
 
 class Stream(nn.Module):
     """What a stream has outside the blocks: its way in and out, its text, and the rows of the timestep.
 
-    time: for self-attention, feed-forward and the end; exchange, exchange_gate: for attention between the streams.
+    time: for self-attention, feed-forward, attention to the text and the end; exchange, exchange_gate: for attention
+    between the streams; text_time: for the text itself.
     """
 
-    def __init__(self, config: StreamConfig, text_dim: int) -> None:
+    def __init__(self, config: LTX2Config, stream: StreamConfig) -> None:
         super().__init__()
-        self.embedding = Linear(config.num_channels, config.dim)
-        self.text_embedding = TextEmbedding(text_dim, config.dim)
-        self.time = TimestepModulation(NUM_WAVES, config.dim, 6)
-        self.exchange = TimestepModulation(NUM_WAVES, config.dim, 4)
-        self.exchange_gate = TimestepModulation(NUM_WAVES, config.dim, 1)
-        self.out_modulation = nn.Parameter(torch.zeros(2, config.dim))
-        self.out = Linear(config.dim, config.num_channels)
+        dim = stream.dim
+        self.embedding = Linear(stream.num_channels, dim)
+        self.text_embedding = TextEmbedding(stream.text_dim, dim) if config.projects_text else None
+        self.time = TimestepModulation(NUM_WAVES, dim, config.num_rows)
+        self.exchange = TimestepModulation(NUM_WAVES, dim, 4)
+        self.exchange_gate = TimestepModulation(NUM_WAVES, dim, 1)
+        self.text_time = TimestepModulation(NUM_WAVES, dim, 2) if config.modulates_text else None
+        self.out_modulation = nn.Parameter(torch.zeros(2, dim))
+        self.out = Linear(dim, stream.num_channels)
 
     def exchange_rows(self, timestep: torch.Tensor, gate_factor: float) -> torch.Tensor:
         """[B, 5, D], float32, as StreamInputs takes them. timestep: [B], in [0, 1000]."""
         return torch.cat([self.exchange(timestep)[0], self.exchange_gate(timestep * gate_factor)[0]], dim=1)
+
+    def text_rows(self, timestep: torch.Tensor) -> torch.Tensor | None:
+        """[B, 2, D], float32, as StreamInputs takes them."""
+        return None if self.text_time is None else self.text_time(timestep)[0]
+
+    def embed_text(self, text: torch.Tensor) -> torch.Tensor:
+        """[B, L, text_dim] to [B, L, D]."""
+        embedded: torch.Tensor = text if self.text_embedding is None else self.text_embedding(text)
+        return embedded
 
     def finish(self, x: torch.Tensor, runs: tuple[TokenRun, ...]) -> torch.Tensor:
         """[B, tokens, channels] of x [B, tokens, D]. runs: of its tokens."""
@@ -80,8 +99,8 @@ class LTX2Transformer(DiffusionTransformer):
         super().__init__()
         self.config = config
         self.geometry = geometry
-        self.video = Stream(config.video, config.text_dim)
-        self.audio = Stream(config.audio, config.text_dim)
+        self.video = Stream(config, config.video)
+        self.audio = Stream(config, config.audio)
         self.blocks = nn.ModuleList(LTX2Block(config, index, policy) for index in range(config.num_layers))
 
     @property
@@ -100,45 +119,70 @@ class LTX2Transformer(DiffusionTransformer):
         parts = self.geometry.parts(latents, inputs.size)
         assert parts.audio is not None
         grid, length = self.geometry.grid(parts.video.shape), parts.audio.shape[2]
-        if inputs.image is None:
+        has_image, sound = _has_image(inputs), _sound(parts.audio, inputs)
+        # A given sound is clean, and each stream reads the other at the other's time.
+        sound_timestep = timestep if sound is parts.audio else torch.zeros_like(timestep)
+        keyframes = () if inputs.image is None else inputs.image.further
+        if not has_image and not keyframes:
             # The tokens of a first frame, at a timestep of their own, are a range in raster order alone.
             context = self.in_token_order(context, grid, latents.device)
         dtype, sharding = self.video.out.weight.dtype, context.sharding
-        video = sharding.shard(
-            self.video.embedding(patchify(_with_image(parts.video, inputs).to(dtype), self.geometry.patch))
-        )
-        audio = self.audio.embedding(parts.audio.to(dtype).transpose(1, 2).flatten(2))
-        video_time = token_runs(timestep, self.video.time, grid, sharding, has_image=inputs.image is not None)
-        audio_time = (TokenRun(slice(None), *self.audio.time(timestep)),)
+        video = sharding.shard(self._tokens(_with_image(parts.video, inputs).to(dtype)))
+        num_local = video.shape[1]
+        video = with_references(video, keyframes, self._tokens, dtype, context)
+        num_keyframe_tokens = video.shape[1] - num_local
+        audio = self.audio.embedding(sound.to(dtype).transpose(1, 2).flatten(2))
+        video_time = token_runs(timestep, self.video.time, grid, sharding, has_image=has_image)
+        if keyframes:
+            clean = TokenRun(slice(num_local, video.shape[1]), *self.video.time(torch.zeros_like(timestep)))
+            within = [dataclasses.replace(run, tokens=slice(*run.tokens.indices(num_local)[:2])) for run in video_time]
+            video_time = (*within, clean)
+        audio_time = (TokenRun(slice(None), *self.audio.time(sound_timestep)),)
         fps = inputs.size.fps
         video_turns, audio_turns, *shared = cached_for_request(
             "rotations", (grid, length, fps), context, lambda: self._rotations(grid, length, fps, video.device)
         )
         text, audio_text = self._text(inputs, context)
-        text_context = context.with_layout(TokenLayout.text(text[0][0].shape[1], inputs.text.lengths))
-        video_context = context.with_layout(TokenLayout(grid, tile=sharding.tile))
+        num_text_tokens = max(1, *inputs.text.lengths)
+        text_context = context.with_layout(TokenLayout.text(num_text_tokens, inputs.text.lengths))
+        grid_context = context.with_layout(TokenLayout(grid, tile=sharding.tile))
+        whole = TokenLayout(grid, num_suffix_tokens=num_keyframe_tokens, tile=sharding.tile)
+        video_context = context.with_layout(whole) if keyframes else grid_context
+        rotations, between = sharding.shard(video_turns, dim=0), sharding.shard(shared[0], dim=0)
+        if keyframes:
+            of_keyframes = cached_for_request(
+                "keyframe_rotations", (grid, fps), context, lambda: self._keyframe_rotations(grid, fps, video.device)
+            )
+            rotations, between = (
+                torch.cat([own, more]) for own, more in zip((rotations, between), of_keyframes, strict=True)
+            )
         audio_context = context.with_layout(TokenLayout.text(length))
         video_inputs = StreamInputs(
             time=video_time,
-            exchange=self.video.exchange_rows(timestep, self.config.gate_factor),
-            rotations=sharding.shard(video_turns, dim=0),
-            shared_rotations=sharding.shard(shared[0], dim=0),
+            exchange=self.video.exchange_rows(sound_timestep, self.config.gate_factor),
+            text=self.video.text_rows(timestep),
+            rotations=rotations,
+            shared_rotations=between,
             context=video_context,
             text_context=text_context,
             keys_context=video_context,
+            grid_context=grid_context,
+            num_keyframe_tokens=num_keyframe_tokens,
         )
         audio_inputs = StreamInputs(
             time=audio_time,
             exchange=self.audio.exchange_rows(timestep, self.config.gate_factor),
+            text=self.audio.text_rows(sound_timestep),
             rotations=audio_turns,
             shared_rotations=shared[1],
             context=audio_context,
             text_context=text_context,
             keys_context=audio_context,
         )
+        perturbations = self._perturbations(inputs, context.step.branch)
         blocks = (
             overwriting(block, video_inputs, audio_inputs, *of_block)
-            for block, *of_block in zip(self.blocks, text, audio_text, strict=True)
+            for block, *of_block in zip(self.blocks, text, audio_text, perturbations, strict=True)
         )
         first, entering = next(self.all_blocks()), video
 
@@ -147,7 +191,7 @@ class LTX2Transformer(DiffusionTransformer):
                 return first.video.modulated_input(entering, video_inputs)
 
         video, audio = context.run_blocks(blocks, (video, audio), math.prod(grid), modulated_input)
-        tokens = sharding.gather(self.video.finish(video, video_time), math.prod(grid))
+        tokens = sharding.gather(self.video.finish(video, video_time)[:, :num_local], math.prod(grid))
         video_velocity = unpatchify(tokens, grid, self.geometry.patch, channels_first=True)
         moments = torch.unflatten(self.audio.finish(audio, audio_time), 2, (parts.audio.shape[1], -1))
         return self.geometry.join(video_velocity, moments.transpose(1, 2)).to(latents.dtype)
@@ -157,7 +201,7 @@ class LTX2Transformer(DiffusionTransformer):
             return latents
         parts = self.geometry.parts(latents, inputs.size)
         assert parts.audio is not None
-        return self.geometry.join(_with_image(parts.video, inputs), parts.audio)
+        return self.geometry.join(_with_image(parts.video, inputs), _sound(parts.audio, inputs))
 
     def _rotations(
         self, grid: tuple[int, int, int], length: int, fps: int, device: torch.device
@@ -170,18 +214,39 @@ class LTX2Transformer(DiffusionTransformer):
             *shared_rotations(rules, grid, fps, length, audio.num_heads, audio.dim, device),
         )
 
-    def _text(self, inputs: DenoiserInputs, context: AttentionContext) -> tuple[TextKeys, TextKeys]:
-        """Every block's keys and values of the text, for both streams, as long as the longest prompt; kept for the
-        other steps of the request. In the published model they take 1.2 GB a prompt in bfloat16."""
+    def _tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents [B, channels, frames, height, width] as tokens [B, tokens, D]."""
+        tokens: torch.Tensor = self.video.embedding(patchify(latents, self.geometry.patch))
+        return tokens
+
+    def _keyframe_rotations(
+        self, grid: tuple[int, int, int], fps: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the last frame as a picture of its own, within the video and where the streams attend to each other."""
+        rules, video, audio = self.config.positions, self.config.video, self.config.audio
+        return keyframe_rotations(rules, grid, fps, (video.num_heads, video.dim), (audio.num_heads, audio.dim), device)
+
+    def _perturbations(self, inputs: DenoiserInputs, branch: str) -> list[Perturbation]:
+        """What each block leaves out in a forward pass of a guidance branch."""
+        skipped = (inputs.request.stg_blocks or ()) if branch == PERTURBED else ()
+        isolates = branch == ISOLATED
+        return [Perturbation(index in skipped, isolates) for index in range(self.num_blocks)]
+
+    def _text(self, inputs: DenoiserInputs, context: AttentionContext) -> tuple[Texts, Texts]:
+        """What every block attends to as the text of both streams, as long as the longest prompt; kept for the other
+        steps of the request: keys and values, which in LTX-2.0 take 1.2 GB a prompt in bfloat16, or since LTX-2.3 the
+        tokens, which every step modulates."""
         if not inputs.text.further:
             raise RequestError("this model takes two text embeddings, one for the video and one for the sound")
         num_tokens = max(1, *inputs.text.lengths)
         embeddings = (inputs.text.embeddings, inputs.text.further[0].embeddings)
 
-        def project() -> tuple[TextKeys, TextKeys]:
+        def project() -> tuple[Texts, Texts]:
             dtype = self.video.out.weight.dtype
-            video = self.video.text_embedding(embeddings[0][:, :num_tokens].to(dtype))
-            audio = self.audio.text_embedding(embeddings[1][:, :num_tokens].to(dtype))
+            video = self.video.embed_text(embeddings[0][:, :num_tokens].to(dtype))
+            audio = self.audio.embed_text(embeddings[1][:, :num_tokens].to(dtype))
+            if self.config.modulates_text:
+                return (video,) * self.num_blocks, (audio,) * self.num_blocks
             video_keys, audio_keys = [], []
             for block in self.all_blocks():
                 with held_weights(block):
@@ -195,8 +260,19 @@ class LTX2Transformer(DiffusionTransformer):
         return (block for block in self.blocks if isinstance(block, LTX2Block))
 
 
+def _has_image(inputs: DenoiserInputs) -> bool:
+    return inputs.image is not None and inputs.image.latents.shape[2] > 0
+
+
 def _with_image(video: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
     """Latents [B, channels, frames, height, width] whose first frame is the image's, where there is one."""
-    if inputs.image is None:
+    if inputs.image is None or not _has_image(inputs):
         return video
     return torch.cat([inputs.image.latents.to(video.device, video.dtype), video[:, :, 1:]], dim=2)
+
+
+def _sound(audio: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+    """Latents [B, channels, length, bins]: those given, where a sound is."""
+    if inputs.image is None or inputs.image.sound is None:
+        return audio
+    return inputs.image.sound.to(audio.device, audio.dtype)

@@ -21,7 +21,7 @@ from diffusion_runtime.models.ltx2.transformer import NUM_WAVES
 from diffusion_runtime.models.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
 
 # Rows that are added to float32 rows of the timestep.
-_FLOAT32_PARTS = frozenset({"modulation", "exchange_modulation", "out_modulation"})
+_FLOAT32_PARTS = frozenset({"modulation", "text_modulation", "exchange_modulation", "out_modulation"})
 
 
 def stays_float32(name: str) -> bool:
@@ -39,11 +39,11 @@ def _all_pieces(config: LTX2Config) -> Iterator[NamedPieces]:
     yield from _stream("audio", "audio_", config.audio, config, between="audio", gate="audio_v2a")
     for index in range(config.num_layers):
         ours, theirs = f"blocks.{index}", f"transformer_blocks.{index}"
-        yield from _stream_block(f"{ours}.video", theirs, "", "video", config.video)
-        yield from _stream_block(f"{ours}.audio", theirs, "audio_", "audio", config.audio)
-        video, audio = config.video.dim, config.audio.dim
-        yield from _cross_attention(f"{ours}.audio_to_video", f"{theirs}.audio_to_video_attn", video, audio, audio)
-        yield from _cross_attention(f"{ours}.video_to_audio", f"{theirs}.video_to_audio_attn", audio, video, audio)
+        yield from _stream_block(f"{ours}.video", theirs, "", "video", config.video, config)
+        yield from _stream_block(f"{ours}.audio", theirs, "audio_", "audio", config.audio, config)
+        video, audio = config.video, config.audio
+        for name, stream, other in (("audio_to_video", video, audio), ("video_to_audio", audio, video)):
+            yield from _cross_attention(f"{ours}.{name}", f"{theirs}.{name}_attn", stream, other.dim, audio.dim)
 
 
 def _stream(
@@ -52,12 +52,13 @@ def _stream(
     """A Stream. prefix: of its names in the checkpoint; between, gate: in the names of the exchange."""
     dim = stream.dim
     yield from linear_pieces(f"{ours}.embedding", [(f"{prefix}proj_in", dim)], stream.num_channels)
-    text, text_dim = f"{prefix}caption_projection", config.text_dim
-    yield from two_layer_pieces(f"{ours}.text_embedding", text, text_dim, dim)
+    if config.projects_text:
+        yield from two_layer_pieces(f"{ours}.text_embedding", f"{prefix}caption_projection", stream.text_dim, dim)
     for name, theirs, num_rows in (
-        ("time", f"{prefix}time_embed", 6),
+        ("time", f"{prefix}time_embed", config.num_rows),
         ("exchange", f"av_cross_attn_{between}_scale_shift", 4),
         ("exchange_gate", f"av_cross_attn_{gate}_gate", 1),
+        *([("text_time", f"{prefix}prompt_adaln", 2)] if config.modulates_text else ()),
     ):
         yield from two_layer_pieces(f"{ours}.{name}.embedding", f"{theirs}.emb.timestep_embedder", NUM_WAVES, dim)
         yield from linear_pieces(f"{ours}.{name}.projection", [(f"{theirs}.linear", num_rows * dim)], dim)
@@ -65,31 +66,40 @@ def _stream(
     yield from linear_pieces(f"{ours}.out", [(f"{prefix}proj_out", stream.num_channels)], dim)
 
 
-def _stream_block(ours: str, theirs: str, prefix: str, between: str, stream: StreamConfig) -> Iterator[NamedPieces]:
+def _stream_block(
+    ours: str, theirs: str, prefix: str, between: str, stream: StreamConfig, config: LTX2Config
+) -> Iterator[NamedPieces]:
     """A StreamBlock."""
     dim = stream.dim
-    yield f"{ours}.modulation", (Piece(f"{theirs}.{prefix}scale_shift_table", (6, dim)),)
+    yield f"{ours}.modulation", (Piece(f"{theirs}.{prefix}scale_shift_table", (config.num_rows, dim)),)
+    if config.modulates_text:
+        yield f"{ours}.text_modulation", (Piece(f"{theirs}.{prefix}prompt_scale_shift_table", (2, dim)),)
     table = f"{theirs}.{between}_a2v_cross_attn_scale_shift_table"
     yield f"{ours}.exchange_modulation", (Piece(table, (5, dim)),)
     mine, name = f"{ours}.self_attention", f"{theirs}.{prefix}attn1"
     yield from linear_pieces(f"{mine}.qkv", [(f"{name}.{part}", dim) for part in ("to_q", "to_k", "to_v")], dim)
-    yield from _attention_rest(mine, name, dim, dim)
-    yield from _cross_attention(f"{ours}.cross_attention", f"{theirs}.{prefix}attn2", dim, dim, dim)
+    yield from _attention_rest(mine, name, stream, dim)
+    yield from _cross_attention(f"{ours}.cross_attention", f"{theirs}.{prefix}attn2", stream, dim, dim)
     yield from feed_forward_pieces(f"{ours}.feed_forward", f"{theirs}.{prefix}ff", dim, stream.ffn_dim)
 
 
-def _cross_attention(ours: str, theirs: str, dim: int, source_dim: int, inner_dim: int) -> Iterator[NamedPieces]:
-    """An AcrossHeadsCrossAttention."""
-    yield from linear_pieces(f"{ours}.q", [(f"{theirs}.to_q", inner_dim)], dim)
+def _cross_attention(
+    ours: str, theirs: str, stream: StreamConfig, source_dim: int, inner_dim: int
+) -> Iterator[NamedPieces]:
+    """An AcrossHeadsCrossAttention. stream: that of the queries."""
+    yield from linear_pieces(f"{ours}.q", [(f"{theirs}.to_q", inner_dim)], stream.dim)
     yield from linear_pieces(f"{ours}.kv", [(f"{theirs}.{part}", inner_dim) for part in ("to_k", "to_v")], source_dim)
-    yield from _attention_rest(ours, theirs, dim, inner_dim)
+    yield from _attention_rest(ours, theirs, stream, inner_dim)
 
 
-def _attention_rest(ours: str, theirs: str, dim: int, inner_dim: int) -> Iterator[NamedPieces]:
-    """Norms of q and k, and the projection after attention."""
+def _attention_rest(ours: str, theirs: str, stream: StreamConfig, inner_dim: int) -> Iterator[NamedPieces]:
+    """Norms of q and k, the gates of the heads, and the projection after attention. stream: that of the queries."""
     for name in ("norm_q", "norm_k"):
         yield f"{ours}.{name}.weight", (Piece(f"{theirs}.{name}.weight", (inner_dim,)),)
-    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], inner_dim)
+    if stream.has_gates:
+        # The streams have equally many heads.
+        yield from linear_pieces(f"{ours}.head_gate", [(f"{theirs}.to_gate_logits", stream.num_heads)], stream.dim)
+    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", stream.dim)], inner_dim)
 
 
 def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:

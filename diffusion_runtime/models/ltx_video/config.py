@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.errors import shown
 from diffusion_runtime.model_folder import AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.models.autoencoder import COMPONENT
+from diffusion_runtime.models.head_widths import HeadWidths
 from diffusion_runtime.models.ltx_video.geometry import LTXVideoGeometry
 
 TEXT_PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"
 
-_HIDDEN_RATIO = 4
 # What published models have; no other value has weights.
 _FIXED: dict[str, object] = {
     "patch_size": 1,
@@ -35,37 +34,24 @@ _READ_ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class LTXVideoConfig:
+class LTXVideoConfig(HeadWidths):
     """Sizes of an LTX-Video transformer.
 
     num_channels: of a token of latents. text_dim: of the text embeddings. eps: of the norms before attention and
     feed-forward.
     """
 
-    num_heads: int
-    head_dim: int
     num_layers: int
     num_channels: int
     text_dim: int
     eps: float
-
-    @property
-    def dim(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def ffn_dim(self) -> int:
-        return _HIDDEN_RATIO * self.dim
 
 
 def read_transformer_config(folder: AnyFolder) -> LTXVideoConfig:
     """transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
     file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
-    for key, fixed in _FIXED.items():
-        value = file.values.get(key, fixed)
-        if value != fixed or type(value) is not type(fixed):
-            raise file.error(key, f"{shown(fixed)}, the only value that this family runs natively", value)
+    file.refuse_other_values(_FIXED, "the only value that this family runs natively")
     num_channels = file.whole_number("in_channels")
     out_channels = file.values.get("out_channels")
     if out_channels not in (None, num_channels):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,16 +11,20 @@ import torch
 from family_cases import change
 from family_parity import CPU
 from published_configs import write_published
-from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS
+from safetensors.torch import load_file, save_file
+from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS, write_tiny_ltx2
 
 from benchmarks.families.ltx2 import STEPS
 from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.model_folder import ModelFolder
 from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.level_list_names import level_list_names, vocoder_names
 from diffusion_runtime.models.ltx2.family import FAMILY
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
+from diffusion_runtime.models.part_files import part_files, with_parts
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request_rules import RequestRules
 
@@ -103,3 +108,44 @@ def test_a_missing_decoder_is_named(tiny_copy: Callable[[], Path], component: st
     (folder / component / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=f"copy/{component}"):
         FAMILY.describe(folder).load_decoder(CPU, torch.float32)
+
+
+# By whether it is LTX-2.3, out of diffusers' conversion script; its single-file loader knows no vocoder.
+AUTHORS_VOCODER_NAMES = {
+    False: {f"vocoder.{name}" for name in ("conv_pre.bias", "ups.1.weight", "resblocks.0.convs1.0.weight")},
+    True: {
+        "vocoder.vocoder.conv_pre.weight",
+        "vocoder.vocoder.ups.1.weight",
+        "vocoder.vocoder.resblocks.1.acts1.0.upsample.filter",
+        "vocoder.vocoder.resblocks.1.acts2.0.downsample.lowpass.filter",
+        "vocoder.vocoder.act_post.act.alpha",
+        "vocoder.bwe_generator.conv_post.weight",
+        "vocoder.mel_stft.stft_fn.forward_basis",
+    },
+}
+
+
+@pytest.mark.parametrize("is_ltx23", [False, True])
+def test_decoders_are_read_out_of_one_file_of_the_authors(tiny_folder: Path, tmp_path: Path, is_ltx23: bool) -> None:
+    """Bit for bit; beside the transformer and statistics that nothing reads."""
+    folder = write_tiny_ltx2(tmp_path / "model", is_ltx23=True) if is_ltx23 else tiny_folder
+    tensors = {"vae.per_channel_statistics.mean-of-stds": torch.ones(6), "model.diffusion_model.proj": torch.ones(1)}
+    for component in ("vae", "audio_vae", "vocoder"):
+        state = load_file(folder / component / "diffusion_pytorch_model.safetensors")
+        names = vocoder_names(state) if component == "vocoder" else level_list_names(state)
+        assert set(names) != set(state)
+        tensors |= {f"{component}.{original}": state[name] for original, name in names.items()}
+    assert AUTHORS_VOCODER_NAMES[is_ltx23] <= tensors.keys()
+    save_file(tensors, tmp_path / "all.safetensors")
+    paths = {f"{name}_path": str(tmp_path / "all.safetensors") for name in ("vae", "audio_vae", "vocoder")}
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    for component in ("vae", "audio_vae", "vocoder"):
+        (bare / component / "diffusion_pytorch_model.safetensors").unlink()
+    changed = with_parts(ModelFolder(bare), part_files(RuntimeConfig(model_path=str(bare), **paths)), None, ())
+    found, expected = (
+        FAMILY.describe(each).load_decoder(CPU, torch.float32) for each in (changed, ModelFolder(folder))
+    )
+    for name in ("_autoencoder", "_audio_autoencoder", "_vocoder"):
+        ours, theirs = (getattr(decoder, name).state_dict() for decoder in (found, expected))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -1,10 +1,11 @@
 """LTX-2 from an image against diffusers' LTX2ImageToVideoPipeline on tiny weights, in float32 on the CPU.
 
-On their side the image is not compressed first (image_crf 0), and further terms of guidance are off.
+On their side the image is not compressed first (image_crf 0).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from diffusers import LTX2ImageToVideoPipeline
+from diffusers import LTX2ConditionPipeline, LTX2ImageToVideoPipeline
+from diffusers.pipelines.ltx2 import pipeline_ltx2_condition as condition_module
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video as theirs_module
+from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from family_cases import changed
 from family_parity import load_theirs, record_latents
 from PIL import Image
+from tables import table
 from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, ONE_SCALE, TINY_SIZES
 from warm_python import run_python
 
@@ -48,7 +52,10 @@ def load(folder: Path) -> Pipeline:
     return ours
 
 
-def test_a_generation_equals_diffusers(tiny_folder: Path, image: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@table("terms", [{}, {"modality_scale": 2.0, "guidance_rescale": 0.7, "audio_guidance_scale": 5.0}])
+def test_a_generation_equals_diffusers(
+    tiny_folder: Path, image: str, monkeypatch: pytest.MonkeyPatch, terms: dict[str, Any]
+) -> None:
     # What diffusers encodes is not scaled, and what it decodes is: published folders say 1.
     with changed(tiny_folder, "vae/config.json", {"scaling_factor": 1.0}):
         ours, theirs = load(tiny_folder), load_theirs(LTX2ImageToVideoPipeline, tiny_folder)
@@ -56,7 +63,7 @@ def test_a_generation_equals_diffusers(tiny_folder: Path, image: str, monkeypatc
     geometry = ours.rules.geometry
     assert isinstance(geometry, LTX2Geometry)
     requests = [
-        request(image, prompt=prompt, negative_prompt=other, seed=seed)
+        request(image, prompt=prompt, negative_prompt=other, seed=seed, **terms)
         for prompt, other, seed in (("a red circle", "a star", 5), ("a blue star moving left", "", 6))
     ]
     media = ours.generate(requests)
@@ -87,7 +94,7 @@ def test_a_generation_equals_diffusers(tiny_folder: Path, image: str, monkeypatc
         callback_on_step_end_tensor_inputs=["latents", "audio_latents"],
         output_type="np",
         return_dict=False,
-        **OFF,
+        **{**OFF, **terms},
     )
     assert len(kept) == len(expected) == 3
     for found, (video, audio) in zip(kept, expected, strict=True):
@@ -101,6 +108,68 @@ def test_a_generation_equals_diffusers(tiny_folder: Path, image: str, monkeypatc
         assert theirs_frames.std() > 0.02
         assert item.audio is not None
         assert numpy.abs(item.audio.samples - theirs_sound).max() <= 1e-4
+
+
+@table(
+    ("with_first", "values"),
+    [(True, {"guidance_scale": 3.0}), (False, {"guidance_scale": 1.0, "modality_scale": 2.0, "num_frames": 25})],
+)
+def test_an_image_to_end_with_equals_diffusers(
+    tiny_folder: Path,
+    image: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    with_first: bool,
+    values: dict[str, Any],
+) -> None:
+    """Their condition pipeline with the image at the last latent index; the flow shift counts its tokens."""
+    last = str(tmp_path / "last.png")
+    Image.open(image).rotate(180).save(last)
+    with changed(tiny_folder, "vae/config.json", {"scaling_factor": 1.0}):
+        ours, theirs = load(tiny_folder), load_theirs(LTX2ConditionPipeline, tiny_folder)
+    # That of published tokenizers, which it reads once and before it sets the tiny one's.
+    theirs.tokenizer_padding_side = "left"
+    kept = record_latents(monkeypatch)
+    geometry = ours.rules.geometry
+    assert isinstance(geometry, LTX2Geometry)
+    asked = request(image if with_first else None, last_image_path=last, negative_prompt="a star", **values)
+    media = ours(asked)
+    size = dataclasses.replace(SIZE, num_frames=asked.num_frames or 0)
+    noise = geometry.parts(initial_noise(geometry.sample_shape(size), [5]), size)
+    assert noise.audio is not None
+    packed = noise.video.flatten(2).transpose(1, 2)
+    draws = [torch.cat([packed, torch.zeros(1, 6, packed.shape[2])], dim=1), noise.audio.transpose(1, 2).flatten(2)]
+    monkeypatch.setattr(condition_module, "randn_tensor", lambda *_, **__: draws.pop(0).clone())
+    expected: list[torch.Tensor] = []
+
+    def keep(_: Any, __: int, ___: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        video = tensors["latents"][:, : packed.shape[1]]
+        expected.append(video.transpose(1, 2).unflatten(2, geometry.video_shape(size)[1:]).clone())
+        return {}
+
+    paths = {0: image, -1: last} if with_first else {-1: last}
+    frames, _ = theirs(
+        conditions=[LTX2VideoCondition(Image.open(path), index, 1.0, 0) for index, path in paths.items()],
+        prompt=asked.prompt,
+        negative_prompt="a star",
+        height=size.height,
+        width=size.width,
+        num_frames=size.num_frames,
+        frame_rate=float(size.fps),
+        num_inference_steps=3,
+        callback_on_step_end=keep,
+        output_type="np",
+        return_dict=False,
+        **{**ONE_SCALE, "guidance_scale": asked.guidance_scale, "modality_scale": asked.modality_scale or 1.0},
+    )
+    assert len(kept) == len(expected) == 3
+    for found, other in zip(kept, expected, strict=True):
+        first = 1 if with_first else 0
+        mine = geometry.parts(found, size).video[:, :, first:]
+        assert (mine - other[:, :, first:]).norm() <= 1e-4 * other.norm()
+    assert numpy.abs(media.frames / 255 - frames[0]).max() <= 2 / 255
+    plain = ours(request(image if with_first else None, negative_prompt="a star", **values))
+    assert numpy.abs(plain.frames.astype(int) - media.frames.astype(int)).max() > 2
 
 
 def test_the_image_reaches_every_frame_and_the_report_names_its_encoder(tiny_folder: Path, image: str) -> None:

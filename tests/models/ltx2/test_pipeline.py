@@ -1,7 +1,4 @@
-"""The whole generation against diffusers' own LTX2Pipeline: same folder, noise and prompts, float32, CPU.
-
-Its further terms of guidance are off on their side: see models/ltx2/family.py.
-"""
+"""The whole generation against diffusers' own LTX2Pipeline: same folder, noise, prompts and guidance, float32, CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +12,9 @@ import pytest
 import torch
 from diffusers import LTX2Pipeline
 from family_parity import load_theirs, record_latents
+from sound_files import write_wave
 from tables import table
-from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, ONE_SCALE, TINY_SIZES, write_tiny_ltx2
+from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, TINY_SIZES, write_tiny_ltx2
 from warm_python import run_python
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
@@ -40,6 +38,12 @@ def make_pair(folder: Path) -> Pair:
     ours = load_pipeline(str(folder), device="cpu")
     assert isinstance(ours, Pipeline)
     return ours, load_theirs(LTX2Pipeline, folder)
+
+
+@pytest.fixture(scope="module")
+def pair23(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """On a folder of LTX-2.3."""
+    return make_pair(write_tiny_ltx2(tmp_path_factory.mktemp("ltx23") / "model", is_ltx23=True))
 
 
 @pytest.fixture
@@ -83,9 +87,23 @@ def run_theirs(
         callback_on_step_end_tensor_inputs=["latents", "audio_latents"],
         output_type="np",
         return_dict=False,
-        **ONE_SCALE,
+        **their_guidance(first),
     )
     return latents, frames, sound.numpy()
+
+
+def their_guidance(request: GenerationRequest) -> dict[str, Any]:
+    """The terms beside classifier-free guidance: what a request leaves out is on in their pipeline."""
+    return {
+        "stg_scale": request.stg_scale or 0.0,
+        "modality_scale": 1.0 if request.modality_scale is None else request.modality_scale,
+        "guidance_rescale": request.guidance_rescale or 0.0,
+        "audio_guidance_scale": request.audio_guidance_scale,
+        "audio_stg_scale": request.audio_stg_scale,
+        "audio_modality_scale": request.audio_modality_scale,
+        "audio_guidance_rescale": request.audio_guidance_rescale,
+        "spatio_temporal_guidance_blocks": list(request.stg_blocks or ()),
+    }
 
 
 def both_parts(geometry: LTX2Geometry, latents: torch.Tensor, size: ClipSize) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +137,7 @@ def compare(pair: Pair, requests: list[GenerationRequest], kept: list[torch.Tens
         assert numpy.abs(item.frames / 255 - frames).max() <= 2 / 255
         assert frames.std() > 0.02
         assert item.audio is not None
-        assert item.audio.sample_rate == 4000
+        assert item.audio.sample_rate == theirs.vocoder.config.output_sampling_rate
         assert item.audio.samples.shape == sound.shape
         assert numpy.abs(item.audio.samples - sound).max() <= 1e-4
         assert sound.std() > 0.01
@@ -145,6 +163,105 @@ def test_a_batch_of_two_unequal_prompts_with_guidance(
     pair: Pair, our_latents: list[torch.Tensor], guidance_mode: str
 ) -> None:
     compare(pair, batch(guidance_scale=4.0, guidance_mode=guidance_mode), our_latents)
+
+
+# The scales that are documented for LTX-2.3, with other ones of the sound.
+ALL_TERMS: dict[str, Any] = {
+    "guidance_scale": 3.0,
+    "stg_scale": 1.0,
+    "stg_blocks": (1,),
+    "modality_scale": 3.0,
+    "guidance_rescale": 0.7,
+    "audio_guidance_scale": 7.0,
+    "audio_stg_scale": 0.5,
+    "audio_modality_scale": 2.0,
+    "audio_guidance_rescale": 0.4,
+}
+
+
+@table(
+    "terms, is_batch",
+    [
+        (ALL_TERMS, True),
+        ({**ALL_TERMS, "guidance_mode": "two_pass", "audio_guidance_scale": None, "guidance_rescale": None}, False),
+        ({"guidance_scale": 1.0, "stg_scale": 2.0, "stg_blocks": (0, 1)}, False),
+    ],
+)
+def test_ltx23_and_its_terms_of_guidance(
+    pair23: Pair, our_latents: list[torch.Tensor], terms: dict[str, Any], is_batch: bool
+) -> None:
+    values = {**terms, "num_inference_steps": 2}
+    compare(pair23, batch(**values) if is_batch else [request(**values)], our_latents)
+
+
+def test_the_terms_of_guidance_that_change_the_sound_alone(pair: Pair, our_latents: list[torch.Tensor]) -> None:
+    compare(pair, [request(guidance_scale=3.0, audio_guidance_scale=5.0, audio_guidance_rescale=0.5)], our_latents)
+
+
+def test_pictures_for_a_given_sound(
+    pair23: Pair, our_latents: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their transformer is called as their pipelines do that freeze the sound: clean, at timestep and sigma 0."""
+    ours, theirs = pair23
+    asked = request(**ALL_TERMS, num_inference_steps=2, audio_path=write_wave(tmp_path / "a.wav"))
+    media = ours.generate([asked])
+    resolved, geometry = ours.resolve(asked), ours.rules.geometry
+    assert isinstance(geometry, LTX2Geometry)
+    size = ClipSize(*(TINY_SIZES[name] for name in ("height", "width", "num_frames", "fps")))
+    sound = ours._load_image_conditioner().condition(resolved, size).sound
+    assert sound is not None
+    forward = theirs.transformer.forward
+
+    def frozen(**values: Any) -> Any:
+        batch, *_ = values["hidden_states"].shape
+        still = torch.zeros(batch)
+        clean = sound.transpose(1, 2).flatten(2).repeat(batch, 1, 1)
+        return forward(**{**values, "audio_hidden_states": clean, "audio_timestep": still, "audio_sigma": still})
+
+    monkeypatch.setattr(theirs.transformer, "forward", frozen)
+    noise = initial_noise(geometry.sample_shape(size), [5])
+    latents, frames, _ = run_theirs(theirs, geometry, [resolved], noise, size)
+    for found, expected in zip(our_latents, latents, strict=True):
+        mine, other = geometry.parts(found, size).video, geometry.parts(expected, size).video
+        assert (mine - other).norm() <= 1e-4 * other.norm()
+    assert numpy.abs(media[0].frames / 255 - frames[0]).max() <= 2 / 255
+
+
+def test_the_report_says_the_forward_passes_of_a_step(pair23: Pair) -> None:
+    """Two steps of both branches in one batch, one with values alone in block 1, and one of streams apart."""
+    report = pair23[0](request(**ALL_TERMS, num_inference_steps=2)).attention_report
+    expected = (
+        "guidance: 3 forward passes per step: cond and uncond in one batch (guidance_scale 3, sound 7); "
+        "self-attention of block 1 skipped (stg_scale 1, sound 0.5); "
+        "pictures and sound apart (modality_scale 3, sound 2); guidance_rescale 0.7, sound 0.4"
+    )
+    assert expected in report.notes
+    counts = {row.role: row.count for row in report.rows}
+    assert counts == {
+        **dict.fromkeys(("self", "ltx2.audio_self"), 2 * (2 + 1 + 2)),
+        **dict.fromkeys(("cross", "ltx2.audio_cross"), 2 * (2 + 2 + 2)),
+        **dict.fromkeys(("ltx2.audio_to_video", "ltx2.video_to_audio"), 2 * (2 + 2)),
+    }
+
+
+def test_terms_of_guidance_that_cannot_run_are_refused_before_any_work(pair: Pair, pair23: Pair) -> None:
+    refused = [
+        (pair, {"stg_scale": 1.0}, "stg_scale: this model takes no spatio-temporal guidance"),
+        # The documented block is beyond the tiny model's.
+        (pair23, {}, "stg_blocks: expected indices from 0 to 1, .* got 28"),
+        (pair23, {"stg_scale": 0.0, "step_cache": "dbcache"}, "step_cache: dbcache is made for the two branches"),
+    ]
+    for (ours, _), values, told in refused:
+        with pytest.raises(RequestError, match=told):
+            ours.resolve(request(**values))
+
+
+def test_easycache_reuses_every_branch_of_a_step(pair23: Pair) -> None:
+    values = {**ALL_TERMS, "num_inference_steps": 6, "step_cache": "easycache:force=true,threshold=10"}
+    rows = {row.role: row.count for row in pair23[0](request(**values)).attention_report.rows}
+    full = 6 * (2 + 1 + 2)
+    assert 0 < rows["self"] < full
+    assert rows["self"] % (2 + 1 + 2) == 0
 
 
 def test_connectors_without_registers_and_a_fixed_shift(tmp_path: Path, our_latents: list[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ from family_parity import CPU, relative, write_plain_scheduler
 from safetensors.torch import save_file
 from tables import table
 from tiny_encoders import HIDDEN
-from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, VIDEO_CHANNELS, random_transformer
+from tiny_ltx2 import AUDIO_BINS, AUDIO_CHANNELS, LTX23, VIDEO_CHANNELS, random_transformer
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, TokenLayout
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.geometry import ClipSize
-from diffusion_runtime.models.interface import DenoiserInputs
+from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.lora.binding import bind
 from diffusion_runtime.models.lora.reading import read_lora_file
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
@@ -51,6 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "audio_hop_length": 200,
         "norm_eps": 1e-4,
     },
+    "LTX-2.3": LTX23,
 }
 
 
@@ -75,7 +77,9 @@ class Inputs:
         return Conditions.of(self.text, self.lengths, further=[stream])
 
 
-def make_inputs(size: ClipSize = WIDE, lengths: Sequence[int] = (5, 9)) -> Inputs:
+def make_inputs(
+    size: ClipSize = WIDE, lengths: Sequence[int] = (5, 9), text_dims: tuple[int, int] = (HIDDEN, HIDDEN)
+) -> Inputs:
     generator = torch.Generator().manual_seed(1)
     batch = len(lengths)
 
@@ -86,11 +90,16 @@ def make_inputs(size: ClipSize = WIDE, lengths: Sequence[int] = (5, 9)) -> Input
         noise(VIDEO_CHANNELS, (size.num_frames - 1) // 8 + 1, size.height // 32, size.width // 32),
         noise(AUDIO_CHANNELS, round(size.num_frames / size.fps * 25), AUDIO_BINS),
         torch.linspace(937.3, 12.0, batch + 1)[:batch],
-        noise(NUM_TEXT_TOKENS, HIDDEN),
-        noise(NUM_TEXT_TOKENS, HIDDEN),
+        noise(NUM_TEXT_TOKENS, text_dims[0]),
+        noise(NUM_TEXT_TOKENS, text_dims[1]),
         tuple(lengths),
         size,
     )
+
+
+def text_dims(name: str) -> tuple[int, int]:
+    """Of the texts of a variant: without a projection in the transformer, those of the streams."""
+    return (HIDDEN, HIDDEN) if VARIANTS[name].get("use_prompt_embeddings", True) else (32, 16)
 
 
 def write_rest(folder: Path) -> None:
@@ -136,14 +145,20 @@ def load_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> LTX2VideoTr
 
 
 def run_ours(
-    model: LTX2Transformer, inputs: Inputs, context: AttentionContext | None = None, text: Conditions | None = None
+    model: LTX2Transformer,
+    inputs: Inputs,
+    context: AttentionContext | None = None,
+    text: Conditions | None = None,
+    image: ImageCondition | None = None,
 ) -> torch.Tensor:
-    whole = DenoiserInputs(text=inputs.conditions() if text is None else text, size=inputs.size)
+    whole = DenoiserInputs(text=inputs.conditions() if text is None else text, size=inputs.size, image=image)
     return model(inputs.latents, inputs.timestep, whole, AttentionContext() if context is None else context)
 
 
 @torch.no_grad()
-def run_theirs(model: LTX2VideoTransformer3DModel, inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def run_theirs(
+    model: LTX2VideoTransformer3DModel, inputs: Inputs, dtype: torch.dtype = torch.float32, **changes: Any
+) -> torch.Tensor:
     """Their velocities as one flat tensor like ours."""
     mask = (torch.arange(NUM_TEXT_TOKENS)[None] < torch.tensor(inputs.lengths)[:, None]).long()
     frames, height, width = inputs.video.shape[2:]
@@ -163,6 +178,7 @@ def run_theirs(model: LTX2VideoTransformer3DModel, inputs: Inputs, dtype: torch.
         audio_num_frames=inputs.audio.shape[2],
         use_cross_timestep=True,
         return_dict=False,
+        **changes,
     )
     moments = audio.unflatten(2, (AUDIO_CHANNELS, AUDIO_BINS)).transpose(1, 2)
     return torch.cat([video.transpose(1, 2).flatten(1), moments.flatten(1)], dim=1)
@@ -189,11 +205,23 @@ def test_forward_equals_diffusers(folder_of: Callable[[str], Path], name: str) -
     ours, theirs = load_ours(folder), load_theirs(folder)
     for size in (SQUARE, WIDE, IMAGE):
         for lengths in ((4,), (5, 9), (2, 3)):
-            inputs = make_inputs(size, lengths)
+            inputs = make_inputs(size, lengths, text_dims(name))
             before = [tensor.clone() for tensor in (inputs.text, inputs.audio_text)]
             assert_equal(run_ours(ours, inputs), run_theirs(theirs, inputs), inputs)
             after = (inputs.text, inputs.audio_text)
             assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@table("name", ["halves turn", "LTX-2.3"])
+def test_a_given_sound_is_at_timestep_0_as_diffusers_freezes_it(folder_of: Callable[[str], Path], name: str) -> None:
+    folder, inputs = folder_of(name), make_inputs(text_dims=text_dims(name))
+    sound = torch.randn(inputs.audio.shape, generator=torch.Generator().manual_seed(2))
+    no_image = torch.empty(*inputs.video.shape[:2], 0, *inputs.video.shape[3:])
+    ours = run_ours(load_ours(folder), inputs, image=ImageCondition(no_image, sound=sound))
+    still = torch.zeros_like(inputs.timestep)
+    frozen = dataclasses.replace(inputs, audio=sound)
+    theirs = run_theirs(load_theirs(folder), frozen, audio_timestep=still, audio_sigma=still)
+    assert_equal(ours, theirs, inputs)
 
 
 def test_every_condition_reaches_both_streams(folder_of: Callable[[str], Path]) -> None:

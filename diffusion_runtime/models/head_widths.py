@@ -1,0 +1,23 @@
+"""Widths of a transformer by its heads, with a feed-forward network four times as wide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_HIDDEN_RATIO = 4
+
+
+@dataclass(frozen=True)
+class HeadWidths:
+    """num_heads of head_dim channels each; dim: of a token, ffn_dim: within the feed-forward network."""
+
+    num_heads: int
+    head_dim: int
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def ffn_dim(self) -> int:
+        return _HIDDEN_RATIO * self.dim

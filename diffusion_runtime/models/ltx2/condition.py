@@ -1,0 +1,106 @@
+"""What an LTX-2 video is made of beside the text: an image as its first frame, one that it ends with, and a sound.
+
+The last image is a keyframe: its tokens stand behind the grid's, at timestep 0 and at the place of the frame.
+
+The sound's latents stay clean: its stream is at timestep 0 in every forward pass, and the pictures attend to it. That
+is what diffusers' pipelines call frozen audio, and the authors audio to video.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention_report import LibraryAttention
+from diffusion_runtime.layers.log_mel import log_mel_spectrogram
+from diffusion_runtime.media.images import read_image
+from diffusion_runtime.media.sound_files import read_sound
+from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
+from diffusion_runtime.models.geometry import ClipSize
+from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
+from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
+from diffusion_runtime.request import GenerationRequest, image_paths
+
+
+class SoundEncoder:
+    """A sound file as normalised latents, the most likely ones of AutoencoderKLLTX2Audio.
+
+    sample_rate, hop_length, num_bins: of the spectrograms that it encodes; factor: their frames per latent.
+    """
+
+    def __init__(self, autoencoder: Any, *, sample_rate: int, hop_length: int, num_bins: int, factor: int) -> None:
+        self.autoencoder = autoencoder
+        self._sample_rate = sample_rate
+        self._hop_length = hop_length
+        self._num_bins = num_bins
+        self._factor = factor
+
+    def encode(self, path: str, length: int) -> torch.Tensor:
+        """[1, channels, length, bins], float32. Raises RequestError for a file that is none, or too short."""
+        weight = next(self.autoencoder.parameters())
+        # As many frames of the spectrogram as the latents stand for: one more than there are hops.
+        seconds = (length * self._factor - 1) * self._hop_length / self._sample_rate
+        samples = torch.from_numpy(read_sound(path, "audio_path", seconds, self._sample_rate).samples)
+        mel = log_mel_spectrogram(samples, self._sample_rate, num_bins=self._num_bins, hop_length=self._hop_length)
+        with torch.inference_mode():
+            spectrogram = mel[None].to(weight.device, weight.dtype)
+            raw: torch.Tensor = self.autoencoder.encode(spectrogram).latent_dist.mode().float()
+        raw = raw[:, :, :length]
+        assert raw.shape[2] == length, f"{raw.shape[2]} latents of {length}"
+        mean, std = (
+            statistic.to(raw.device, torch.float32).view(1, raw.shape[1], 1, raw.shape[3])
+            for statistic in (self.autoencoder.latents_mean, self.autoencoder.latents_std)
+        )
+        normal: torch.Tensor = (raw - mean) / std
+        return normal
+
+
+class LTX2Conditioner(ImageConditioner):
+    """Of an image, of a sound, or of both; each encoder is loaded when the first request asks for it."""
+
+    def __init__(
+        self,
+        geometry: LTX2Geometry,
+        load_image_encoder: Callable[[], FirstFrameConditioner],
+        load_sound_encoder: Callable[[], SoundEncoder],
+    ) -> None:
+        self._geometry = geometry
+        self._load_image_encoder = load_image_encoder
+        self._load_sound_encoder = load_sound_encoder
+        self._image_encoder: FirstFrameConditioner | None = None
+        self._sound_encoder: SoundEncoder | None = None
+
+    @property
+    def libraries(self) -> tuple[LibraryAttention, ...]:
+        """See ImageConditioner.libraries."""
+        of_image = () if self._image_encoder is None else self._image_encoder.libraries
+        if self._sound_encoder is None:
+            return of_image
+        implementation = f"{type(self._sound_encoder.autoencoder).__name__}'s encoder"
+        return (*of_image, LibraryAttention("audio vae encoder", "diffusers", implementation))
+
+    def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
+        """See ImageConditioner.condition. Without a first image the latents have no frame."""
+        channels, _, height, width = self._geometry.video_shape(size)
+        none = torch.empty(1, channels, 0, height, width)
+        first, last = (
+            [self._encoded(path, size) for path in image_paths(request, name)]
+            for name in ("image_path", "last_image_path")
+        )
+        return ImageCondition(first[0] if first else none, further=tuple(last), sound=self._sound(request, size))
+
+    def _encoded(self, path: str, size: ClipSize) -> torch.Tensor:
+        """An image as one latent frame."""
+        if self._image_encoder is None:
+            self._image_encoder = self._load_image_encoder()
+        return self._image_encoder.encode(torch.from_numpy(read_image(path, size.height, size.width)), size).latents
+
+    def _sound(self, request: GenerationRequest, size: ClipSize) -> torch.Tensor | None:
+        if request.audio_path is None:
+            return None
+        if self._sound_encoder is None:
+            self._sound_encoder = self._load_sound_encoder()
+        _, length, _ = self._geometry.audio_shape(size)
+        return self._sound_encoder.encode(request.audio_path, length)
