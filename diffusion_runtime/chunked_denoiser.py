@@ -183,8 +183,7 @@ class _FrameForward:
     @property
     def oldest_frame(self) -> int:
         """The first frame behind the sink whose keys are there; those before gave their slots away."""
-        sink = self.slots.window.sink
-        return max(sink, self._written_to - self.slots.num_ring_slots)
+        return self.slots.oldest_kept(self._written_to)
 
     @property
     def num_bytes(self) -> int:

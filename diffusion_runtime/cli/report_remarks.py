@@ -1,5 +1,5 @@
 """What an attention report says besides its rows, as lines for the terminal: steps of a step cache, quantised linear
-layers, CUDA graphs, skip-softmax, the libraries' own attention, notes.
+layers, CUDA graphs, the key-value cache, skip-softmax, the libraries' own attention, notes.
 
 A report may come from a stranger's file and hold anything, so every value is read with its type checked.
 """
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from diffusion_runtime.attention_report import GraphReplays, SkipRow, skipped_lines
+from diffusion_runtime.attention_report import CacheRow, GraphReplays, SkipRow, skipped_lines
 from diffusion_runtime.cli.tables import MAX_CELL_CHARACTERS, mappings_in
 
 _STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
+
+_CACHE_COUNTS = ("chunk_frames", "sink_frames", "cached_frames", "num_bytes", "num_commits")
 
 
 def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -26,7 +28,15 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = (f"note: {note}" for report in reports if isinstance(found := report.get("notes"), list) for note in found)
     return list(
         dict.fromkeys(
-            [*steps, *_products(reports), *_graphs(reports), *skipped_lines(_skipped(reports)), *libraries, *notes]
+            [
+                *steps,
+                *_products(reports),
+                *_graphs(reports),
+                *_caches(reports),
+                *skipped_lines(_skipped(reports)),
+                *libraries,
+                *notes,
+            ]
         )
     )
 
@@ -66,6 +76,20 @@ def _graphs(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 unit=_text(found[-1], "unit"),
             )
         )
+
+
+def _caches(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for report in reports:
+        found = report.get("cache")
+        if isinstance(found, Mapping):
+            window = found.get("window_frames")
+            yield str(
+                CacheRow(
+                    window_frames=window if isinstance(window, int) else None,
+                    positions=_text(found, "positions"),
+                    **{name: _number(found.get(name)) for name in _CACHE_COUNTS},
+                )
+            )
 
 
 def _skipped(reports: Iterable[Mapping[str, Any]]) -> list[SkipRow]:

@@ -67,6 +67,21 @@ def is_rolling(request: GenerationRequest) -> bool:
     return request.chunk_schedule == "rolling"
 
 
+def passes_of(request: GenerationRequest, chunks: ChunkPlan) -> Iterator[tuple[range, str]]:
+    """The frames and the phase of every forward pass of a video with an end, in order."""
+    num_steps, of_video = request.num_inference_steps or 1, list(chunks)
+    # A rolling window has a chunk more at every pass, until they run out, and ends with the last one alone.
+    for index in range(len(of_video) + num_steps - 1) if is_rolling(request) else ():
+        window = of_video[max(0, index - num_steps + 1) : index + 1]
+        yield range(window[0].frames.start, window[-1].frames.stop), "denoise"
+        if index >= num_steps - 1 and window[0] is not of_video[-1]:
+            yield window[0].frames, "commit"
+    for chunk in () if is_rolling(request) else of_video:
+        yield from [(chunk.frames, "denoise")] * num_steps
+        if chunk is not of_video[-1]:
+            yield chunk.frames, "commit"
+
+
 def longest_pass(request: GenerationRequest, chunks: ChunkPlan) -> int:
     """Latent frames of its longest forward pass."""
     longest = chunks.largest * ((request.num_inference_steps or 1) if is_rolling(request) else 1)

@@ -39,6 +39,10 @@ class FrameSlots:
     def num_ring_slots(self) -> int:
         return self.num_slots - min(self.window.sink, self.num_slots)
 
+    def oldest_kept(self, written_to: int) -> int:
+        """The first frame behind the sink whose keys are there when all before `written_to` have been written."""
+        return max(self.window.sink, written_to - self.num_ring_slots)
+
     def slot_of(self, frame: int) -> int:
         """Where a frame of the video stands while it is in sight. Raises ConfigError for a frame past the end of a
         cache that keeps all of them."""
