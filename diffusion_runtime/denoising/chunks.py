@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.request import GenerationRequest
 
@@ -60,6 +61,15 @@ def chunks_of(request: GenerationRequest, num_frames: int | None) -> ChunkPlan:
 def window_of(request: GenerationRequest) -> FrameWindow:
     """Which frames its chunks have in sight. Raises ConfigError for a window without room beside the sink."""
     return FrameWindow(request.kv_sink or 0, request.kv_window or None)
+
+
+def slots_of(request: GenerationRequest, chunks: ChunkPlan) -> FrameSlots:
+    """Where the keys of its frames stand. In a rolling window the commit of a chunk sees clean frames in place of the
+    noisy ones behind it, so these have room beside them, as in the authors' cache.
+
+    Raises ConfigError for a video without an end or a window.
+    """
+    return FrameSlots.of(window_of(request), chunks.num_frames, longest_pass(request, chunks) - chunks.largest)
 
 
 def is_rolling(request: GenerationRequest) -> bool:

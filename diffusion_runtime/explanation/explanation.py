@@ -11,9 +11,8 @@ import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
-from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.batch_settings import BatchSettings
-from diffusion_runtime.denoising.chunks import passes_of, window_of
+from diffusion_runtime.denoising.chunks import passes_of, slots_of
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.explanation.decoder_cost import count_decoding
@@ -156,7 +155,7 @@ def _cost_of_chunks(
 ) -> tuple[ForwardCost, int]:
     """What one step of every chunk costs, with its share of the commits; and how many passes there are in all."""
     request, chunks = planned.request, settings.chunks
-    slots = FrameSlots.of(window_of(request), chunks.num_frames)
+    slots = slots_of(request, chunks)
     _, height, width = prepared.model.geometry.grid(settings.sample_shape(settings.size))
     # By all that a pass costs by.
     found: dict[tuple[int, int], list[CachePlan]] = {}

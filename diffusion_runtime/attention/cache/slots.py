@@ -25,12 +25,14 @@ class FrameSlots:
     order: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, window: FrameWindow, num_frames: int | None) -> FrameSlots:
-        """Room for the frames in sight of a video of num_frames latent frames, None for one without an end.
+    def of(cls, window: FrameWindow, num_frames: int | None, num_ahead: int = 0) -> FrameSlots:
+        """Room for the frames in sight of a video of num_frames latent frames, None for one without an end. num_ahead:
+        frames that are written before those of a pass that still has its whole window in sight.
 
         Raises ConfigError where neither bounds the other.
         """
-        sizes = [size for size in (window.span, num_frames) if size is not None]
+        span = None if window.span is None else window.span + num_ahead
+        sizes = [size for size in (span, num_frames) if size is not None]
         if not sizes:
             raise ConfigError("kv_window: a video without an end needs a window; give its number of latent frames")
         return cls(window, min(sizes))
