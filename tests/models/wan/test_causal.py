@@ -30,7 +30,7 @@ from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.denoising.chunks import passes_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.noise import ChunkNoise
-from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.cache_memory import cache_bytes
@@ -460,6 +460,8 @@ def test_what_is_refused(pipeline: Pipeline, folder: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(RequestError, match=message):
             pipeline.resolve(dataclasses.replace(REQUEST, **values))
+    with pytest.raises(ConfigError, match="calibrate: this model makes a video chunk by chunk"):
+        pipeline.calibrate([REQUEST])
     with pytest.raises(BackendUnavailableError, match="vmoba_attn: cannot do cached_keys"):
         load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "vmoba_attn"}})
     plain = load_pipeline("shapes", device="cpu")
