@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.attention_density import DensityCounter, Kept, LayerDensity, PlanPicture
+from diffusion_runtime.memory_size import size_text
 from diffusion_runtime.report_html import report_html
 from diffusion_runtime.step_info import LayerInfo, StepInfo
 
@@ -130,7 +131,7 @@ class CacheRow:
         sink = f", {self.sink_frames} of them the first ones of the video (sink)" if self.sink_frames else ""
         return (
             f"key-value cache: {window} in sight{sink}, chunks of {self.chunk_frames}, {self.positions} positions, "
-            f"{self.num_commits} commits, {self.num_bytes / 1e9:.3f} GB for {self.cached_frames} frames"
+            f"{self.num_commits} commits, {size_text(self.num_bytes)} for {self.cached_frames} frames"
         )
 
 

@@ -19,7 +19,7 @@ from diffusion_runtime.attention.forward_plans import VideoPlans
 from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.attention_report import CacheRow
 from diffusion_runtime.denoising.chunk_samplers import ChunkedVideo, ChunkSampler, CleanChunk, Commit, PerChunkSampler
-from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, is_rolling, longest_pass, window_of
+from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, is_rolling, longest_pass, slots_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import GraphedForward
 from diffusion_runtime.denoising.dmd import DmdSampler
 from diffusion_runtime.denoising.interface import OnStep
@@ -86,7 +86,7 @@ class ChunkStream(Iterator[CleanChunk]):
         self._denoiser = denoiser
         channels, _, height, width = settings.sample_shape(settings.size)
         noise = ChunkNoise((channels, height, width), seeds)
-        slots = FrameSlots.of(window_of(settings.shared), chunks.num_frames)
+        slots = slots_of(settings.shared, chunks)
         self._forward = _FrameForward(denoiser, slots, text, longest_pass(settings.shared, chunks))
         self._commit = Commit(self._forward, noise, settings.shared.commit_noise or 0.0, settings.num_steps)
         sampler = settings.build_sampler()
@@ -144,7 +144,9 @@ class ChunkStream(Iterator[CleanChunk]):
         if mode == "keep" or not self._recent:
             return
         in_one_pass = mode == "recache_at_once"
-        in_ring = [_from_frame(clean, self._forward.oldest_frame) for clean in self._recent]
+        window, end = self._forward.slots.window, self._recent[-1].chunk.frames.stop
+        first = 0 if window.span is None else end - (window.span - window.sink)
+        in_ring = [_from_frame(clean, max(first, self._forward.oldest_frame)) for clean in self._recent]
         in_ring = [clean for clean in in_ring if clean.chunk.frames]
         if in_one_pass and in_ring:
             frames = range(in_ring[0].chunk.frames.start, in_ring[-1].chunk.frames.stop)
@@ -205,8 +207,7 @@ class _FrameForward:
     @property
     def oldest_frame(self) -> int:
         """The first frame behind the sink whose keys are there; those before gave their slots away."""
-        sink = self.slots.window.sink
-        return max(sink, self._written_to - self.slots.num_ring_slots)
+        return self.slots.oldest_kept(self._written_to)
 
     @property
     def num_bytes(self) -> int:

@@ -325,6 +325,8 @@ class Pipeline:
         """
         if self.mesh.size > 1:
             raise ConfigError("calibrate: expected one process; leave out --num-gpus and degrees")
+        if self.rules.is_causal:
+            raise ConfigError("calibrate: this model makes a video chunk by chunk, for which there are no step caches")
         if self._upsampler is not None:
             raise ConfigError("calibrate: the two stages of a generation are no one schedule; leave out upsampler_path")
         with self._one_generation.held():

@@ -20,7 +20,7 @@ from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import usual_head_sizes
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.self_test_cases import BATCH, CASES, GRID, NUM_HEADS, SelfTestCase, case_with_keys
+from diffusion_runtime.attention.self_test_cases import BATCH, CASES, NUM_HEADS, SelfTestCase, case_with_keys
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.hardware import DTYPES, Hardware, detect_hardware
 from diffusion_runtime.kernels.importing import raised_line
@@ -201,7 +201,7 @@ class _Inputs:
         generator = torch.Generator().manual_seed(0)
         case, dtype = test.case, getattr(torch, test.dtype)
         num_keys = case.layout.num_tokens
-        num_queries = num_keys if case.role == "self" else math.prod(GRID)
+        num_queries = case.num_queries
         shapes = [(num_queries, NUM_HEADS), (num_keys, case.num_kv_heads), (num_keys, case.num_kv_heads)]
         q, k, v = (torch.randn(BATCH, *shape, test.head_dim, generator=generator).to(dtype) for shape in shapes)
         padded = ~_visible_keys(case.layout)

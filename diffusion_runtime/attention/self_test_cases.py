@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.token_layout import CachedLayout, TokenLayout
 
 BATCH, NUM_HEADS = 2, 4
 # Two tiles of 128 and a rest; sparse methods find more than one tile along every axis.
@@ -27,6 +28,12 @@ class SelfTestCase:
     @property
     def num_kv_heads(self) -> int:
         return NUM_HEADS // 2 if "gqa" in self.needs else NUM_HEADS
+
+    @property
+    def num_queries(self) -> int:
+        if isinstance(self.layout, CachedLayout):
+            return self.layout.num_query_frames * math.prod(self.layout.grid[1:])
+        return self.layout.num_tokens if self.role == "self" else math.prod(GRID)
 
     @property
     def scale(self) -> float | None:
@@ -61,6 +68,11 @@ CASES = (
         "additive mask+padding+causal+lse", frozenset({"additive_mask", "key_padding", "causal", "lse"}), layout=_AFTER
     ),
     SelfTestCase("block mask", frozenset({"block_mask"})),
+    SelfTestCase(
+        "cached keys",
+        frozenset({"cached_keys"}),
+        layout=CachedLayout(GRID, num_query_frames=1, key_frames=(3, 0, 1, 2)),
+    ),
     # What a gate weighs is each method's own; a gate of 0 leaves what every method shares.
     SelfTestCase("gate of 0", frozenset({"gate"})),
 )

@@ -1,5 +1,5 @@
-"""What an attention report says besides its rows, as lines for the terminal: steps of a step cache, the
-key-value cache, quantised linear layers, CUDA graphs, skip-softmax, the libraries' own attention, notes.
+"""What an attention report says besides its rows, as lines for the terminal: steps of a step cache, quantised linear
+layers, CUDA graphs, the key-value cache, skip-softmax, the libraries' own attention, notes.
 
 A report may come from a stranger's file and hold anything, so every value is read with its type checked.
 """
@@ -13,6 +13,8 @@ from diffusion_runtime.attention_report import CacheRow, GraphReplays, LibraryAt
 from diffusion_runtime.cli.tables import MAX_CELL_CHARACTERS, mappings_in
 
 _STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
+
+_CACHE_COUNTS = ("chunk_frames", "sink_frames", "cached_frames", "num_bytes", "num_commits")
 
 
 def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -31,9 +33,9 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
         dict.fromkeys(
             [
                 *steps,
-                *_caches(reports),
                 *_products(reports),
                 *_graphs(reports),
+                *_caches(reports),
                 *skipped_lines(_skipped(reports)),
                 *libraries,
                 *notes,
@@ -45,20 +47,6 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 def _rows(reports: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
     for report in reports:
         yield from mappings_in(report.get(name))
-
-
-def _caches(reports: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    for report in reports:
-        if isinstance(row := report.get("cache"), Mapping):
-            window = row.get("window_frames")
-            counts = ("chunk_frames", "sink_frames", "cached_frames", "num_bytes", "num_commits")
-            yield str(
-                CacheRow(
-                    window_frames=window if isinstance(window, int) else None,
-                    positions=_text(row, "positions"),
-                    **{name: _number(row.get(name)) for name in counts},
-                )
-            )
 
 
 def _products(reports: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -91,6 +79,20 @@ def _graphs(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 unit=_text(found[-1], "unit"),
             )
         )
+
+
+def _caches(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for report in reports:
+        found = report.get("cache")
+        if isinstance(found, Mapping):
+            window = found.get("window_frames")
+            yield str(
+                CacheRow(
+                    window_frames=window if isinstance(window, int) else None,
+                    positions=_text(found, "positions"),
+                    **{name: _number(found.get(name)) for name in _CACHE_COUNTS},
+                )
+            )
 
 
 def _skipped(reports: Iterable[Mapping[str, Any]]) -> list[SkipRow]:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.request import GenerationRequest
 
@@ -62,9 +63,33 @@ def window_of(request: GenerationRequest) -> FrameWindow:
     return FrameWindow(request.kv_sink or 0, request.kv_window or None)
 
 
+def slots_of(request: GenerationRequest, chunks: ChunkPlan) -> FrameSlots:
+    """Where the keys of its frames stand. In a rolling window the commit of a chunk sees clean frames in place of the
+    noisy ones behind it, so these have room beside them, as in the authors' cache.
+
+    Raises ConfigError for a video without an end or a window.
+    """
+    return FrameSlots.of(window_of(request), chunks.num_frames, longest_pass(request, chunks) - chunks.largest)
+
+
 def is_rolling(request: GenerationRequest) -> bool:
     """Whether several chunks are denoised at once (denoising/rolling_window.py)."""
     return request.chunk_schedule == "rolling"
+
+
+def passes_of(request: GenerationRequest, chunks: ChunkPlan) -> Iterator[tuple[range, str]]:
+    """The frames and the phase of every forward pass of a video with an end, in order."""
+    num_steps, of_video = request.num_inference_steps or 1, list(chunks)
+    # A rolling window has a chunk more at every pass, until they run out, and ends with the last one alone.
+    for index in range(len(of_video) + num_steps - 1) if is_rolling(request) else ():
+        window = of_video[max(0, index - num_steps + 1) : index + 1]
+        yield range(window[0].frames.start, window[-1].frames.stop), "denoise"
+        if index >= num_steps - 1 and window[0] is not of_video[-1]:
+            yield window[0].frames, "commit"
+    for chunk in () if is_rolling(request) else of_video:
+        yield from [(chunk.frames, "denoise")] * num_steps
+        if chunk is not of_video[-1]:
+            yield chunk.frames, "commit"
 
 
 def longest_pass(request: GenerationRequest, chunks: ChunkPlan) -> int:

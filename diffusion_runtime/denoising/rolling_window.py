@@ -7,6 +7,9 @@ One pass over the chunks of the window, every chunk at a noise level of its own:
 
 takes each from its step j to j + 1. The first one is clean then and is committed, and the next chunk of the video
 enters as noise. There are fewer chunks in the window while the video begins, and while it ends.
+
+A commit sees as many clean frames as the window holds, and the sink; the authors' code leaves the sink out of it once
+the video is longer than their cache. Positions `window` put the sink directly before the frames in sight, as they do.
 """
 
 from __future__ import annotations

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
+from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
 from diffusion_runtime.batch_settings import BatchSettings
+from diffusion_runtime.denoising.chunks import passes_of, slots_of
 from diffusion_runtime.description import PipelineDescription
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.explanation.decoder_cost import count_decoding
-from diffusion_runtime.explanation.forward_cost import AttentionCost, ForwardCost, count_forward
+from diffusion_runtime.explanation.forward_cost import AttentionCost, ForwardCost, count_forward, sum_of
 from diffusion_runtime.loading.interface import Prepared
 from diffusion_runtime.loading.memory_planning import planned_batch
 from diffusion_runtime.loading.native_model import PreparedModel
@@ -119,7 +122,12 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
     # In passes as large as the one that is counted.
     branches = num_passes - further / 2 if is_joined else num_passes
     stages: list[_Stage] = []
-    for size, count in settings.step_sizes():
+    num_forwards = num_steps
+    if prepared.rules.is_causal:
+        cost, num_forwards = _cost_of_chunks(prepared, planned, settings)
+        schedule_of_step = tuple(_schedule_of(each, range(num_steps), num_steps) for each in cost.attention)
+        stages.append(_Stage(cost, range(num_steps), schedule_of_step))
+    for size, count in () if prepared.rules.is_causal else settings.step_sizes():
         forward = forward_on_meta(
             prepared.model, prepared.transformer, prepared.dtype, dataclasses.replace(planned, size=size)
         )
@@ -139,11 +147,34 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         grid=prepared.model.geometry.grid(shape),
         num_text_tokens=text,
         num_steps=num_steps,
-        num_forwards=num_steps * num_passes,
+        num_forwards=num_forwards * num_passes,
         schedule=schedule,
         parts=_parts(prepared, planned, stages, branches),
         is_bound=any(each is None for row in schedule for each in row.density),
     )
+
+
+def _cost_of_chunks(
+    prepared: PreparedModel, planned: PlannedRequest, settings: BatchSettings
+) -> tuple[ForwardCost, int]:
+    """What one step of every chunk costs, with its share of the commits; and how many passes there are in all."""
+    request, chunks = planned.request, settings.chunks
+    slots = slots_of(request, chunks)
+    _, height, width = prepared.model.geometry.grid(settings.sample_shape(settings.size))
+    # By all that a pass costs by.
+    found: dict[tuple[int, int], list[CachePlan]] = {}
+    written = 0
+    for frames, phase in passes_of(request, chunks):
+        written = max(written, frames.stop)
+        plan = plan_forward(slots, frames, height * width, phase, slots.oldest_kept(written))
+        found.setdefault((plan.num_frames, plan.num_keys), []).append(plan)
+    costs = []
+    for plans in found.values():
+        cache = FrameCache(plans[0], request.positions or "absolute")
+        forward = forward_on_meta(prepared.model, prepared.transformer, prepared.dtype, planned, cache)
+        forward()
+        costs.append((len(plans) / settings.num_steps, count_forward([prepared.transformer], forward)))
+    return sum_of(costs), sum(map(len, found.values()))
 
 
 def _num_grid(layout: Any) -> int:

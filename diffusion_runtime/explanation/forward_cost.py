@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,17 @@ class ForwardCost:
     attention: tuple[AttentionCost, ...]
 
 
+def sum_of(costs: Sequence[tuple[float, ForwardCost]]) -> ForwardCost:
+    """Of several forward passes of one model, each as often as it says; layouts and pairs are those of the one with the
+    most pairs."""
+    attention = []
+    for of_layer in zip(*([(times, each) for each in cost.attention] for times, cost in costs), strict=True):
+        largest = max((each for _, each in of_layer), key=lambda each: each.num_pairs)
+        operations = sum(times * each.operations for times, each in of_layer)
+        attention.append(dataclasses.replace(largest, operations=operations))
+    return ForwardCost(sum(times * cost.products for times, cost in costs), tuple(attention))
+
+
 def count_forward(modules: Iterable[nn.Module], run: Callable[[], object]) -> ForwardCost:
     """What `run`, one forward pass on the meta device, computes. modules: whose attention layers are counted."""
     calls: dict[AttentionLayer, list[tuple[int, float, TokenLayout | None]]] = {}
@@ -74,6 +86,8 @@ def _note(calls: dict[Any, list[Any]], layer: Any, *given: Any) -> None:
     layout = None if context is None else context.layout
     batch, num_queries, num_heads, head_dim = q.shape
     keys = sum(_num_keys(layout, sample, k.shape[1]) for sample in range(batch))
+    if layer.cached_keys and context is not None and context.cache is not None:
+        keys = batch * context.cache.plan.num_keys
     pairs = num_queries * keys // batch
     calls.setdefault(layer, []).append((pairs, 4.0 * num_queries * keys * num_heads * head_dim, layout))
 

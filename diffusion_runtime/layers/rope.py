@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
 from diffusion_runtime.layers.norm import RMSNorm
 
@@ -29,17 +28,6 @@ def grid_rotations(
     """Unit complex numbers [tokens, head_dim / 2], complex64, for the tokens of a grid in raster order that starts at
     position 0 on every axis."""
     return position_rotations(tuple(range(size) for size in grid), split_head_dim(head_dim), device, theta)
-
-
-def cached_rotations(
-    plan: CachePlan, grid: tuple[int, int, int], head_dim: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the queries and of the keys of a forward pass whose positions in time are places among the frames in sight:
-    ([tokens of the grid, head_dim / 2], [plan.num_keys, head_dim / 2]). grid: of the queries."""
-    whole = grid_rotations((len(plan.key_frames), *grid[1:]), head_dim, device)
-    by_rank = torch.unflatten(whole, 0, (len(plan.key_frames), -1))
-    queries, keys = (by_rank[plan.ranks(frames)].flatten(0, 1) for frames in (plan.frames, plan.key_frames))
-    return queries, keys
 
 
 def position_rotations(

@@ -6,6 +6,7 @@ layers/modulation.py, so that a video from text alone has its bits. Shapes: B ba
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,22 @@ def token_runs(
         (sharding.local(slice(num_image_tokens, num_tokens), num_tokens), timestep),
     )
     return tuple(TokenRun(tokens, *rows_of(time)) for tokens, time in parts if tokens.start < tokens.stop)
+
+
+def frame_runs(
+    grid: tuple[int, int, int], sharding: SequenceSharding, timesteps: Sequence[float] | None
+) -> list[tuple[slice, int]]:
+    """Neighbouring frames of one timestep: those of their tokens that this process holds, and the first of the frames.
+
+    timesteps: of each frame of the grid, in raster order; None where the host does not know them: every frame is a run,
+    as asking the device would wait for it.
+    """
+    per_frame, start, runs = grid[1] * grid[2], 0, []
+    for _, group in itertools.groupby(range(grid[0]) if timesteps is None else timesteps):
+        stop = start + len(list(group))
+        runs.append((sharding.local(slice(start * per_frame, stop * per_frame), math.prod(grid)), start))
+        start = stop
+    return [(tokens, frame) for tokens, frame in runs if tokens.start < tokens.stop]
 
 
 def modulated_by_run(x: torch.Tensor, norm: Norm, runs: ShiftsAndScales) -> torch.Tensor:

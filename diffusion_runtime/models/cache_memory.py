@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.layers import AttentionLayer
-from diffusion_runtime.denoising.chunks import window_of
+from diffusion_runtime.denoising.chunks import chunks_of, slots_of
 from diffusion_runtime.request import GenerationRequest
 
 
@@ -25,7 +24,7 @@ def cache_bytes(
 
     request: resolved. num_frames: latent frames of the video. num_samples: of all guidance branches together.
     """
-    num_slots = FrameSlots.of(window_of(request), num_frames).num_slots
+    num_slots = slots_of(request, chunks_of(request, num_frames)).num_slots
     layers = [each for module in transformers for each in module.modules() if isinstance(each, AttentionLayer)]
     numbers = sum(layer.num_kv_heads * layer.head_dim for layer in layers if layer.cached_keys)
     return 2 * num_samples * num_slots * tokens_per_frame * numbers * dtype.itemsize

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.denoising.chunks import chunks_of, longest_pass
@@ -151,20 +152,27 @@ def _cache_bytes(
 
 
 def forward_on_meta(
-    model: Model[Any, Any], transformer: DiffusionTransformer, dtype: torch.dtype, planned: PlannedRequest
+    model: Model[Any, Any],
+    transformer: DiffusionTransformer,
+    dtype: torch.dtype,
+    planned: PlannedRequest,
+    cache: FrameCache | None = None,
 ) -> Callable[[], None]:
     """One forward pass of one guidance branch, or of both where they are batched, on the meta device; attention layers
-    make outputs and compute nothing. The first call computes what depends on the text alone, too."""
+    make outputs and compute nothing. The first call computes what depends on the text alone, too. cache: of a pass over
+    some frames of a video that is made chunk by chunk."""
     shapes, state = model.family.text_shapes(model.folder, model.config), RequestCache()
     num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
     sample: tuple[int, ...] = model.geometry.sample_shape(planned.size)
+    if cache is not None:
+        sample = (sample[0], cache.plan.num_frames, *sample[2:])
     latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
     timestep = torch.empty(num_samples, device=_META)
     inputs = _inputs(model, shapes, dtype, planned, num_samples)
 
     def run() -> None:
         with torch.no_grad(), _planned_attention(transformer):
-            transformer(latents, timestep, inputs, AttentionContext(state=state))
+            transformer(latents, timestep, inputs, AttentionContext(state=state, cache=cache))
 
     return run
 

@@ -39,7 +39,9 @@ from diffusion_runtime.options import option_names
 CPU = Hardware()
 DENSE = ("torch_sdpa", "reference")
 SPARSE = ("sliding_tile_attn", "sparse_video_gen_2_attn", "video_sparse_attn", "vmoba_attn", "skip_softmax")
-ALL_FEATURES = frozenset({"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask"})
+ALL_FEATURES = frozenset(
+    {"key_padding", "gqa", "causal", "scale", "lse", "boolean_mask", "additive_mask", "cached_keys"}
+)
 
 
 def results_of(name: str) -> dict[str, SelfTestResult]:

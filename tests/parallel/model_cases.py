@@ -5,16 +5,25 @@ from __future__ import annotations
 import dataclasses
 from unittest import mock
 
+import numpy
+import pytest
 import torch
 from denoiser_inputs import text_inputs
 from sound_denoiser import sound_denoiser, sound_inputs
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache, token_order
+from diffusion_runtime.attention.cache.frame_cache import FrameCache
+from diffusion_runtime.attention.cache.plan import plan_forward
+from diffusion_runtime.attention.cache.slots import FrameSlots
+from diffusion_runtime.attention.cache.store import RingStore
+from diffusion_runtime.attention.cache.window import FrameWindow
+from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.denoising.flow_match_euler import FlowMatchEulerSampler
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import plan_stages, sample_in_stages
 from diffusion_runtime.denoising.registry import build_sampler
+from diffusion_runtime.errors import BackendUnavailableError
 from diffusion_runtime.models.geometry import ClipSize, LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfig
@@ -70,6 +79,17 @@ def measure_models(meshes: dict[tuple[int, int, bool], ProcessMesh]) -> dict[str
         together, alone = (_forward_with_references(shared) for shared in (mesh, ProcessMesh()))
         error = float((together - alone).abs().max() / alone.abs().max())
         measured[f"model, {degrees}, with references"] = {"error": error, "text_apart": 0.0}
+        if mesh.ring.size > 1:
+            with pytest.raises(BackendUnavailableError, match=r"ring attention moves keys .* share by ulysses_degree"):
+                _chunks(mesh, "absolute")
+            continue
+        for positions in ("absolute", "window"):
+            (together, own_bytes), (alone, all_bytes) = (_chunks(each, positions) for each in (mesh, ProcessMesh()))
+            error = float((together - alone).abs().max() / alone.abs().max())
+            # Each process keeps the heads that it computes: of 4 on 3 processes, one of them 2.
+            num_heads = [len(heads) for heads in numpy.array_split(range(4), mesh.ulysses.size)][mesh.ulysses.index]
+            assert own_bytes * 4 == all_bytes * num_heads
+            measured[f"model, {degrees}, causal, {positions}"] = {"error": error, "text_apart": 0.0}
     return measured
 
 
@@ -91,6 +111,28 @@ def _forward_with_references(mesh: ProcessMesh) -> torch.Tensor:
     text = Conditions.of(torch.randn(2, 5, 8, generator=generator), (5, 2))
     inputs = DenoiserInputs(text, ClipSize(48, 80, 1, 1), image=ImageCondition(one, further=(other,)))
     return model(latents, torch.tensor([900.0, 40.0]), inputs, AttentionContext(sharding=mesh.sharding))
+
+
+def _chunks(mesh: ProcessMesh, positions: str) -> tuple[torch.Tensor, int]:
+    """The velocities of three chunks with a key-value cache, of the last one at two timesteps, and its bytes. 45 tokens
+    per chunk; heads are exchanged in two groups, and each has keys of its own."""
+    policy = AttentionPolicy(environment=None, mesh=mesh, num_head_groups=2)
+    model = _model(policy, dataclasses.replace(CONFIG, is_causal=True, has_gate=False))
+    generator = torch.Generator().manual_seed(1)
+    inputs = text_inputs(torch.randn(1, 5, 8, generator=generator))
+    slots, state, found = FrameSlots.of(FrameWindow(1, 7), None), RequestCache(), []
+    for start in (0, 3, 6):
+        latents = torch.randn(1, 4, 3, 6, 10, generator=generator)
+        for time in (700.0, 0.0):
+            step, timestep = StepInfo(timestep=time), torch.tensor([time])
+            if start == 6:
+                step = dataclasses.replace(step, frame_timesteps=(0.0, time, time))
+                timestep = torch.tensor([step.frame_timesteps])
+            cache = FrameCache(plan_forward(slots, range(start, start + 3), 15), positions)
+            context = AttentionContext(step=step, state=state, sharding=mesh.sharding, cache=cache)
+            found.append(model(latents, timestep, inputs, context))
+    stores = [store for store in state.find_all(CACHED_KEYS) if isinstance(store, RingStore)]
+    return torch.cat(found), sum(store.num_bytes for store in stores)
 
 
 def _few_steps(mesh: ProcessMesh) -> tuple[torch.Tensor, float]:

@@ -117,13 +117,16 @@ def test_steps_that_add_noise_follow_their_formula_on_every_process(results: dic
 
 
 def test_transformers_together_equal_one_alone(results: dict[int, list[dict[str, Any]]]) -> None:
-    num_models = 0
+    num_models, names = 0, set[str]()
     for of_world in results.values():
         for of_rank in of_world:
             of_models = {name: found for name, found in of_rank["measured"].items() if name.startswith("model")}
             num_models += len(of_models)
             assert all(found["error"] < 1e-5 for found in of_models.values()), of_models
+            names |= set(of_models)
     assert num_models > 80
+    # Two and four processes keep the keys of a causal model's earlier chunks by heads.
+    assert {f"model, {(degree, 1, False)}, causal, {by}" for degree in (2, 4) for by in ("absolute", "window")} <= names
 
 
 def test_axes_and_slices_of_a_mesh(results: dict[int, list[dict[str, Any]]]) -> None:

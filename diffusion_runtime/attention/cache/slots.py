@@ -25,12 +25,14 @@ class FrameSlots:
     order: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, window: FrameWindow, num_frames: int | None) -> FrameSlots:
-        """Room for the frames in sight of a video of num_frames latent frames, None for one without an end.
+    def of(cls, window: FrameWindow, num_frames: int | None, num_ahead: int = 0) -> FrameSlots:
+        """Room for the frames in sight of a video of num_frames latent frames, None for one without an end. num_ahead:
+        frames that are written before those of a pass that still has its whole window in sight.
 
         Raises ConfigError where neither bounds the other.
         """
-        sizes = [size for size in (window.span, num_frames) if size is not None]
+        span = None if window.span is None else window.span + num_ahead
+        sizes = [size for size in (span, num_frames) if size is not None]
         if not sizes:
             raise ConfigError("kv_window: a video without an end needs a window; give its number of latent frames")
         return cls(window, min(sizes))
@@ -38,6 +40,10 @@ class FrameSlots:
     @property
     def num_ring_slots(self) -> int:
         return self.num_slots - min(self.window.sink, self.num_slots)
+
+    def oldest_kept(self, written_to: int) -> int:
+        """The first frame behind the sink whose keys are there when all before `written_to` have been written."""
+        return max(self.window.sink, written_to - self.num_ring_slots)
 
     def slot_of(self, frame: int) -> int:
         """Where a frame of the video stands while it is in sight. Raises ConfigError for a frame past the end of a

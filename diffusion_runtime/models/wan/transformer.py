@@ -14,7 +14,6 @@ B batch, S grid tokens, L text tokens, I image tokens, D width (num_heads * head
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,14 +29,16 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, RunBlock, Streams, overwriting
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
+from diffusion_runtime.layers.cached_positions import with_positions
 from diffusion_runtime.layers.embeddings import PatchEmbedding, TextEmbedding, TimestepEmbedding, unpatchify
 from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm, norm_for
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
-from diffusion_runtime.layers.rope import cached_rotations, grid_rotations, position_rotations, split_head_dim
+from diffusion_runtime.layers.rope import grid_rotations
 from diffusion_runtime.layers.rotated_attention import rotated_attention
+from diffusion_runtime.layers.token_runs import frame_runs
 from diffusion_runtime.models.geometry import LatentGeometry
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
@@ -310,7 +311,8 @@ class WanTransformer(DiffusionTransformer):
         """The tokens of an image that is the first frame at timestep 0, and the rest at `timestep`, which may be that
         of each frame; those of them that this process holds."""
         if timestep.dim() == 2:
-            return self._runs_by_frame(timestep, grid, sharding, step.frame_timesteps)
+            runs_of_frames = frame_runs(grid, sharding, step.frame_timesteps)
+            return tuple(self._run(tokens, timestep[:, frame]) for tokens, frame in runs_of_frames)
         if image is None or self.config.condition_channels:
             # Of any length, so that one compiled block serves clips of every size.
             return (self._run(slice(None), timestep),)
@@ -324,36 +326,12 @@ class WanTransformer(DiffusionTransformer):
             runs.append(self._run(later, timestep))
         return tuple(runs)
 
-    def _runs_by_frame(
-        self,
-        timestep: torch.Tensor,
-        grid: tuple[int, int, int],
-        sharding: SequenceSharding,
-        values: Sequence[float] | None,
-    ) -> tuple[_Run, ...]:
-        """A run for neighbouring frames of one timestep. timestep: [B, frames]; values: its numbers, where the host has
-        them; else every frame is a run, as asking the device would wait for it."""
-        of_frames = range(grid[0]) if values is None else values
-        runs, start = [], 0
-        for _, group in itertools.groupby(of_frames):
-            stop = start + len(list(group))
-            per_frame = grid[1] * grid[2]
-            tokens = sharding.local(slice(start * per_frame, stop * per_frame), math.prod(grid))
-            if tokens.start < tokens.stop:
-                runs.append(self._run(tokens, timestep[:, start]))
-            start = stop
-        return tuple(runs)
-
     def with_positions(
         self, cache: FrameCache, shape: Sequence[int], sharding: SequenceSharding, expert: int = 0
     ) -> FrameCache:
         """See DiffusionTransformer.with_positions."""
-        grid, plan = self.geometry.grid(tuple(shape)), cache.plan
-        head_dim, device = self.config.head_dim, self.out.weight.device
-        if cache.positions == "window":
-            return cache.with_rotations(*cached_rotations(plan, grid, head_dim, device))
-        box = (plan.frames, range(grid[1]), range(grid[2]))
-        return cache.with_rotations(sharding.shard(position_rotations(box, split_head_dim(head_dim), device), 0))
+        grid, head_dim = self.geometry.grid(tuple(shape)), self.config.head_dim
+        return with_positions(cache, grid, head_dim, sharding, self.out.weight.device)
 
     def _rotations(self, grid: tuple[int, int, int], context: AttentionContext) -> torch.Tensor:
         """[S, head_dim / 2], complex."""

@@ -13,7 +13,7 @@ import torch
 from recorded_capture import RecordedCapture
 from tiny_models import write_tiny_wan
 
-from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionCall, AttentionResult, TokenLayout, register_backend
 from diffusion_runtime.attention.backends.reference import ReferenceBackend
 from diffusion_runtime.attention.backends.registry import unregister_backend
@@ -26,9 +26,13 @@ from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.attention.layers import CACHED_KEYS
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
+from diffusion_runtime.cli.report_remarks import remarks_of
+from diffusion_runtime.denoising.chunks import passes_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.denoising.noise import ChunkNoise
-from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
+from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.wan.transformer import WanTransformer
@@ -164,6 +168,7 @@ def test_cached_chunks_are_the_block_causal_model(
     assert cache.num_bytes == samples * 2 * 2 * (span or 12) * 4 * 4 * 16 * 4
     planned = cache_bytes([pipeline.transformer], pipeline.resolve(request), 12, 4, samples, torch.float32)
     assert planned == cache.num_bytes
+    assert str(cache) in remarks_of([media.attention_report.to_dict()])
     assert (cache.window_frames, cache.sink_frames, cache.num_commits) == (span or None, sink, num_chunks - 1)
 
 
@@ -193,6 +198,9 @@ def test_a_rolling_window(pipeline: Pipeline) -> None:
     assert [given.plan.frames for given in denoised] == [range(*span) for span in spans]
     clean = {given.plan.first_frame: given.latents for given in passes if given.step.phase == "commit"}
     assert sorted(clean) == [0, 1, 2, 3, 4, 5]
+    resolved = pipeline.resolve(dataclasses.replace(request, kv_window=0))
+    planned = passes_of(resolved, BatchSettings.of([resolved], pipeline.rules).chunks)
+    assert list(planned) == [(given.plan.frames, given.step.phase) for given in passes]
     noise = ChunkNoise((16, 4, 4), [4])
     for window, given in enumerate(denoised):
         first, stop = spans[window]
@@ -214,20 +222,16 @@ def test_a_rolling_window(pipeline: Pipeline) -> None:
             torch.testing.assert_close(found, after, rtol=1e-5, atol=1e-5)
     with recorded(pipeline) as passes:
         pipeline(dataclasses.replace(request, kv_window=5, kv_sink=1))
-    written = 0
     for given in passes:
-        frames = given.plan.frames
-        written = max(written, frames.stop)
-        # The sink, and of the ring of 4 what has not given its slot to a later frame.
-        assert sorted(given.plan.key_frames) == sorted(
-            {*range(min(1, frames.stop)), *range(max(1, written - 4), frames.stop)}
-        )
+        # The sink, and of the rest the last 4: noisy ones, or where the first of them is committed clean ones.
+        stop = given.plan.frames.stop
+        assert sorted(given.plan.key_frames) == sorted({*range(min(1, stop)), *range(max(1, stop - 4), stop)})
 
 
 def test_a_video_is_the_beginning_of_a_longer_one(pipeline: Pipeline) -> None:
     few = {"sigmas": (1.0, 0.5), "chunk_frames": 1, "kv_window": 4, "kv_sink": 1, "commit_noise": 0.1}
-    whole = pipeline(dataclasses.replace(REQUEST, num_frames=4 * 39 + 1, **few)).frames
-    half = pipeline(dataclasses.replace(REQUEST, num_frames=4 * 19 + 1, **few)).frames
+    whole = pipeline(dataclasses.replace(REQUEST, num_frames=4 * 19 + 1, **few)).frames
+    half = pipeline(dataclasses.replace(REQUEST, num_frames=4 * 9 + 1, **few)).frames
     assert (whole[: len(half)] == half).all()
     assert whole.std() > 5
 
@@ -402,7 +406,6 @@ def test_backends_plan_once_per_pass_in_buffers_that_are_reserved_once(folder: P
     [
         ("absolute", {"guidance_scale": 3.0}),
         ("window", {}),
-        ("absolute", {"chunk_schedule": "rolling", "chunk_frames": 1, "kv_sink": 1}),
     ],
 )
 def test_a_full_cache_is_replayed_from_cuda_graphs(folder: Path, positions: str, others: dict[str, Any]) -> None:
@@ -429,6 +432,20 @@ def test_a_full_cache_is_replayed_from_cuda_graphs(folder: Path, positions: str,
     assert pipeline._graphs.num_graphs == 0
 
 
+def test_explain_counts_every_pass_and_the_keys_it_has_in_sight(pipeline: Pipeline, folder: Path) -> None:
+    request = dataclasses.replace(REQUEST, num_frames=41)
+    with recorded(pipeline) as passes:
+        media = pipeline(request)
+    prepared = prepare(RuntimeConfig(model_path=str(folder), device="cpu"))
+    explained = explain(prepared, pipeline.resolve(request))
+    assert explained.num_forwards == len(passes)
+    (attention,) = [part for part in explained.parts if part.name == "attention, self"]
+    pairs = sum(given.plan.num_frames * given.plan.tokens_per_frame * given.plan.num_keys for given in passes)
+    # 2 layers of 4 heads of 16.
+    assert attention.operations == pytest.approx(2 * 4.0 * pairs * 4 * 16)
+    assert media.attention_report.rows[0].count == 2 * len(passes)
+
+
 def test_what_is_refused(pipeline: Pipeline, folder: Path, tmp_path: Path) -> None:
     for values, message in (
         ({"kv_window": 4}, r"kv_window: expected 5 latent frames or more, a sink of 2 and a chunk of 3, got 4"),
@@ -444,6 +461,8 @@ def test_what_is_refused(pipeline: Pipeline, folder: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(RequestError, match=message):
             pipeline.resolve(dataclasses.replace(REQUEST, **values))
+    with pytest.raises(ConfigError, match="calibrate: this model makes a video chunk by chunk"):
+        pipeline.calibrate([REQUEST])
     with pytest.raises(BackendUnavailableError, match="vmoba_attn: cannot do cached_keys"):
         load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "vmoba_attn"}})
     plain = load_pipeline("shapes", device="cpu")
