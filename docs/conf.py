@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -10,7 +11,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from diffusion_runtime import __version__
+from diffusion_runtime import GenerationRequest, __version__
+from diffusion_runtime.request import REQUEST_FIELDS
 
 project = "diffusion_runtime"
 release = version = __version__
@@ -26,6 +28,8 @@ html_show_copyright = False
 myst_heading_anchors = 3
 # Docstrings name code in single backquotes.
 default_role = "code"
+# Two hyphens are those of a flag.
+smartquotes = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
@@ -45,7 +49,23 @@ def format_docstring(_app: Any, _kind: str, _name: str, found: object, _options:
     names = names_of(found)
     for paragraph in "\n".join(lines).split("\n\n"):
         formatted += [*format_paragraph(paragraph, names), ""]
+    if found is GenerationRequest:
+        formatted += [f"- ``{name}``: {escape(declared.help)}" for name, declared in REQUEST_FIELDS.items()]
     lines[:] = formatted
+
+
+def format_signature(
+    _app: Any, _kind: str, _name: str, _found: object, _options: object, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Defaults that a factory or a lambda makes, as `...`: what they are otherwise shown as does not parse."""
+    plain = signature and re.sub(r"<factory>|<function [\w.]*(<lambda>)?( at \w+)?>", "...", signature)
+    return plain, returned
+
+
+def skip_values(_app: Any, _kind: str, _name: str, found: object, _skip: bool, _options: object) -> bool | None:
+    """Fields of dataclasses are in the signature and in their class's text: not a third time."""
+    is_code = callable(found) or isinstance(found, property | classmethod | staticmethod | functools.cached_property)
+    return True if not is_code else None
 
 
 def names_of(found: object) -> set[str]:
@@ -97,3 +117,5 @@ def complete_source(_app: Any, page: str, source: list[str]) -> None:
 def setup(app: Any) -> None:
     app.connect("source-read", complete_source)
     app.connect("autodoc-process-docstring", format_docstring)
+    app.connect("autodoc-process-signature", format_signature)
+    app.connect("autodoc-skip-member", skip_values)
