@@ -151,7 +151,7 @@ def draw(title: str, mask: torch.Tensor, path: Path) -> None:
     figure.savefig(picture, dpi=100)
     plt.close(figure)
     # Few colours: a third of the size.
-    Image.open(picture).convert("RGB").quantize(96).save(path, optimize=True)
+    Image.open(picture).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def main() -> None:
