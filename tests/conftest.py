@@ -18,6 +18,7 @@ os.environ.pop("DIFFUSION_ATTENTION_BACKEND", None)
 # By seconds of CPU time; `scripts/check` keeps the order.
 LONGEST = (
     "kernels/test_block_sparse_triton.py",
+    "test_documentation_site.py",
     "cli/test_process_faults.py",
     "cli/test_several_processes.py",
     "test_embedded_model.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 import types
 from pathlib import Path
@@ -16,7 +15,7 @@ from cli_support import Command
 from tables import table
 
 from diffusion_runtime import GenerationRequest, load_pipeline
-from diffusion_runtime.comparison import frame_metrics, setting
+from diffusion_runtime.comparison import frame_metrics
 from diffusion_runtime.comparison.compare import Choices, compare
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics, psnr_db
 from diffusion_runtime.comparison.latent_distance import LatentComparison
@@ -278,35 +277,3 @@ def test_ssim_of_frames() -> None:
     ]
     assert FrameMetrics().of(first, second)["ssim"] == pytest.approx(sum(expected) / 2)
     assert FrameMetrics().of(first, first)["ssim"] == pytest.approx(1.0)
-
-
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return [part.split("```")[0] for part in DOCUMENT.split(f"```{language}\n")[1:]]
-
-
-def test_the_commands_of_the_documentation(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every command reaches the comparison with settings that resolve."""
-    reached: list[int] = []
-
-    def opened(settings: Any, *_: object) -> None:
-        reached.append(len(setting.open_settings(settings)))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys.modules[compare.__module__], "compare", opened)
-    [yaml_text] = blocks("yaml")
-    Path("sparse.yaml").write_text(yaml_text)
-    Path("prompts.txt").write_text("a red circle\na blue star\n")
-    commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", " ").splitlines() if line]
-    commands = [words[1:] for words in commands if words[:2] == ["diffusion-runtime", "compare"]]
-    for words in commands:
-        assert command(*words).code == 130
-    assert len(reached) == len(commands) > 1
-
-
-def test_the_python_of_the_documentation(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
-    [code] = blocks("python")
-    exec(compile(code, "docs/compare.md", "exec"), {})
-    assert "6 steps" in capsys.readouterr().out

@@ -1,0 +1,165 @@
+"""Quality of every attention backend that runs on this machine, on the embedded model, beside its time and density.
+
+    python -m benchmarks.backend_quality --num-prompts 16 --output benchmarks/results/backend_quality.json
+    python -m benchmarks.backend_quality --times --output times.json    # the CPU time of one clip of each, alone
+    python -m benchmarks.backend_quality --merge a.json b.json times.json --output FILE
+    python -m benchmarks.backend_quality --show benchmarks/results/backend_quality.json     # as a Markdown table
+
+Each backend makes the same seeded prompts in self-attention, `torch_sdpa` first; cross-attention stays with
+`torch_sdpa`. Recorded: prompt accuracy with its 95 % interval, the relative L2 distance of the final latents and the
+PSNR of the frames from the first row's, the share of (query, key) pairs that self-attention computed, the median time
+of denoising one clip, and with --times the process's CPU time of one clip, which other work on the machine changes
+little. A backend that cannot run here is a row with its reason. On a CPU the times say what the eager formulas of the
+sparse methods and of int8 take there, which nobody chooses for speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.clip_quality import Clips, generate_clips, quality_prompts, write_rows
+from benchmarks.sparse_quality import SVG2, VMOBA, num_dense_calls, recorded_densities
+from diffusion_runtime import AttentionConfig, AttentionSpec, BackendUnavailableError, load_pipeline
+from diffusion_runtime.attention.backends.registry import available_names
+
+FIRST = "torch_sdpa"
+VMOBA_SMALL = {**VMOBA, "spatial_chunk_size": [2, 2], "st_chunk_size": [2, 4, 4]}
+# By what a table calls them: options under which a method leaves pairs out on a grid of 8 x 8 x 8 tokens, which the
+# draft preset has. The other backends run with their defaults.
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "int8_attn": {"int8 values": {}, "float16 values": {"values": "fp16"}},
+    "sliding_tile_attn": {
+        "window 4x4x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [4, 4, 3]},
+        "window 3x3x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [3, 3, 3]},
+    },
+    "video_sparse_attn": {"sparsity 0.2": {"sparsity": 0.2}, "sparsity 0.4": {"sparsity": 0.4}},
+    "vmoba_attn": {
+        "top-k 5, 10, 10": {**VMOBA_SMALL, "temporal_topk": 5, "spatial_topk": 10, "st_topk": 10},
+        "top-k 3, 6, 6": {**VMOBA_SMALL, "temporal_topk": 3, "spatial_topk": 6, "st_topk": 6},
+    },
+    "sparse_video_gen_2_attn": {f"top-p {top_p}": {**SVG2, "svg2_top_p_kmeans": top_p} for top_p in (0.98, 0.9)},
+    "skip_softmax": {f"threshold {value}": {"skip_threshold": value} for value in (0.01, 0.1)},
+}
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row per backend and options, `torch_sdpa` first."""
+    prompts = quality_prompts(arguments.num_prompts)
+    chosen = arguments.only or available_names()
+    names = [FIRST, *(name for name in chosen if name != FIRST)]
+    first: Clips | None = None
+    for backend, label, options in (
+        (name, *setting) for name in names for setting in SETTINGS.get(name, {"": {}}).items()
+    ):
+        row: dict[str, Any] = {"backend": backend, "setting": label, "options": options}
+        attention = AttentionConfig(
+            per_role={"self": AttentionSpec(backend, options), "cross": AttentionSpec("torch_sdpa")}
+        )
+        try:
+            pipeline = load_pipeline("shapes", device=arguments.device, dtype=arguments.dtype, attention=attention)
+        except BackendUnavailableError as error:
+            yield {**row, "refused": [list(pair) for pair in error.reasons]}
+            continue
+        # One clip warms up: what is compiled or timed at a backend's first call is no part of its time.
+        generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset)
+        if arguments.times:
+            started = time.process_time()
+            generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset)
+            yield {**row, "cpu_seconds": time.process_time() - started}
+            continue
+        with recorded_densities() as densities:
+            clips = generate_clips(pipeline, prompts, {}, preset=arguments.preset)
+        first = clips if first is None else first
+        row |= {
+            "implementation": implementations(clips),
+            "density": density(clips, densities),
+            "denoise_seconds": statistics.median(clips.denoise_seconds),
+            **clips.beside(first),
+        }
+        print(line(row), flush=True)
+        yield row
+
+
+def implementations(clips: Clips) -> list[str]:
+    """Who computed self-attention, as the report names it."""
+    rows = [row for reports in clips.reports for report in reports for row in report.rows if row.role == "self"]
+    return sorted({row.implementation for row in rows})
+
+
+def density(clips: Clips, densities: list[float]) -> float:
+    """Pairs of queries and keys that self-attention computed, over all of them; what is skipped counts as left out."""
+    dense_calls = num_dense_calls(clips)
+    planned = (sum(densities) + dense_calls) / max(1, len(densities) + dense_calls)
+    skipped = [row for reports in clips.reports for report in reports for row in report.skipped]
+    visited = sum(row.num_visited for row in skipped)
+    return planned * (1 - sum(row.num_skipped for row in skipped) / visited) if visited else planned
+
+
+def merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first document with the rows of all: what later ones say of the same setting is added."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for document in documents:
+        for row in document["rows"]:
+            rows.setdefault((row["backend"], row["setting"]), {}).update(row)
+    order = [(name, label) for name in (FIRST, *available_names()) for label in SETTINGS.get(name, {"": {}})]
+    machines = [document["machine"] for document in documents]
+    return {**documents[0], "machines": machines, "rows": [rows[key] for key in dict.fromkeys(order) if key in rows]}
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row of the Markdown table."""
+    name = ", ".join(filter(None, [f"`{row['backend']}`", row["setting"]]))
+    if "refused" in row:
+        return f"| {name} | not measured | | | | | |"
+    if "accuracy" not in row:
+        return f"| {name} | | {row['cpu_seconds']:.1f} s | | | | |"
+    joint = [row["accuracy"][kind]["joint"] for kind in ("one_object", "two_objects")]
+    right = " | ".join(f"{each['rate']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in joint)
+    taken = f"{row['cpu_seconds']:.1f} s" if "cpu_seconds" in row else ""
+    return (
+        f"| {name} | {row['density']:.2f} | {taken} | {right} | "
+        f"{row['latent_relative_l2']:.3f} | {row['psnr_db']:.1f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--preset", default="draft")
+    parser.add_argument("--num-prompts", type=int, default=16, help="of each kind")
+    parser.add_argument("--only", nargs="+", choices=available_names(), help="these backends, beside the first")
+    parser.add_argument("--times", action="store_true", help="the CPU time of one clip of each, and nothing else")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--merge", nargs="+", type=Path, help="join these files into --output instead of measuring")
+    parser.add_argument("--show", type=Path, help="print this file as a Markdown table")
+    arguments = parser.parse_args()
+    if arguments.show:
+        print("| backend | density | CPU time | one object | two objects | latent distance | PSNR, dB |")
+        print("|---|---|---|---|---|---|---|")
+        print("\n".join(line(row) for row in json.loads(arguments.show.read_text())["rows"]))
+        return
+    if arguments.output is None:
+        parser.error("--output FILE is missing")
+    if arguments.merge:
+        document = merged([json.loads(path.read_text()) for path in arguments.merge])
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+        return
+    about = {"model": "shapes", "dtype": arguments.dtype, "preset": arguments.preset}
+    write_rows(
+        arguments,
+        "diffusion_runtime.backend_quality/1",
+        measure(arguments),
+        **about,
+        num_prompts=arguments.num_prompts,
+    )
+
+
+if __name__ == "__main__":
+    main()
