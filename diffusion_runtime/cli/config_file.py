@@ -16,6 +16,8 @@ from diffusion_runtime.errors import ConfigError, UsageError, nearest, shown
 from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest, request_field_types
 
 SECTIONS = ("runtime", "request", "presets")
+# What `tune` measured: a record for people, which decides nothing.
+_RECORD = "tuning"
 _BOOLEAN_KEYS = [item.name for item in dataclasses.fields(RuntimeConfig) if isinstance(item.default, bool)]
 
 
@@ -39,7 +41,7 @@ def read_config(path: str | None, settings: Sequence[str] = ()) -> FileConfig:
     content = {} if path is None else _load(Path(path))
     where = "" if path is None else f"{path}: "
     for section, values in content.items():
-        if section not in SECTIONS:
+        if section not in (*SECTIONS, _RECORD):
             raise ConfigError(f"{where}unknown section {shown(section)}.{nearest(section, SECTIONS)}")
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"{where}{section}: expected a mapping, got {shown(values)}")
