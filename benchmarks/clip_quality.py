@@ -22,10 +22,10 @@ from diffusion_runtime import GenerationRequest, Pipeline
 from diffusion_runtime.attention import AttentionReport
 from diffusion_runtime.hardware import resolve_device
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from scripts.shapes.attributes import SceneAttributes
-from scripts.shapes.checker import Verdict, check_clip
-from scripts.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
-from scripts.shapes.scoring import summarise
+from diffusion_runtime.quality.shapes.attributes import SceneAttributes
+from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
+from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
+from diffusion_runtime.quality.shapes.scoring import summarise
 
 KINDS: tuple[PromptKind, ...] = ("one_object", "two_objects")
 

@@ -33,7 +33,7 @@ from benchmarks.clip_quality import Clips, generate_clips, quality_prompts, writ
 from benchmarks.sparse_quality import SVG2
 from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.hardware import resolve_device
-from scripts.shapes.prompts import evaluation_prompts
+from diffusion_runtime.quality.shapes.prompts import evaluation_prompts
 
 FULL_STEPS = 24
 TIMED_CLIPS = 5

@@ -24,9 +24,9 @@ from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionReport
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from scripts.shapes.checker import Verdict, check_clip
-from scripts.shapes.prompts import PROMPT_KINDS, EvaluationPrompt, evaluation_prompts
-from scripts.shapes.scoring import summarise
+from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
+from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, EvaluationPrompt, evaluation_prompts
+from diffusion_runtime.quality.shapes.scoring import summarise
 
 ATTRIBUTES = ("joint", "count", "colour", "shape", "motion", "background")
 

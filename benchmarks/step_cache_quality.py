@@ -24,7 +24,7 @@ from rich.progress import track
 
 from benchmarks.clip_quality import Clips, generate_clips, joint_rates, quality_prompts, write_rows
 from diffusion_runtime import Pipeline, load_pipeline
-from scripts.shapes.prompts import EvaluationPrompt
+from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt
 
 # Request values of each cache, from little to much.
 CACHES: list[dict[str, Any]] = [

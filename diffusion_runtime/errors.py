@@ -14,6 +14,7 @@
     │   └── InstallationError                 installed packages that keep every model from being loaded
     └── OutputError                       1   a result that cannot be written or read
 
+`tune` returns 6 where no setting is within its budget (BUDGET_NOT_MET).
 A message states what was expected, what was there, and what to type instead.
 """
 
@@ -22,6 +23,9 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable
+
+# The exit code of `tune` where no setting meets the budget; what it wrote is the nearest.
+BUDGET_NOT_MET = 6
 
 MAX_SHOWN_CHARACTERS = 80
 MAX_LINE_CHARACTERS = 240

@@ -19,7 +19,7 @@ from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import rescaled, with_guidance
 from diffusion_runtime.denoising.guidance_terms import with_guidance_terms
-from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict
+from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict, Wrapper
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import Stage, sample_in_stages
 from diffusion_runtime.denoising.registry import build_sampler
@@ -47,7 +47,7 @@ class LatentDenoiser:
     calibration of a step cache must have been measured on (`model_identity`). published: TeaCache's coefficients
     for the model. block_runner: None for the one of the requests' step cache. is_compiled: whether torch.compile
     has compiled the transformer's blocks. graphs: the CUDA graphs of its forward passes; None runs all of them
-    eagerly. upsampler: of a second stage.
+    eagerly. upsampler: of a second stage. wrap: around the guided prediction, None for nothing; of the first stage.
     """
 
     transformer: DiffusionTransformer
@@ -63,6 +63,7 @@ class LatentDenoiser:
     graphs: ForwardGraphs | None = None
     published: TeaCachePolynomials | None = None
     upsampler: LatentUpsampler | None = None
+    wrap: Wrapper | None = None
 
     def denoise(self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep) -> torch.Tensor:
         """The clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's noise.
@@ -90,7 +91,7 @@ class LatentDenoiser:
             caches.append(cache)
             context = functools.partial(self.context_of, state, cache.block_runner)
             guided = self.guided(self.predict_of(forward, inputs, context), inputs["cond"], cache.wrappers)
-            predicts.append(_numbered(self._with_expert(guided), 0, settings.num_steps))
+            predicts.append(_numbered(self._wrapped(self._with_expert(guided)), 0, settings.num_steps))
         if stages:
             self.recorder.note(_sizes_remark(stages, sizes))
             assert isinstance(sampler, ScheduleSampler)
@@ -241,6 +242,9 @@ class LatentDenoiser:
             return forward(ForwardPass(latents.to(self.dtype), timestep, inputs[step.branch], of_pass))
 
         return predict
+
+    def _wrapped(self, predict: Predict) -> Predict:
+        return predict if self.wrap is None else self.wrap(predict)
 
     def _with_expert(self, predict: Predict) -> Predict:
         """`predict` with the expert of each step in its StepInfo."""

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.block_stack import BlockRunner
 from diffusion_runtime.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
-from diffusion_runtime.denoising.interface import OnStep
+from diffusion_runtime.denoising.interface import OnStep, Wrapper
 from diffusion_runtime.denoising.progressive_resolution import MIN_FITTED_SIZE, fit_spectrum
 from diffusion_runtime.denoising.step_cache.calibration import Calibration, model_identity
 from diffusion_runtime.denoising.step_cache.measurement import StackMeasurement, fit_polynomials, mean_ratios
@@ -128,6 +130,7 @@ class Pipeline:
         self._load_timings: dict[str, float] = {}
         self._watch_latents: OnStep | None = None
         self._counts_density = False
+        self._wrap_predictions: Wrapper | None = None
 
     def note_load(self, timings: Mapping[str, float]) -> None:
         """As GenerationPipeline says."""
@@ -316,6 +319,36 @@ class Pipeline:
             yield
         finally:
             self._watch_latents = before
+
+    @contextlib.contextmanager
+    def wrapped_predictions(self, wrap: Wrapper) -> Iterator[None]:
+        """While it holds, the sampler calls `wrap(predict)` for the model's guided prediction of every step."""
+        before, self._wrap_predictions = self._wrap_predictions, wrap
+        try:
+            yield
+        finally:
+            self._wrap_predictions = before
+
+    @contextlib.contextmanager
+    def attention_choices(self, choices: AttentionConfig) -> Iterator[None]:
+        """While it holds, the transformer's layers attend as if `choices` were the command line's; nothing is loaded
+        again. The recipe of what is made meanwhile says what the pipeline was loaded with.
+
+        Raises ConfigError and BackendUnavailableError as loading does, and ConfigError where CUDA graphs hold the
+        choices.
+        """
+        if self._graphs is not None:
+            raise ConfigError("attention_choices: CUDA graphs hold the kernels of one choice; use cuda_graphs='off'")
+        layers = [(layer, layer.policy) for layer in self.transformer.attention_layers()]
+        policies: dict[int, AttentionPolicy] = {}
+        try:
+            for layer, policy in layers:
+                # One policy for all, as the model was built with: what is announced is announced once.
+                layer.choose(policies.setdefault(id(policy), dataclasses.replace(policy, cli=choices)))
+            yield
+        finally:
+            for layer, policy in layers:
+                layer.choose(policy)
 
     def calibrate(self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None) -> Calibration:
         """Measure what the step caches MagCache and TeaCache and progressive resolution need to know of this model, on
@@ -515,6 +548,7 @@ class Pipeline:
             graphs=self._graphs,
             published=self.rules.teacache,
             upsampler=self._upsampler,
+            wrap=self._wrap_predictions,
         )
 
     def _encoder(

@@ -13,9 +13,9 @@ import torch
 import diffusion_runtime
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.errors import RequestError
-from scripts.shapes.attributes import ObjectAttributes, SceneAttributes
-from scripts.shapes.checker import check_clip
-from scripts.shapes.prompts import evaluation_prompts
+from diffusion_runtime.quality.shapes.attributes import ObjectAttributes, SceneAttributes
+from diffusion_runtime.quality.shapes.checker import check_clip
+from diffusion_runtime.quality.shapes.prompts import evaluation_prompts
 
 FOLDER = Path(diffusion_runtime.__file__).parent / "assets" / "shapes"
 

@@ -131,10 +131,25 @@ class AttentionLayer(nn.Module, ABC):
             keys_in_parts=self._exchange.needs_lse,
             every_key_on_demand=self._exchange_with_every_key is not None,
         )
+        self.decisions: tuple[tuple[str, Decision], ...] = ()
+        self._decide()
+
+    def choose(self, policy: AttentionPolicy) -> None:
+        """Decide again, for the calls from here on, by another policy for the same device, dtype and processes.
+
+        Raises what the constructor raises for a choice that cannot run, and leaves everything as it was.
+        """
+        before = self.policy, self.decisions, self._known
+        self.policy, self._known = policy, {}
+        try:
+            self._decide()
+        except Exception:
+            self.policy, self.decisions, self._known = before
+            raise
+
+    def _decide(self) -> None:
         possible = self.policy.possible_decisions(self.requirements, self.layer)
-        self.decisions: tuple[tuple[str, Decision], ...] = tuple(
-            (when, self._with_exchange(decision)) for when, decision in possible
-        )
+        self.decisions = tuple((when, self._with_exchange(decision)) for when, decision in possible)
         for _, decision in self.decisions:
             self.policy.announce(decision, self.layer.role)
         self._check_moments(self.policy.held_rules(self.layer), (), num_steps=None)

@@ -38,6 +38,8 @@ from diffusion_runtime.cli.models import models
 from diffusion_runtime.cli.models_download import EPILOG as DOWNLOAD_EPILOG
 from diffusion_runtime.cli.models_download import download
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
+from diffusion_runtime.cli.tune import EPILOG as TUNE_EPILOG
+from diffusion_runtime.cli.tune import tune
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
 from diffusion_runtime.session.interruptions import interruptions, remove_unfinished_files
@@ -140,6 +142,7 @@ def verbs(
 app.command("generate", cls=CheckedCommand, epilog=GENERATE_EPILOG)(generate)
 app.command("explain", cls=CheckedCommand, epilog=EXPLAIN_EPILOG)(explain)
 app.command("compare", cls=CheckedCommand, epilog=COMPARE_EPILOG)(compare)
+app.command("tune", cls=CheckedCommand, epilog=TUNE_EPILOG)(tune)
 app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
 app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
 app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +14,14 @@ from diffusion_runtime.cli import options
 from diffusion_runtime.cli.compare_settings import OUTPUT_FLAGS, parse_settings
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
+from diffusion_runtime.cli.prompt_set import requests_of_set, without_prompts
 from diffusion_runtime.cli.tables import figures_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from diffusion_runtime.comparison.compare import SaveClip
-    from diffusion_runtime.comparison.result import Comparison
+    from diffusion_runtime.comparison.result import Comparison, Row
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.request import GenerationRequest
 
@@ -42,13 +44,14 @@ def compare(context: typer.Context, **given: Any) -> None:
     """
     del context
     html, threshold, warm_up = (given.pop(name) for name in ("html", "threshold", "warm_up"))
+    prompt_set, clip_path = (given.pop(name) for name in ("prompt_set", "clip_path"))
     texts, folder, file_format = (given.pop(name) for name in ("setting", "output_path", "file_format"))
     as_json = given["as_json"]
     terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"], log_format=given["log_format"])
     if not threshold > 0:
         raise ConfigError(f"--threshold: expected a number above 0, got {threshold:g}")
     missing = dict.fromkeys(OUTPUT_FLAGS)
-    shared = flags_of({**missing, **given})
+    shared = without_prompts(flags_of({**missing, **given}), prompt_set)
     with terminal.log():
         # Before torch is imported: wrong flags are said at once.
         parsed = parse_settings(texts or (), shared, inspect.signature(generate_verb))
@@ -66,9 +69,9 @@ def compare(context: typer.Context, **given: Any) -> None:
         for name, each in parsed:
             # A preset of the file is in the requests; any other is the model's, which says so where it is not.
             preset = None if each.preset in each.file_presets else each.preset
-            settings.append(Setting(name, each.runtime, each.requests, preset))
+            settings.append(Setting(name, each.runtime, requests_of_set(each.requests, prompt_set), preset))
         result = compare_settings(
-            settings, terminal, Choices(threshold, warm_up, page is not None), _saver(folder, file_format)
+            settings, terminal, Choices(threshold, warm_up, clip_path, page is not None), _saver(folder, file_format)
         )
         if page is not None:
             from diffusion_runtime.comparison.page import write_page
@@ -92,7 +95,7 @@ def show(result: Comparison) -> None:
     console = Console(highlight=False, file=sys.stdout)
     quality, cost = [], []
     for row in result.rows:
-        name = f"  in its time: {row.num_steps or 'fewer'} steps" if row.kind == "fewer_steps" else row.name
+        name = _indented(row)
         share = row.computed_share
         steps = "-" if row.num_steps is None else str(row.num_steps)
         if share is not None and share < 1:
@@ -117,6 +120,9 @@ def show(result: Comparison) -> None:
     columns = ("seconds of one clip", "text", "denoise", "decode", "per step", "total", "density", "memory")
     console.print(figures_table(columns, cost), soft_wrap=True)
     console.print()
+    for names, rows in _prompt_tables(result):
+        console.print(figures_table(names, rows), soft_wrap=True)
+        console.print()
     for row in result.rows:
         if row.state != "measured":
             console.print(Text(f"{row.name}: {row.state.replace('_', ' ')}: {row.reason}"))
@@ -124,6 +130,32 @@ def show(result: Comparison) -> None:
         console.print(Text(f"{name.upper()}: {reason}"))
     for remark in result.remarks:
         console.print(Text(remark))
+
+
+def _prompt_tables(result: Comparison) -> Iterator[tuple[Sequence[str], list[tuple[str, ...]]]]:
+    """Prompt accuracy by attribute, and CLIP score, where they were measured."""
+    from diffusion_runtime.quality.shapes.scoring import ATTRIBUTES
+
+    judged = [(row, row.accuracy) for row in result.rows]
+    if result.reference.accuracy is not None:
+        rows = []
+        for row, accuracy in judged:
+            if accuracy is None:
+                continue
+            joint, paired = accuracy.joint, result.paired_test(row)
+            test = ("-", "-") if paired is None else (f"-{paired.only_first} +{paired.only_second}", f"{paired.p:.2f}")
+            rates = [f"{getattr(accuracy, name).rate:.2f}" for name in ATTRIBUTES]
+            interval = f"{joint.low:.2f} to {joint.high:.2f}"
+            rows.append((_indented(row), f"{joint.rate:.2f}", interval, *rates, *test))
+        names = ("all", "95 %", *ATTRIBUTES, "beside\nreference", "p")
+        yield (f"right of\n{result.reference.accuracy.joint.total} prompts", *names), rows
+    if result.reference.clip_score is not None:
+        rows = [(_indented(row), _figure(row.clip_score, 2)) for row in result.rows if row.clip_score is not None]
+        yield ("", "CLIP score"), rows
+
+
+def _indented(row: Row) -> str:
+    return f"  in its time: {row.num_steps or 'fewer'} steps" if row.kind == "fewer_steps" else row.name
 
 
 def _figure(value: float | None, digits: int) -> str:
@@ -167,8 +199,21 @@ def _saver(folder: str | None, file_format: str | None) -> SaveClip:
     return save
 
 
+def prompt_set_option(panel: str) -> Any:
+    """--prompt-set, for a panel of the help."""
+    text = "Seeded prompts with known attributes: shapes:64, or shapes:64:7 for others."
+    return Annotated[str | None, _option(text, "--prompt-set", "shapes:COUNT", panel)]
+
+
+def clip_path_option(panel: str) -> Any:
+    """--clip-path, for a panel of the help."""
+    return Annotated[
+        str | None, _option("A folder of a CLIP model, for the CLIP score.", "--clip-path", "FOLDER", panel)
+    ]
+
+
 def _option(text: str, name: str, metavar: str, panel: str = _COMPARE) -> Any:
-    return typer.Option(name, help=text, metavar=metavar, rich_help_panel=panel)
+    return typer.Option(name, help=text, metavar=metavar, rich_help_panel=panel, show_default=False)
 
 
 def _signature() -> inspect.Signature:
@@ -197,7 +242,9 @@ def _signature() -> inspect.Signature:
         parameter(
             "threshold",
             0.1,
-            Annotated[float, _option("Name the first step whose latents differ by more.", "--threshold", "X")],
+            Annotated[
+                float, _option("Name the first step whose latents differ by more. Default: 0.1.", "--threshold", "X")
+            ],
         ),
         parameter(
             "warm_up",
@@ -213,6 +260,8 @@ def _signature() -> inspect.Signature:
                 ),
             ],
         ),
+        parameter("prompt_set", None, prompt_set_option(_COMPARE)),
+        parameter("clip_path", None, clip_path_option(_COMPARE)),
     ]
     output = [
         parameter(

@@ -18,6 +18,8 @@ from diffusion_runtime.request import REQUEST_FIELDS, GenerationRequest, request
 SECTIONS = ("runtime", "request", "presets")
 # The JSON Schema of such files, which config_schema.py makes; editors find it by a file's first line.
 SCHEMA_FILE = Path(__file__).parents[1] / "assets" / "config.schema.json"
+# What `tune` measured: a record for people, which decides nothing.
+_RECORD = "tuning"
 _BOOLEAN_KEYS = [item.name for item in dataclasses.fields(RuntimeConfig) if isinstance(item.default, bool)]
 
 # What a key is refused without, while each is checked alone; it may come from a flag.
@@ -44,7 +46,7 @@ def read_config(path: str | None, settings: Sequence[str] = ()) -> FileConfig:
     content = {} if path is None else _load(Path(path))
     where = "" if path is None else f"{path}: "
     for section, values in content.items():
-        if section not in SECTIONS:
+        if section not in (*SECTIONS, _RECORD):
             raise ConfigError(f"{where}unknown section {shown(section)}.{nearest(section, SECTIONS)}")
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"{where}{section}: expected a mapping, got {shown(values)}")

@@ -86,6 +86,7 @@ def config_schema() -> Schema:
                 "additionalProperties": {"$ref": "#/definitions/preset"},
                 "description": "Request values by name, for --preset.",
             },
+            "tuning": {"description": "What `tune` measured: a record that decides nothing."},
         },
         "additionalProperties": False,
         "definitions": {**attention_definitions(), "preset": {**preset, "type": "object"}},

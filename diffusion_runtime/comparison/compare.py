@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from diffusion_runtime.comparison.clip_pictures import encode_picture
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics
 from diffusion_runtime.comparison.latent_distance import LatentComparison, LatentWatcher
+from diffusion_runtime.comparison.prompt_attributes import known_attributes
 from diffusion_runtime.comparison.result import STAGES, Clip, Comparison, Kind, Row, steps_at_the_same_time
 from diffusion_runtime.comparison.setting import OpenedSetting, Setting, named_error, open_settings
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.errors import DiffusionRuntimeError, UsageError
+from diffusion_runtime.errors import DiffusionRuntimeError, UsageError, shown
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.generation_pipeline import GenerationPipeline
 from diffusion_runtime.loading import Prepared, prepare
@@ -23,6 +26,8 @@ from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import forget_device_peak
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.progress import Progress
+from diffusion_runtime.quality.clip_score import ClipScore
+from diffusion_runtime.quality.shapes.checker import check_clip
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.reporter import Reporter
@@ -35,10 +40,12 @@ SaveClip = Callable[[str, GenerationRequest, GeneratedMedia], "str | None"]
 class Choices:
     """threshold: of the latents' relative L2 distance, whose first step over it is named. warm_up: None makes a clip
     twice where there is one alone, so that no time counts what happens at the first one only; where there are several,
-    the first one's time does not count. pictures: whether encoded clips are kept, for the page."""
+    the first one's time does not count. clip_path: of a CLIP model, for its score.
+    pictures: whether encoded clips are kept, for the page."""
 
     threshold: float = 0.1
     warm_up: bool | None = None
+    clip_path: str | None = None
     pictures: bool = False
 
 
@@ -50,8 +57,8 @@ def compare(
 ) -> Comparison:
     """The first setting is the reference. reporter: None for silence.
 
-    Raises what `open_settings` raises before any weight is read, and whatever ends the reference; another setting that
-    fails is a row, and the others go on.
+    Raises what `open_settings` raises, and ModelLoadError for a folder that holds no CLIP model, before any weight is
+    read, and whatever ends the reference; another setting that fails is a row, and the others go on.
     """
     run = _Run(open_settings(settings), _Silent() if reporter is None else reporter, choices or Choices(), save)
     with run:
@@ -90,7 +97,12 @@ class _Run:
     made: list[tuple[Sequence[GenerationRequest], Row]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.latents = LatentComparison(len(self.settings[0].requests))
+        reference = self.settings[0]
+        self.latents = LatentComparison(len(reference.requests))
+        prompts = [request.prompt for request in reference.requests]
+        self.attributes = known_attributes(reference.setting.runtime.model_path, prompts)
+        path = self.choices.clip_path
+        self.clip_score = None if path is None else ClipScore(path, _device_of(reference))
 
     def __enter__(self) -> None:
         return None
@@ -221,6 +233,7 @@ class _Run:
         distance = None if watcher is None else watcher.distance
         if row.kind == "reference":
             self.frames.append(media.frames)
+        attributes = self.attributes[index]
         picture, kind = encode_picture(media) if self.choices.pictures else (None, "")
         return Clip(
             prompt=request.prompt,
@@ -230,6 +243,8 @@ class _Run:
             metrics={} if row.kind == "reference" else self._frame_metrics(media, index),
             seconds={stage: media.timings[stage] for stage in STAGES if stage in media.timings},
             computed_share=_computed_share(media),
+            verdict=None if attributes is None else check_clip(attributes, torch.from_numpy(media.frames)),
+            clip_score=None if self.clip_score is None else self.clip_score(media.frames, request.prompt),
             path=self.save(row.name, request, media),
             picture=picture,
             picture_type=kind,
@@ -282,6 +297,10 @@ class _Run:
     def _remarks(self, reference: Row) -> Iterator[str]:
         if self.latents.dtype is None:
             yield "latents: the model that was run does not show them; clips are compared by their frames"
+        unknown = [clip.prompt for clip in reference.clips if clip.verdict is None]
+        if 0 < len(unknown) < len(reference.clips):
+            text = f"{len(unknown)} prompts that name other things than the model's, such as {shown(unknown[0])}"
+            yield f"accuracy: without {text}"
         if reference.num_untimed:
             yield "time: median over the clips of a setting, without the first, which warms up"
         elif self.choices.warm_up is False:

@@ -105,6 +105,8 @@ def _row(result: Comparison, row: Row, letter: str, colour: str) -> Mapping[str,
         _figure(row.metric("psnr_db"), 1),
         _figure(row.metric("ssim"), 3),
         _figure(row.metric("lpips"), 3),
+        _accuracy(row),
+        _figure(row.clip_score, 1),
         *(_figure(row.seconds.get(stage), 2) for stage in ("text", "denoise", "decode")),
         _figure(row.total_seconds, 2),
         "-" if speedup is None else f"{speedup:.2f}x",
@@ -113,6 +115,15 @@ def _row(result: Comparison, row: Row, letter: str, colour: str) -> Mapping[str,
     ]
     beside = f", in the time of {row.beside}" if row.kind == "fewer_steps" else ""
     return {"letter": letter, "colour": colour, "name": row.name + beside, "values": values}
+
+
+def _accuracy(row: Row) -> str:
+    """`0.94 (0.71 to 0.99)`."""
+    accuracy = row.accuracy
+    if accuracy is None:
+        return "-"
+    joint = accuracy.joint
+    return f"{joint.rate:.2f} ({joint.low:.2f} to {joint.high:.2f})"
 
 
 def _figure(value: float | None, digits: int) -> str:

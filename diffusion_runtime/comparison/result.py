@@ -9,6 +9,9 @@ from typing import Any, Literal, TypeAlias
 
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BatchFailedError
+from diffusion_runtime.quality.paired_test import PairedTest, mcnemar
+from diffusion_runtime.quality.shapes.checker import Verdict
+from diffusion_runtime.quality.shapes.scoring import Accuracy, summarise
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.session.failures import Failure
 
@@ -24,7 +27,8 @@ State: TypeAlias = Literal["measured", "failed", "same", "not_faster"]
 class Clip:
     """One generation. latent_l2: after each step, beside the reference's (latent_distance.ClipDistance); metrics:
     `psnr_db`, `ssim`, `lpips`; both empty for the reference. seconds: by stage. computed_share: of the forward passes,
-    where a step cache leaves some out. picture: the encoded clip for the page; path: of the saved one."""
+    where a step cache leaves some out. verdict: what of the prompt the clip shows, None where that is not
+    known; clip_score: None without a CLIP model. picture: the encoded clip for the page; path: of the saved one."""
 
     prompt: str
     seed: int
@@ -33,6 +37,8 @@ class Clip:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     computed_share: float = 1.0
+    verdict: Verdict | None = None
+    clip_score: float | None = None
     path: str | None = None
     picture: bytes | None = None
     picture_type: str = ""
@@ -46,6 +52,8 @@ class Clip:
             **{name: self.metrics.get(name) for name in ("psnr_db", "ssim", "lpips")},
             "seconds": {name: round(value, 4) for name, value in self.seconds.items()},
             "computed_share": self.computed_share,
+            "verdict": None if self.verdict is None else {**asdict(self.verdict), "joint": self.verdict.joint},
+            "clip_score": self.clip_score,
             "path": self.path,
         }
 
@@ -100,6 +108,16 @@ class Row:
     def computed_share(self) -> float | None:
         return _mean([clip.computed_share for clip in self.clips])
 
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """Over the prompts of which it is known what a clip must show; None without any."""
+        verdicts = [clip.verdict for clip in self.clips if clip.verdict is not None]
+        return summarise(verdicts) if verdicts else None
+
+    @property
+    def clip_score(self) -> float | None:
+        return _mean([clip.clip_score for clip in self.clips])
+
     def metric(self, name: str) -> float | None:
         return _mean([clip.metrics.get(name) for clip in self.clips])
 
@@ -137,6 +155,17 @@ class Comparison:
         its, mine = self.reference.total_seconds, row.total_seconds
         return None if its is None or mine is None else its / mine
 
+    def paired_test(self, row: Row) -> PairedTest | None:
+        """Of the reference and another row, on the prompts that both were judged by; None without any."""
+        pairs = [
+            (its.verdict.joint, mine.verdict.joint)
+            for its, mine in zip(self.reference.clips, row.clips, strict=False)
+            if its.verdict is not None and mine.verdict is not None
+        ]
+        if row is self.reference or not pairs:
+            return None
+        return mcnemar([first for first, _ in pairs], [second for _, second in pairs])
+
     def to_dict(self) -> dict[str, Any]:
         request = self.reference.request
         assert request is not None
@@ -157,6 +186,7 @@ class Comparison:
         }
 
     def _row(self, row: Row) -> dict[str, Any]:
+        accuracy, paired = row.accuracy, self.paired_test(row)
         return {
             "name": row.name,
             "kind": row.kind,
@@ -170,6 +200,9 @@ class Comparison:
             "first_step_over_threshold": row.first_step_over(self.threshold),
             "final_latent_l2": row.final_latent_l2,
             **{name: row.metric(name) for name in ("psnr_db", "ssim", "lpips")},
+            "accuracy": None if accuracy is None else accuracy.to_dict(),
+            "mcnemar": None if paired is None else asdict(paired),
+            "clip_score": row.clip_score,
             "seconds": {name: round(value, 4) for name, value in row.seconds.items()},
             "total_seconds": row.total_seconds,
             "seconds_per_step": row.seconds_per_step,

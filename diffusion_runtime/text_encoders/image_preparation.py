@@ -82,7 +82,10 @@ def _read_sizes(path: Path, values: Mapping[str, Any]) -> tuple[int, int, int | 
     if not values.get("do_center_crop", False):
         return (*_height_and_width(path, "size", size), None)
     shortest_side = size.get("shortest_edge") if isinstance(size, dict) else size
-    height, width = _height_and_width(path, "crop_size", values.get("crop_size"))
+    crop = values.get("crop_size")
+    # As files of CLIP from 2021 have it.
+    crop = {"height": crop, "width": crop} if type(crop) is int else crop
+    height, width = _height_and_width(path, "crop_size", crop)
     if not isinstance(shortest_side, int) or shortest_side < max(height, width):
         raise ModelLoadError(
             f"{path}: key 'size': expected a shortest_edge of {max(height, width)} pixels or more, got {shown(size)}"

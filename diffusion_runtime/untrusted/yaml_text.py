@@ -65,6 +65,18 @@ def parse_yaml(text: str) -> Any:
         raise DocumentError(str(error).splitlines()[0]) from error
 
 
+def yaml_document(value: dict[str, Any]) -> str:
+    """YAML text that `parse_yaml` reads back as the same plain values; tuples become lists."""
+    text: str = yaml.safe_dump(_lists(value), sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
+    return text
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def read_yaml_file(path: str | Path, key: str = "") -> Any:
     """The value of the YAML file at `path`. key: the flag or key that named it.
 

@@ -4,7 +4,7 @@ Captions name colour, shape, motion and background; the checker reads the same f
 prompt.
 """
 
-from scripts.shapes.attributes import (
+from diffusion_runtime.quality.shapes.attributes import (
     BACKGROUND_NAMES,
     COLOUR_NAMES,
     COLOURS,
@@ -15,12 +15,12 @@ from scripts.shapes.attributes import (
     SceneAttributes,
     is_held_out,
 )
-from scripts.shapes.captions import Caption, CaptionSettings, write_caption
-from scripts.shapes.checker import Reading, Verdict, check_clip, judge, read_clip
-from scripts.shapes.prompts import PROMPT_KINDS, EvaluationPrompt, PromptKind, evaluation_prompts
+from diffusion_runtime.quality.shapes.captions import Caption, CaptionSettings, write_caption
+from diffusion_runtime.quality.shapes.checker import Reading, Verdict, check_clip, judge, read_clip
+from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, EvaluationPrompt, PromptKind, evaluation_prompts
+from diffusion_runtime.quality.shapes.scene import SceneBatch, SceneSettings, sample_scenes
+from diffusion_runtime.quality.shapes.scoring import Accuracy, Proportion, evaluate, summarise, wilson
 from scripts.shapes.render import render
-from scripts.shapes.scene import SceneBatch, SceneSettings, sample_scenes
-from scripts.shapes.scoring import Accuracy, Proportion, evaluate, summarise, wilson
 
 __all__ = [
     "BACKGROUND_NAMES",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from scripts.shapes.attributes import BACKGROUND_NAMES, COLOURS
-from scripts.shapes.scene import MAX_OBJECTS, SceneBatch
-from scripts.shapes.signed_distance import coverage
+from diffusion_runtime.quality.shapes.attributes import BACKGROUND_NAMES, COLOURS
+from diffusion_runtime.quality.shapes.scene import MAX_OBJECTS, SceneBatch
+from diffusion_runtime.quality.shapes.signed_distance import coverage
 
 
 def render_float(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor, Tensor]:

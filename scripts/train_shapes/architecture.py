@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from scripts.shapes.captions import all_words
+from diffusion_runtime.quality.shapes.captions import all_words
 
 MAX_PROMPT_TOKENS = 64
 """Length to which prompts are padded (zeros) before cross-attention; written into the tokenizer's configuration."""

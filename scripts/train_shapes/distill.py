@@ -32,10 +32,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5EncoderModel
 
-from scripts.shapes.captions import write_caption
-from scripts.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
-from scripts.shapes.scene import SceneSettings, sample_scenes
-from scripts.shapes.scoring import Accuracy, CheckClips, summarise
+from diffusion_runtime.quality.shapes.captions import write_caption
+from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
+from diffusion_runtime.quality.shapes.scene import SceneSettings, sample_scenes
+from diffusion_runtime.quality.shapes.scoring import Accuracy, CheckClips, summarise
 from scripts.train_shapes.architecture import LATENT_CHANNELS, MAX_PROMPT_TOKENS, embed_prompts
 from scripts.train_shapes.attention import TrainingAttention
 from scripts.train_shapes.clip_vae import WholeClipVae

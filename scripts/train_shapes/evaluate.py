@@ -22,10 +22,10 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from scripts.shapes.attributes import SceneAttributes
-from scripts.shapes.checker import Verdict, check_clip
-from scripts.shapes.prompts import PROMPT_KINDS, PromptKind, evaluation_prompts
-from scripts.shapes.scoring import Accuracy, CheckClips, Generate, evaluate
+from diffusion_runtime.quality.shapes.attributes import SceneAttributes
+from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
+from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, PromptKind, evaluation_prompts
+from diffusion_runtime.quality.shapes.scoring import Accuracy, CheckClips, Generate, evaluate
 from scripts.train_shapes.clip_vae import WholeClipVae
 from scripts.train_shapes.contact_sheet import save_sheet
 from scripts.train_shapes.export import SamplerScheduler, build_scheduler

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from scripts.shapes.prompts import PROMPT_KINDS, PromptKind
-from scripts.shapes.scoring import CheckClips
+from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, PromptKind
+from diffusion_runtime.quality.shapes.scoring import CheckClips
 from scripts.train_shapes.evaluate import Model, Setting, measure, parallel_checker
 from scripts.train_shapes.export import build_scheduler
 from scripts.train_shapes.sampling import SamplerSettings

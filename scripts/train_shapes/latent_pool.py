@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from scripts.shapes.attributes import SceneAttributes
-from scripts.shapes.captions import write_caption
-from scripts.shapes.scene import SceneBatch, SceneSettings, sample_scenes
+from diffusion_runtime.quality.shapes.attributes import SceneAttributes
+from diffusion_runtime.quality.shapes.captions import write_caption
+from diffusion_runtime.quality.shapes.scene import SceneBatch, SceneSettings, sample_scenes
 from scripts.train_shapes.object_labels import (
     ATTRIBUTES,
     TOUCHED,

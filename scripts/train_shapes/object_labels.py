@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import BatchEncoding
 
-from scripts.shapes.attributes import COLOUR_NAMES, MOTION_NAMES, SHAPE_NAMES
-from scripts.shapes.captions import Caption
-from scripts.shapes.scene import SceneBatch
+from diffusion_runtime.quality.shapes.attributes import COLOUR_NAMES, MOTION_NAMES, SHAPE_NAMES
+from diffusion_runtime.quality.shapes.captions import Caption
+from diffusion_runtime.quality.shapes.scene import SceneBatch
 
 ATTRIBUTES = ("colour", "shape", "motion")
 NUM_CLASSES = (len(COLOUR_NAMES), len(SHAPE_NAMES), len(MOTION_NAMES))

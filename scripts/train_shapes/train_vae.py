@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.shapes.checker import check_clip
+from diffusion_runtime.quality.shapes.checker import check_clip
+from diffusion_runtime.quality.shapes.scene import SceneBatch, SceneSettings, sample_scenes
+from diffusion_runtime.quality.shapes.scoring import summarise
 from scripts.shapes.render import render_float
-from scripts.shapes.scene import SceneBatch, SceneSettings, sample_scenes
-from scripts.shapes.scoring import summarise
 from scripts.train_shapes.architecture import LATENT_CHANNELS, build_vae
 from scripts.train_shapes.clip_vae import WholeClipVae, channels_last, normalise_and_activate
 from scripts.train_shapes.contact_sheet import save_sheet

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from scripts.shapes.scene import (
+from diffusion_runtime.quality.shapes.scene import (
     RADIUS_RANGE_ONE,
     RADIUS_RANGE_TWO,
     TRAVEL_RANGE_ONE,

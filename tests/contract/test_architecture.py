@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "diffusion_runtime"
 # Top row first. A module may import rows below its own and its own folder, nothing else.
 ROWS = [
     {"cli"},
+    {"tuning"},
     {"comparison"},
     {"session"},
     {"benchmark"},
@@ -35,6 +36,7 @@ ROWS = [
     },
     {"batch_settings"},
     {"models"},
+    {"quality"},
     {"text_encoders", "denoising", "memory"},
     {"layers"},
     {"attention"},
@@ -78,7 +80,7 @@ ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for na
 # A third-party package, and the places that may import it.
 HOMES = {
     "diffusers": ("diffusers_bridge", "models", "denoising"),
-    "transformers": ("text_encoders",),
+    "transformers": ("text_encoders", "quality/clip_score.py"),
     "triton": ("kernels",),
     "flash_attn": ("attention/backends", "kernels"),
     "torch.distributed": ("parallel",),

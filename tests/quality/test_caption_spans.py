@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from random import Random
 
+from diffusion_runtime.quality.shapes.attributes import BACKGROUND_NAMES, COLOUR_NAMES, MOTION_NAMES, SHAPE_NAMES
+from diffusion_runtime.quality.shapes.captions import EVALUATION_CAPTIONS, Caption, CaptionSettings
 from scripts.shapes import ObjectAttributes, SceneAttributes, write_caption
-from scripts.shapes.attributes import BACKGROUND_NAMES, COLOUR_NAMES, MOTION_NAMES, SHAPE_NAMES
-from scripts.shapes.captions import EVALUATION_CAPTIONS, Caption, CaptionSettings
 from scripts.train_shapes.architecture import build_tokenizer
 from scripts.train_shapes.latent_pool import CAPTION_TOKENS
 from scripts.train_shapes.object_labels import IGNORED, token_labels

@@ -8,6 +8,9 @@ from random import Random
 import pytest
 import torch
 
+from diffusion_runtime.quality.shapes.attributes import COLOUR_NAMES, MOTION_NAMES, SHAPE_NAMES
+from diffusion_runtime.quality.shapes.captions import UNKNOWN_FILLERS, all_words
+from diffusion_runtime.quality.shapes.signed_distance import BOUNDING_RADIUS
 from scripts.shapes import (
     HELD_OUT_COMBINATIONS,
     SceneBatch,
@@ -18,9 +21,6 @@ from scripts.shapes import (
     sample_scenes,
     write_caption,
 )
-from scripts.shapes.attributes import COLOUR_NAMES, MOTION_NAMES, SHAPE_NAMES
-from scripts.shapes.captions import UNKNOWN_FILLERS, all_words
-from scripts.shapes.signed_distance import BOUNDING_RADIUS
 
 
 def scenes(seed: int, count: int = 8, settings: SceneSettings | None = None) -> SceneBatch:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.shapes.attributes import COLOURS
+from diffusion_runtime.quality.shapes.attributes import COLOURS
 
 WORK_SIZE = 128
 """Side in pixels at which frames are read; larger ones are averaged down, smaller ones interpolated up."""

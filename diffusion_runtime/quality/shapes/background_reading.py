@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.shapes.segmentation import CELL_SIZE, WORK_SIZE, Segmentation
+from diffusion_runtime.quality.shapes.segmentation import CELL_SIZE, WORK_SIZE, Segmentation
 
 MAX_PLAIN_CONTRAST = 0.09
 """Lightness range (5th to 95th percentile) up to which a background is plain; patterns start at 0.2."""

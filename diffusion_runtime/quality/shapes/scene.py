@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from scripts.shapes.attributes import (
+from diffusion_runtime.quality.shapes.attributes import (
     BACKGROUND_NAMES,
     COLOUR_NAMES,
     MOTION_DIRECTIONS,
@@ -20,7 +20,7 @@ from scripts.shapes.attributes import (
     SceneAttributes,
     is_held_out,
 )
-from scripts.shapes.signed_distance import BOUNDING_RADIUS
+from diffusion_runtime.quality.shapes.signed_distance import BOUNDING_RADIUS
 
 MAX_OBJECTS = 2
 RADIUS_RANGE_ONE = (0.25, 0.35)

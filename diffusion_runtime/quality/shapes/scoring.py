@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from scripts.shapes.attributes import SceneAttributes
-from scripts.shapes.checker import Verdict, check_clip
-from scripts.shapes.prompts import EvaluationPrompt
+from diffusion_runtime.quality.shapes.attributes import SceneAttributes
+from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
+from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt
 
+ATTRIBUTES = ("count", "colour", "shape", "motion", "background")
+"""Parts of a verdict; all of them together are `joint`."""
 Generate = Callable[[Sequence[str], Sequence[int]], Tensor]
 """(prompts, seeds) -> frames, uint8 [batch, frames, height, width, 3]."""
 CheckClips = Callable[[Sequence[SceneAttributes], Tensor], list[Verdict]]

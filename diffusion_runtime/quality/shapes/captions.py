@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from scripts.shapes.attributes import ObjectAttributes, SceneAttributes
+from diffusion_runtime.quality.shapes.attributes import ObjectAttributes, SceneAttributes
 
-_COLOUR_WORDS: dict[str, tuple[str, ...]] = {
+COLOUR_WORDS: dict[str, tuple[str, ...]] = {
     "red": ("red",),
     "orange": ("orange",),
     "yellow": ("yellow",),
@@ -18,14 +18,14 @@ _COLOUR_WORDS: dict[str, tuple[str, ...]] = {
     "purple": ("purple", "violet"),
     "pink": ("pink", "magenta"),
 }
-_SHAPE_WORDS: dict[str, tuple[str, ...]] = {
+SHAPE_WORDS: dict[str, tuple[str, ...]] = {
     "circle": ("circle", "disc", "disk", "ball"),
     "square": ("square", "box"),
     "triangle": ("triangle",),
     "star": ("star",),
     "ring": ("ring", "hoop", "donut", "doughnut"),
 }
-_MOTION_WORDS: dict[str, tuple[str, ...]] = {
+MOTION_WORDS: dict[str, tuple[str, ...]] = {
     **{
         side: (
             f"moving {side}",
@@ -55,9 +55,9 @@ _MOTION_WORDS: dict[str, tuple[str, ...]] = {
         "motionless",
     ),
 }
-_MOTION_WORDS["up"] = (*(words for words in _MOTION_WORDS["up"] if "to the" not in words), "rising", "moving upward")
-_MOTION_WORDS["down"] = (*(w for w in _MOTION_WORDS["down"] if "to the" not in w), "falling", "moving downward")
-_BACKGROUND_WORDS: dict[str, tuple[str, ...]] = {
+MOTION_WORDS["up"] = (*(words for words in MOTION_WORDS["up"] if "to the" not in words), "rising", "moving upward")
+MOTION_WORDS["down"] = (*(w for w in MOTION_WORDS["down"] if "to the" not in w), "falling", "moving downward")
+BACKGROUND_WORDS: dict[str, tuple[str, ...]] = {
     "plain": ("on a plain background", "on a solid background", "over a plain background", "plain background"),
     "stripes": ("on a striped background", "over stripes", "in front of stripes", "on a background of stripes"),
     "checker": (
@@ -73,9 +73,9 @@ _BACKGROUND_WORDS: dict[str, tuple[str, ...]] = {
         "on a background with a gradient",
     ),
 }
-_VIDEO_OPENINGS = ("a video of ", "a clip of ", "an animation of ", "video of ", "a short video showing ")
-_IMAGE_OPENINGS = ("an image of ", "a picture of ", "a drawing of ", "image of ", "a still image showing ")
-_JOINTS = (" and ", " and ", " and ", ", ", ", and ", " while ", " with ", "; ")
+VIDEO_OPENINGS = ("a video of ", "a clip of ", "an animation of ", "video of ", "a short video showing ")
+IMAGE_OPENINGS = ("an image of ", "a picture of ", "a drawing of ", "image of ", "a still image showing ")
+JOINTS = (" and ", " and ", " and ", ", ", ", and ", " while ", " with ", "; ")
 UNKNOWN_FILLERS = ("please", "nice", "high quality", "4k", "animated", "smooth", "beautiful")
 """Filler words around a prompt; some captions carry one so that prompts of users are in distribution."""
 
@@ -156,14 +156,14 @@ def write_caption(
         mentioned = (mentioned[1], mentioned[0])
     body = _relation_body(mentioned, random, settings) if len(mentioned) == 2 else None
     if body is None:
-        joint = _JOINTS[0] if random.random() < settings.plain_wording else random.choice(_JOINTS)
+        joint = JOINTS[0] if random.random() < settings.plain_wording else random.choice(JOINTS)
         body = _Body(tuple(_object_text(one, random, settings) for one in mentioned), joint)
     text, opening = body.text, ""
     if background is not None:
-        words = _phrase(_BACKGROUND_WORDS[background], random, settings)
+        words = _phrase(BACKGROUND_WORDS[background], random, settings)
         text = f"{text}, {words}" if words.startswith("plain") else f"{text} {words}"
     if random.random() < settings.opening:
-        opening = random.choice(_IMAGE_OPENINGS if image else _VIDEO_OPENINGS)
+        opening = random.choice(IMAGE_OPENINGS if image else VIDEO_OPENINGS)
         text = opening + text
     if random.random() < settings.filler:
         text = f"{text}, {random.choice(UNKNOWN_FILLERS)}"
@@ -184,9 +184,9 @@ def _leave_out(one: ObjectAttributes, random: Random, settings: CaptionSettings)
 
 def _noun(one: ObjectAttributes, random: Random, settings: CaptionSettings, *, colour: bool = True) -> str:
     """ "a red circle", "an orange ring", "a shape"; without the colour when a relation states it."""
-    noun = random.choice(("shape", "object")) if one.shape is None else _rare_synonym(_SHAPE_WORDS[one.shape], random)
+    noun = random.choice(("shape", "object")) if one.shape is None else _rare_synonym(SHAPE_WORDS[one.shape], random)
     if colour and one.colour is not None:
-        noun = f"{_rare_synonym(_COLOUR_WORDS[one.colour], random)} {noun}"
+        noun = f"{_rare_synonym(COLOUR_WORDS[one.colour], random)} {noun}"
     style = random.random()
     if style < 0.12 * (1 - settings.plain_wording) * 2:
         return noun
@@ -203,7 +203,7 @@ def _object_text(one: ObjectAttributes, random: Random, settings: CaptionSetting
     noun = _noun(one, random, settings)
     if one.motion is None:
         return noun
-    return f"{noun} {_phrase(_MOTION_WORDS[one.motion], random, settings)}"
+    return f"{noun} {_phrase(MOTION_WORDS[one.motion], random, settings)}"
 
 
 def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
@@ -216,12 +216,12 @@ def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, sett
         return None
     colour_words = random.choice(("of the same colour", "of the same color", "in the same colour", "in the same color"))
     if same_motion:
-        motion = _phrase(_MOTION_WORDS[str(first.motion)], random, settings)
+        motion = _phrase(MOTION_WORDS[str(first.motion)], random, settings)
         if motion.startswith(("moves", "goes", "that")):
-            motion = _MOTION_WORDS[str(first.motion)][0]
+            motion = MOTION_WORDS[str(first.motion)][0]
         pair = (_noun(first, random, settings), _noun(second, random, settings, colour=not same_colour))
         return _Body(pair, " and ", f" {colour_words}, both {motion}" if same_colour else f", both {motion}")
-    second_motion = "" if second.motion is None else f" {_phrase(_MOTION_WORDS[second.motion], random, settings)}"
+    second_motion = "" if second.motion is None else f" {_phrase(MOTION_WORDS[second.motion], random, settings)}"
     first_phrase = _object_text(first, random, settings)
     second_phrase = f"{_noun(second, random, settings, colour=False)} {colour_words}{second_motion}"
     return _Body((first_phrase, second_phrase), " and ")
@@ -229,9 +229,9 @@ def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, sett
 
 def all_words() -> list[str]:
     """Every word (and mark) that a caption can hold, lower case, sorted: the vocabulary of the tokenizer."""
-    tables = (_COLOUR_WORDS, _SHAPE_WORDS, _MOTION_WORDS, _BACKGROUND_WORDS)
+    tables = (COLOUR_WORDS, SHAPE_WORDS, MOTION_WORDS, BACKGROUND_WORDS)
     phrases = [phrase for table in tables for words in table.values() for phrase in words]
-    phrases += [*_VIDEO_OPENINGS, *_IMAGE_OPENINGS, *_JOINTS]
+    phrases += [*VIDEO_OPENINGS, *IMAGE_OPENINGS, *JOINTS]
     phrases += ["a an the shape object", "of in the same colour color both", ". , ; :"]
     words = {word for phrase in phrases for word in phrase.replace(",", " , ").replace(";", " ; ").split()}
     return sorted(words)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise, permutations
 
-from scripts.shapes.attributes import MOTION_DIRECTIONS, MOTION_NAMES
-from scripts.shapes.segmentation import Region
+from diffusion_runtime.quality.shapes.attributes import MOTION_DIRECTIONS, MOTION_NAMES
+from diffusion_runtime.quality.shapes.segmentation import Region
 
 MIN_TRAVEL = 0.36
 """Half-sides over the whole clip that count as moving: a little over half of the shortest travel in the data."""

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.shapes.attributes import SHAPE_NAMES
-from scripts.shapes.segmentation import CELL_SIZE, WORK_SIZE, Region, Segmentation
-from scripts.shapes.signed_distance import coverage
+from diffusion_runtime.quality.shapes.attributes import SHAPE_NAMES
+from diffusion_runtime.quality.shapes.segmentation import CELL_SIZE, WORK_SIZE, Region, Segmentation
+from diffusion_runtime.quality.shapes.signed_distance import coverage
 
 MIN_OVERLAP = 0.80
 """Mean overlap (intersection over union of soft masks) below which a region is no shape at all."""

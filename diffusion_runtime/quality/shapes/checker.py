@@ -13,11 +13,11 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from scripts.shapes.attributes import COLOUR_NAMES, COLOURS, ObjectAttributes, SceneAttributes
-from scripts.shapes.background_reading import read_background
-from scripts.shapes.motion_reading import link_tracks, read_motion
-from scripts.shapes.segmentation import Region, Segmentation, segment
-from scripts.shapes.shape_reading import read_shape
+from diffusion_runtime.quality.shapes.attributes import COLOUR_NAMES, COLOURS, ObjectAttributes, SceneAttributes
+from diffusion_runtime.quality.shapes.background_reading import read_background
+from diffusion_runtime.quality.shapes.motion_reading import link_tracks, read_motion
+from diffusion_runtime.quality.shapes.segmentation import Region, Segmentation, segment
+from diffusion_runtime.quality.shapes.shape_reading import read_shape
 
 MAX_COLOUR_DISTANCE = 0.2
 """Largest Euclidean distance of an object's mean colour (0 to 1 per channel) from its palette colour."""

@@ -1,0 +1,273 @@
+"""`tune`: which layers and steps may be how sparse under a quality budget, as a config file for `generate`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diffusion_runtime.cli import options
+from diffusion_runtime.cli.compare import clip_path_option, prompt_set_option
+from diffusion_runtime.cli.config_file import schema_comment
+from diffusion_runtime.cli.generate import flags_of
+from diffusion_runtime.cli.generate import generate as generate_verb
+from diffusion_runtime.cli.prompt_set import requests_of_set, without_prompts
+from diffusion_runtime.cli.tables import figures_table
+from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
+from diffusion_runtime.errors import ConfigError, OutputError, RequestError
+
+if TYPE_CHECKING:
+    from diffusion_runtime.tuning.plan import Tuning
+    from diffusion_runtime.tuning.result import TuneResult
+
+EPILOG = """[bold]Examples[/]
+
+diffusion-runtime tune --prompt-set shapes:24 --budget "accuracy>=dense-0.02" --methods video_sparse_attn -o vsa.yaml
+
+diffusion-runtime tune --prompt-file prompts.txt --budget "psnr>=30" --methods sliding_tile_attn,vmoba_attn -o a.yaml
+
+diffusion-runtime generate "a red circle moving left" --config vsa.yaml
+
+[bold]Exit code[/]
+
+6 where no setting meets the budget: the file holds the nearest.
+"""
+_TUNE = "What to tune"
+# Flags of `generate` that are about what it writes.
+_NOT_HERE = ("output_path", "file_format", "resume", "dry_run", "profile")
+_OWN = ("budget", "methods", "prompt_set", "measure_prompts", "layer_ranges", "step_ranges", "levels", "clip_path")
+_MAX_RANGES = 64
+
+
+def tune(context: typer.Context, **given: Any) -> None:
+    """Tune sparse attention: the fewest pairs under a quality budget, by layer and step.
+
+    Some prompts measure what each range of layers and steps may lose; the others
+    verify. The YAML is for generate --config and says what was measured. Flags as in generate.
+    """
+    del context
+    own = {name: given.pop(name) for name in _OWN}
+    target = _checked_target(given.pop("output_path"))
+    as_json = given["as_json"]
+    terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"])
+    missing = dict.fromkeys(_NOT_HERE)
+    flags = without_prompts(flags_of({**missing, **given}), own["prompt_set"])
+    with terminal.log(), _each_warning_once():
+        tuning = _tuning(flags, own, terminal)
+        from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
+
+        tune_cpu_allocator()
+        from diffusion_runtime.tuning.journal import Journal
+        from diffusion_runtime.tuning.tune import tune as run_tuning
+
+        journal = Journal.beside(target)
+        result = run_tuning(tuning, terminal, journal)
+        result.write(target, schema_comment())
+        journal.unlink(missing_ok=True)
+    if as_json:
+        put_on_stdout(json_text({**result.to_dict(), "path": str(target)}))
+    else:
+        show(result, terminal)
+        put_path_on_stdout(target)
+    raise typer.Exit(result.exit_code)
+
+
+def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
+    """Raises ConfigError and RequestError for values that are wrong, before torch is imported where it can."""
+    from diffusion_runtime.cli.settings import resolve_settings
+    from diffusion_runtime.tuning.budget import parse_budgets
+
+    budgets = parse_budgets(own["budget"] or ())
+    methods = [name for text in own["methods"] or () for name in text.split(",") if name.strip()]
+    if not methods:
+        raise ConfigError(
+            "--methods: expected one sparse method or more, e.g. --methods video_sparse_attn,sliding_tile_attn"
+        )
+    for name in ("layer_ranges", "step_ranges", "levels"):
+        if not 1 <= own[name] <= _MAX_RANGES:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: expected a number from 1 to {_MAX_RANGES}, got {own[name]}")
+    wants_clip = any(budget.metric == "clip" for budget in budgets)
+    if wants_clip and own["clip_path"] is None:
+        raise ConfigError("--budget: clip needs the model that scores: give --clip-path FOLDER")
+    settings = resolve_settings(flags)
+    for note in settings.notes:
+        terminal.warn(note)
+    requests = requests_of_set(settings.requests, own["prompt_set"])
+    num_measured = own["measure_prompts"] if own["measure_prompts"] is not None else len(requests) // 2
+    if not 1 <= num_measured < len(requests):
+        raise RequestError(
+            f"--measure-prompts: expected 1 to one less than the {len(requests)} generations (prompts and seeds), as "
+            f"the others verify, got {num_measured}; give two prompts or more"
+        )
+    from diffusion_runtime.comparison.prompt_attributes import known_attributes
+    from diffusion_runtime.tuning.ladders import method_names
+    from diffusion_runtime.tuning.plan import Tuning
+
+    attributes = known_attributes(settings.runtime.model_path, [request.prompt for request in requests])
+    if any(budget.metric == "accuracy" for budget in budgets) and None in attributes:
+        unknown = requests[attributes.index(None)].prompt
+        raise RequestError(
+            f"--budget: accuracy is known for prompts of the embedded model, in the words it was trained on; not for "
+            f"{unknown[:80]!r} with {settings.runtime.model_path}; use another metric, or --prompt-set"
+        )
+    return Tuning(
+        runtime=settings.runtime,
+        requests=requests,
+        attributes=attributes,
+        num_measured=num_measured,
+        budgets=budgets,
+        methods=method_names(methods),
+        preset=None if settings.preset in settings.file_presets else settings.preset,
+        layer_ranges=own["layer_ranges"],
+        step_ranges=own["step_ranges"],
+        levels=own["levels"],
+        clip_path=own["clip_path"],
+    )
+
+
+def show(result: TuneResult, terminal: Terminal) -> None:
+    """A table of at most 100 columns: the tuned setting, the uniform ones, dense, fewer steps."""
+    rows: list[tuple[str, ...]] = [_row("dense", 1.0, result.dense_verified, "-")]
+    rows.append(_row("tuned", result.tuned.point.kept, result.tuned.verified, _met(result.tuned.is_met)))
+    for method, outcome in result.uniform.items():
+        rows.append(_row(f"uniform {method}", outcome.point.kept, outcome.verified, _met(outcome.is_met)))
+    fewer = result.fewer_steps
+    if fewer is not None:
+        rows.append(_row("dense, fewer steps", 1.0, fewer, "-"))
+    terminal.say(f"\nOn {len(result.verified_prompts)} prompts that were not measured; {' '.join(result.budgets)}")
+    columns = ("setting", "kept", "budget", "accuracy", "PSNR", "latents", "steps", "time, s")
+    terminal.show(figures_table(columns, rows))
+    best = result.best_uniform
+    if result.tuned.is_met:
+        than = "no uniform setting is within the budget"
+        if best is not None:
+            than = f"the best uniform setting, of {best[0]}, keeps {best[1].point.kept:.3f}"
+        terminal.say(f"The tuned setting keeps {result.tuned.point.kept:.3f} of self-attention's pairs; {than}.")
+    else:
+        terminal.warn("no sparse setting meets the budget; the file holds the nearest")
+    if fewer is None:
+        terminal.say("Fewer dense steps: the tuned setting takes as long here as all of them.")
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "missed"
+
+
+def _row(name: str, kept: float, figures: Any, state: str) -> tuple[str, ...]:
+    if figures is None:
+        return (name, f"{kept:.3f}", state, *("-",) * 5)
+    values = figures.values
+    shown = [
+        "-" if values.get(metric) is None else f"{values[metric]:.{digits}f}"
+        for metric, digits in (("accuracy", 3), ("psnr", 1), ("latent", 3))
+    ]
+    return (name, f"{kept:.3f}", state, *shown, str(figures.num_steps), f"{figures.seconds:.2f}")
+
+
+def _checked_target(path: str | None) -> Path:
+    """Raises OutputError before an hour of work for a file that could not be written after it."""
+    if path is None:
+        raise OutputError("--output-path: expected the config file to write: -o tuned.yaml")
+    from diffusion_runtime.media.publish import temporary_file
+    from diffusion_runtime.untrusted.files import check_place
+
+    check_place(path, "--output-path")
+    target = Path(path)
+    if target.suffix not in (".yaml", ".yml"):
+        raise OutputError(f"--output-path {path}: expected a name that ends with .yaml")
+    if target.exists():
+        raise OutputError(f"{path} exists already; choose another --output-path, or move it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_file(target.parent):
+            pass
+    except OSError as error:
+        raise OutputError(f"--output-path {path}: cannot be written: {error.strerror or error}") from error
+    return target
+
+
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """What a method remarks on its options would be said of every clip."""
+    seen: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        # As it is written: a remark that quotes another value says the same.
+        text = str(record.msg)
+        is_first = text not in seen
+        seen.add(text)
+        return is_first
+
+    loggers = [logging.getLogger(name) for name in ("diffusion_runtime", "diffusion_runtime.attention")]
+    for logger in loggers:
+        logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_new)
+
+
+def _option(text: str, name: str, metavar: str, panel: str = _TUNE) -> Any:
+    return typer.Option(name, help=text, metavar=metavar, rich_help_panel=panel, show_default=False)
+
+
+def _signature() -> inspect.Signature:
+    """The flags of `generate`, without those of clips that are written, and tune's own."""
+
+    def parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    kept = [each for name, each in inspect.signature(generate_verb).parameters.items() if name not in _NOT_HERE]
+    context, prompts, *others = kept
+    budget = "accuracy>=dense-0.02, psnr>=30, ssim>=0.9, lpips<=0.1, latent<=0.1, clip>=dense-1; again for several."
+    methods = "video_sparse_attn, sliding_tile_attn, vmoba_attn; several share one schedule."
+    ranges: Sequence[tuple[str, int, str]] = (
+        ("layer_ranges", 3, "Ranges of layers that are measured. Default: 3."),
+        ("step_ranges", 4, "Ranges of steps that are measured. Default: 4."),
+        ("levels", 4, "Densities of each method that are measured. Default: 4."),
+    )
+    own = [
+        parameter("budget", None, Annotated[list[str] | None, _option(budget, "--budget", "METRIC>=X")]),
+        parameter("methods", None, Annotated[list[str] | None, _option(methods, "--methods", "NAMES")]),
+        parameter("prompt_set", None, prompt_set_option(_TUNE)),
+        parameter(
+            "measure_prompts",
+            None,
+            Annotated[
+                int | None,
+                _option("The first N measure, the others verify. Default: half.", "--measure-prompts", "N"),
+            ],
+        ),
+        *(
+            parameter(name, default, Annotated[int, _option(text, f"--{name.replace('_', '-')}", "N")])
+            for name, default, text in ranges
+        ),
+        parameter("clip_path", None, clip_path_option(_TUNE)),
+    ]
+    output = parameter(
+        "output_path",
+        None,
+        Annotated[
+            str | None,
+            typer.Option(
+                "--output-path",
+                "-o",
+                help="The config file to write.",
+                metavar="FILE.yaml",
+                rich_help_panel=options.OUTPUT,
+                show_default=False,
+            ),
+        ],
+    )
+    return inspect.Signature([context, prompts, *own, *others, output])
+
+
+tune.__signature__ = _signature()  # type: ignore[attr-defined]
+tune.__annotations__ = {item.name: item.annotation for item in _signature().parameters.values()}

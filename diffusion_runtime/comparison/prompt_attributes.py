@@ -1,0 +1,14 @@
+"""What the clips of prompts must show, where that is known: prompts in the words of the embedded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diffusion_runtime.models.model_sources import EMBEDDED
+from diffusion_runtime.quality.shapes.attributes import SceneAttributes
+from diffusion_runtime.quality.shapes.prompt_reading import read_prompt
+
+
+def known_attributes(model_path: str, prompts: Iterable[str]) -> list[SceneAttributes | None]:
+    """By prompt; None for one that names anything else than the model was trained on, and for every other model."""
+    return [read_prompt(prompt) if model_path == EMBEDDED else None for prompt in prompts]

@@ -1,0 +1,57 @@
+"""Journal of a tuning: what was measured so far, on disk, so that an interrupted one goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusion_runtime.errors import OutputError
+from diffusion_runtime.media.publish import temporary_file
+from diffusion_runtime.untrusted.json_text import read_json_file
+
+FORMAT = "diffusion_runtime.tune_journal/1"
+
+
+class Journal:
+    """Values by name. path: None keeps nothing on disk. identity: what the values depend on, beside their names; the
+    file of another one is begun anew. num_found: values of an earlier run."""
+
+    def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
+        self._path = path
+        self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+        self._values: dict[str, Any] = {}
+        if path is not None and path.exists():
+            content: Any = read_json_file(path, str(path))
+            head = {"format": FORMAT, "identity": self._identity}
+            if isinstance(content, dict) and {key: content.get(key) for key in head} == head:
+                values = content.get("values")
+                self._values = values if isinstance(values, dict) else {}
+        self.num_found = len(self._values)
+
+    @staticmethod
+    def beside(result: Path) -> Path:
+        """Where the journal of a tuning is that writes `result`."""
+        return result.with_name(f".{result.name}.journal.json")
+
+    def value(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What is known by this name, else what `measure` returns, JSON values, which is written down."""
+        if name not in self._values:
+            self._values[name] = measure()
+            self._write()
+        return self._values[name]
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        try:
+            with temporary_file(self._path.parent) as partial:
+                partial.write_text(
+                    json.dumps({"format": FORMAT, "identity": self._identity, "values": self._values}), encoding="utf-8"
+                )
+                os.replace(partial, self._path)
+        except OSError as error:
+            raise OutputError(f"{self._path}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,218 @@
+"""Tune: sensitivity by layer and step range, a knapsack, and a search along its frontier under a quality budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.config import AttentionSpec
+from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.progress import Progress
+from diffusion_runtime.quality.clip_score import ClipScore
+from diffusion_runtime.session.reporter import Reporter
+from diffusion_runtime.tuning.budget import all_met
+from diffusion_runtime.tuning.cells import schedule_rules
+from diffusion_runtime.tuning.journal import Journal
+from diffusion_runtime.tuning.knapsack import Option, pareto_frontier
+from diffusion_runtime.tuning.measurement import Figures, Measurement, Rules, TunedPrompt
+from diffusion_runtime.tuning.plan import ROLE, Plan, Tuning
+from diffusion_runtime.tuning.result import Sensitivity, TuneResult
+from diffusion_runtime.tuning.search import IsMet, Outcome, Point, search, thinned
+
+# Of the frontier, between which the search bisects.
+MAX_POINTS = 16
+
+
+def tune(tuning: Tuning, reporter: Reporter, journal_path: Path | None = None) -> TuneResult:
+    """journal_path: where measurements are kept until the end, so that an interrupted tuning goes on.
+
+    Raises ConfigError, RequestError, BackendUnavailableError before any weight is read for what cannot be tuned.
+    """
+    plan = Plan.of(tuning)
+    pipeline = plan.load(reporter)
+    try:
+        return _Run(tuning, plan, pipeline, reporter, journal_path).tuned()
+    finally:
+        pipeline.close()
+
+
+@dataclass
+class _Run:
+    tuning: Tuning
+    plan: Plan
+    pipeline: Pipeline
+    reporter: Reporter
+    journal_path: Path | None
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        prompts = [
+            TunedPrompt(request, attributes)
+            for request, attributes in zip(self.plan.requests, self.tuning.attributes, strict=True)
+        ]
+        self.measured, self.verified = prompts[: self.tuning.num_measured], prompts[self.tuning.num_measured :]
+        metrics = dict.fromkeys(["latent", *(budget.metric for budget in self.tuning.budgets)])
+        if len(metrics) > 1 and all(prompt.attributes is not None for prompt in prompts):
+            # It costs next to nothing beside a clip that is decoded anyway.
+            metrics["accuracy"] = None
+        journal = Journal(self.journal_path, self._identity())
+        if journal.num_found:
+            self.reporter.say(f"going on with {journal.num_found} measurements of {self.journal_path}")
+        clip_path = self.tuning.clip_path
+        clip = ClipScore(clip_path, str(self.pipeline.device)) if "clip" in metrics and clip_path else None
+        self.measurement = Measurement(self.pipeline, self.plan.dense, tuple(metrics), journal, clip)
+
+    def _identity(self) -> dict[str, Any]:
+        """What every measurement depends on, beside its rules and its prompt."""
+        description = self.plan.prepared.description
+        return {
+            "model": description.config.model_path,
+            "config_sha256": description.model_folder.digest,
+            "device": description.device,
+            "dtype": description.dtype,
+            "lora": [dataclasses.asdict(lora) for lora in description.config.lora],
+            "quantization": description.config.quantization,
+            "clip_path": self.tuning.clip_path,
+            "dense": self.plan.dense.to_dict(),
+            "request": {**self.plan.requests[0].to_dict(), "prompt": None, "seed": None},
+            "versions": self._versions(),
+        }
+
+    def _versions(self) -> dict[str, str]:
+        return {"diffusion_runtime": str(self.pipeline.recipe["version"]), "torch": str(torch.__version__)}
+
+    def tuned(self) -> TuneResult:
+        sensitivities = self._sensitivities()
+        frontier = self._frontier(sensitivities)
+        dense_measured = self._figures("dense, measured prompts", [], self.measured)
+        dense_verified = self._figures("dense, prompts for verification", [], self.verified)
+        tuned = self._search("tuned", thinned(frontier, MAX_POINTS), dense_measured, dense_verified)
+        uniform = {}
+        for method, specs in self.plan.uniform.items():
+            line = [Point([], 1.0), *self._uniform_points(specs)]
+            uniform[method] = self._search(f"uniform {method}", line, dense_measured, dense_verified)
+        description = self.plan.prepared.description
+        return TuneResult(
+            budgets=tuple(map(str, self.tuning.budgets)),
+            methods=tuple(self.tuning.methods),
+            runtime=self.tuning.runtime,
+            request=self.plan.requests[0],
+            dense=self.plan.dense,
+            grid=self.plan.explanation.grid,
+            measured_prompts=[(each.request.prompt, each.request.seed) for each in self.measured],
+            verified_prompts=[(each.request.prompt, each.request.seed) for each in self.verified],
+            cells=(self.tuning.layer_ranges, self.tuning.step_ranges),
+            sensitivities=sensitivities,
+            num_frontier=len(frontier),
+            dense_measured=dense_measured,
+            dense_verified=dense_verified,
+            tuned=tuned,
+            uniform=uniform,
+            fewer_steps=self._fewer_steps(tuned, dense_verified),
+            versions=self._versions(),
+            device=description.device,
+            dtype=description.dtype,
+            config_sha256=description.model_folder.digest,
+            seconds=time.perf_counter() - self.started,
+        )
+
+    def _sensitivities(self) -> list[Sensitivity]:
+        """Of every cell and choice, with all other cells dense."""
+        todo = [
+            (cell, spec, kept)
+            for cell in self.plan.cells
+            for specs in self.plan.ladders.values()
+            for spec in specs
+            if (kept := self.plan.kept(spec, [cell])) < 1.0
+        ]
+        found: dict[int, list[float]] = {index: [] for index in range(len(todo))}
+        with self._counted(f"sensitivity of {len(self.plan.cells)} cells", len(todo) * len(self.measured)) as done:
+            # Prompts outermost: the dense clip of one is kept.
+            for prompt in self.measured:
+                for index, (cell, spec, _) in enumerate(todo):
+                    rules = schedule_rules([(cell, spec)])
+                    found[index].append(self.measurement.distance(rules, prompt, cell.steps.start))
+                    done()
+        return [
+            Sensitivity(cell, spec, kept, statistics.fmean(value**2 for value in found[index]))
+            for index, (cell, spec, kept) in enumerate(todo)
+        ]
+
+    def _frontier(self, sensitivities: Sequence[Sensitivity]) -> list[Point]:
+        """From dense to sparse."""
+        weights = [len(cell.layers) * len(cell.steps) for cell in self.plan.cells]
+        total = sum(weights)
+        options: list[list[Option]] = []
+        specs: list[list[AttentionSpec | None]] = []
+        for cell, weight in zip(self.plan.cells, weights, strict=True):
+            own = [each for each in sensitivities if each.cell == cell]
+            specs.append([None, *(each.spec for each in own)])
+            options.append(
+                [Option(weight / total, 0.0), *(Option(each.kept * weight / total, each.loss) for each in own)]
+            )
+        points = []
+        for selection in pareto_frontier(options):
+            chosen = [
+                (cell, own[pick]) for cell, own, pick in zip(self.plan.cells, specs, selection.picks, strict=True)
+            ]
+            points.append(Point(schedule_rules(chosen), selection.cost, selection.loss))
+        return points
+
+    def _uniform_points(self, specs: Sequence[AttentionSpec]) -> list[Point]:
+        points = [Point([{"role": ROLE, **spec.to_dict()}], self.plan.kept(spec, self.plan.cells)) for spec in specs]
+        return sorted((point for point in points if point.kept < 1.0), key=lambda point: -point.kept)
+
+    def _search(self, name: str, points: Sequence[Point], measured: Figures, verified: Figures) -> Outcome:
+        def is_within(dense: Figures) -> IsMet:
+            return lambda figures: all_met(self.tuning.budgets, figures.values, dense.values)
+
+        return search(
+            points,
+            lambda point: self._figures(f"{name}, {point.kept:.3f} kept", point.rules, self.measured),
+            is_within(measured),
+            lambda point: self._figures(f"{name}, {point.kept:.3f} kept, verification", point.rules, self.verified),
+            is_within(verified),
+        )
+
+    def _figures(self, name: str, rules: Rules, prompts: Sequence[TunedPrompt]) -> Figures:
+        with self._counted(name, len(prompts)) as done:
+            for prompt in prompts:
+                self.measurement.clip(rules, prompt)
+                done()
+        return self.measurement.figures(rules, prompts)
+
+    def _fewer_steps(self, tuned: Outcome, dense: Figures) -> Figures | None:
+        """Dense attention with as many steps as take the tuned setting's time; None where that saves none."""
+        if tuned.verified is None or dense.seconds <= 0:
+            return None
+        count = max(1, round(tuned.verified.seconds / (dense.seconds / dense.num_steps)))
+        if count >= dense.num_steps:
+            return None
+        levels: Mapping[str, Any] = {"sigmas": None, "sigmas_before_shift": None}
+        shorter = [
+            self.pipeline.resolve(dataclasses.replace(each.request, num_inference_steps=count, **levels))
+            for each in self.verified
+        ]
+        self.reporter.say(f"dense, {count} steps")
+        return self.measurement.fewer_steps(self.verified, shorter)
+
+    @contextmanager
+    def _counted(self, title: str, count: int) -> Iterator[Callable[[], None]]:
+        """Progress over clips, with the time that is left."""
+        started, finished = time.perf_counter(), 0
+        with self.reporter.progress(f"{title}: {count} clips") as view:
+
+            def done() -> None:
+                nonlocal finished
+                finished += 1
+                view.update(Progress("denoise", finished, count, time.perf_counter() - started))
+
+            yield done

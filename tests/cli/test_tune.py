@@ -1,0 +1,220 @@
+"""`tune` on a tiny random model: what the file says beside generations of its own, interruption, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import Command, tiny_arguments
+from tables import table
+
+from diffusion_runtime import AttentionConfig, GenerationRequest, load_pipeline
+from diffusion_runtime.errors import BackendUnavailableError
+from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.tuning.measurement import Measurement
+from diffusion_runtime.tuning.tune import tune
+from diffusion_runtime.untrusted.yaml_text import read_yaml_file
+
+# A grid of 8 x 2 x 2 tokens: two tiles of VSA.
+SIZE = {"height": 32, "width": 32, "num_frames": 29, "num_inference_steps": 2}
+PROMPTS = ("a red circle", "a blue star", "a green ring")
+_SPARSE = '{"default": {"backend": "vsa", "extra": {"sparsity": 0.5}}}'
+CELLS = ("--layer-ranges", "2", "--step-ranges", "2", "--levels", "1")
+
+
+def words(folder: Path, *more: str, num_prompts: int = 3) -> tuple[str, ...]:
+    size = [word for name, value in SIZE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    prompts = [word for prompt in PROMPTS[:num_prompts] for word in ("--prompt", prompt)]
+    return ("tune", "--model-path", str(folder), "--device", "cpu", *prompts, *size, *more)
+
+
+def latents_of(pipeline: Pipeline, prompt: str) -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+    with pipeline.watched_latents(lambda _, latents: kept.append(latents.clone())):
+        pipeline(GenerationRequest(prompt, seed=0, **SIZE))  # type: ignore[arg-type]
+    return kept[-1]
+
+
+def test_the_file_holds_a_schedule_and_the_figures_of_that_schedule(
+    command: Command, tiny_wan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuned.yaml"
+    flags = words(tiny_wan_folder, "--budget", "latent<=0.06", "--methods", "vsa", *CELLS, "-o", str(path))
+    # Interrupted after some measurements: no file; the next run goes on with them.
+    measured: list[Any] = []
+    distance = Measurement._latents
+
+    def ending(self: Measurement, *given: Any) -> torch.Tensor:
+        measured.append(given)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return distance(self, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Measurement, "_latents", ending)
+        assert command(*flags).code == 130
+    assert [each.name for each in tmp_path.iterdir()] == [".tuned.yaml.journal.json"]
+    made = command(*flags, "--json")
+    assert made.code == 0, made.err
+    assert "going on with 2 measurements" in made.said
+    assert list(tmp_path.iterdir()) == [path]
+    content: Any = read_yaml_file(path)
+    record, tuned = content["tuning"], content["tuning"]["tuned"]
+    assert made.json["tuning"] == json.loads(json.dumps(record))
+    assert [each["prompt"] for each in record["measured_prompts"]] == list(PROMPTS[:1])
+    assert [each["prompt"] for each in record["verified_prompts"]] == list(PROMPTS[1:])
+    # 4 cells with one level each.
+    assert len(record["sensitivity"]) == 4
+    # The share that is kept is what `explain` counts for the written file.
+    attention = content["runtime"]["attention"]
+    prepared = prepare(_config(tiny_wan_folder, attention))
+    request = prepared.rules.resolve(GenerationRequest(PROMPTS[0], seed=0, **SIZE))  # type: ignore[arg-type]
+    [part] = [part for part in explain(prepared, request).parts if part.name == "attention, self"]
+    assert tuned["kept"] == pytest.approx(part.kept / part.operations, abs=1e-4)
+    assert tuned["kept"] < 1.0
+    # The figures are those of generations with the written schedule, and within the budget.
+    dense = load_pipeline(str(tiny_wan_folder), device="cpu")
+    sparse = load_pipeline(str(tiny_wan_folder), device="cpu", attention=attention)
+    assert isinstance(dense, Pipeline)
+    assert isinstance(sparse, Pipeline)
+    found = []
+    for prompt in PROMPTS[1:]:
+        its = latents_of(dense, prompt)
+        found.append(float((latents_of(sparse, prompt) - its).norm() / its.norm()))
+    assert tuned["verified"]["latent"] == pytest.approx(sum(found) / 2, rel=1e-3)
+    assert sum(found) / 2 <= 0.06
+    # A cell alone, with every other one dense: the steps before it are replayed, which changes nothing.
+    last = next(each for each in record["sensitivity"] if (each["layers"], each["steps"]) == ("1", "1"))
+    rule = {key: last[key] for key in ("role", "layers", "steps", "backend", "extra")}
+    with dense.attention_choices(AttentionConfig(schedule=(rule,))):  # type: ignore[arg-type]
+        mine = latents_of(dense, PROMPTS[0])
+    its = latents_of(dense, PROMPTS[0])
+    assert last["latent_l2"] == pytest.approx(float((mine - its).norm() / its.norm()), rel=1e-3)
+    # Uniform settings that are within the budget keep no fewer.
+    for outcome in record["uniform"].values():
+        assert outcome["verified"]["latent"] <= 0.06 or not outcome["budget_met"]
+    # `generate` takes the file, the record included.
+    planned = command("generate", "a red circle", "--config", path, "--device", "cpu", "--dry-run", "--json")
+    assert planned.code == 0, planned.err
+    assert {each["backend"] for each in planned.json["attention"]} == {"torch_sdpa", "video_sparse_attn"}
+
+
+def _config(folder: Path, attention: object) -> Any:
+    from diffusion_runtime.config import RuntimeConfig
+
+    return RuntimeConfig(str(folder), device="cpu", attention=attention)
+
+
+def test_a_budget_that_no_setting_meets_gives_the_nearest(
+    command: Command, tiny_wan_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "tuned.yaml"
+    flags = ("--methods", "vsa", "--budget", "latent<=0.000001", "--layer-ranges", "1", "--step-ranges", "1")
+    made = command(*words(tiny_wan_folder, *flags, "--levels", "1", "-o", str(path), num_prompts=2))
+    assert made.code == 6, made.err
+    assert "no sparse setting meets the budget" in made.said
+    assert max(map(len, made.err.splitlines()[-12:])) <= 240
+    record = read_yaml_file(path)["tuning"]
+    assert not record["budget_met"]
+    assert record["tuned"]["verified"]["latent"] > 0.000001
+    assert record["tuned"]["kept"] == 0.5
+    assert made.out.strip() == str(path)
+
+
+def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder: Path) -> None:
+    pipeline = load_pipeline(str(tiny_wan_folder), device="cpu")
+    assert isinstance(pipeline, Pipeline)
+    request = GenerationRequest(PROMPTS[0], seed=0, **SIZE)  # type: ignore[arg-type]
+    with pytest.raises(BackendUnavailableError), pipeline.attention_choices(AttentionConfig.parse("fa4")):
+        pytest.fail("it was chosen")
+    with pipeline.attention_choices(AttentionConfig.parse("reference")):
+        inside = {row.backend for row in pipeline(request).attention_report.rows}
+    assert inside == {"reference"}
+    assert {row.backend for row in pipeline(request).attention_report.rows} == {"torch_sdpa"}
+
+
+@table(
+    ("flags", "message"),
+    [
+        (("--methods", "vsa"), "--budget: expected what quality may cost"),
+        (("--budget", "psnr>=30"), "--methods: expected one sparse method"),
+        (("--budget", "psnr>=30", "--methods", "svg2"), "no ladder of densities"),
+        (("--budget", "accuracy>=dense-0.02", "--methods", "vsa"), "accuracy is known for prompts of the embedded"),
+        (("--budget", "clip>=dense-1", "--methods", "vsa"), "give --clip-path FOLDER"),
+        (("--budget", "psnr>=30", "--methods", "vsa", "--measure-prompts", "3"), "--measure-prompts: expected 1 to"),
+        (("--budget", "psnr>=30", "--methods", "vsa", "--prompt-set", "shapes:4"), "leave out prompts"),
+        (("--budget", "psnr>=30", "--methods", "vsa", "--step-cache", "easycache"), "step_cache"),
+        (("--budget", "psnr>=30", "--methods", "vsa", "--attention-config", _SPARSE), "sparse already"),
+        (("--budget", "psnr>=30", "--methods", "vsa", "--num-frames", "5"), "too small for any setting"),
+        (("--budget", "psnr>=30", "--methods", "vsa", "--num-gpus", "2"), "one process"),
+    ],
+)
+def test_what_is_refused_before_weights_load(
+    flags: tuple[str, ...],
+    message: str,
+    command: Command,
+    tiny_wan_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PreparedModel, "load", lambda *_: pytest.fail("weights were loaded"))
+    answer = command(*words(tiny_wan_folder, *flags, "-o", str(tmp_path / "tuned.yaml")))
+    assert answer.code in (2, 3), answer.err
+    assert message in answer.said
+    assert "Traceback" not in answer.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_place_of_the_file_is_checked_first(command: Command, tiny_wan_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.yaml").write_text("request: {}\n")
+    for flags, message in (
+        ((), "expected the config file to write"),
+        (("-o", str(tmp_path / "there.yaml")), "exists already"),
+        (("-o", str(tmp_path / "tuned.json")), "ends with .yaml"),
+        (("-o", str(tmp_path / "there.yaml" / "tuned.yaml")), "cannot be written"),
+    ):
+        answer = command("tune", *tiny_arguments(tiny_wan_folder), "--budget", "psnr>=30", "--methods", "vsa", *flags)
+        assert answer.code == 1
+        assert message in answer.said
+
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return [part.split("```")[0] for part in DOCUMENT.split(f"```{language}\n")[1:]]
+
+
+def test_the_blocks_of_the_documentation(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reached: list[Any] = []
+
+    def seen(tuning: Any, *_: object) -> None:
+        reached.append(tuning)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[tune.__module__], "tune", seen)
+    Path("prompts.txt").write_text("".join(f"a {word}\n" for word in ("cat", "dog", "cow", "hen", "fox", "owl")))
+    lines = [line for block in blocks("sh") for line in block.replace("\\\n", " ").splitlines()]
+    commands = [words[1:] for words in map(shlex.split, lines) if words[1:2] == ["tune"]]
+    assert [command(*words).code for words in commands] == [130, 130]
+    first, second = reached
+    assert (first.num_measured, len(first.requests), first.budgets[0].metric) == (12, 24, "accuracy")
+    assert (second.num_measured, second.methods) == (4, ("video_sparse_attn", "sliding_tile_attn"))
+    # The config, as `generate` reads it.
+    [text] = blocks("yaml")
+    Path("tuned.yaml").write_text(text)
+    planned = command("generate", "a red circle", "--config", "tuned.yaml", "--dry-run", "--device", "cpu", "--json")
+    assert {each["backend"] for each in planned.json["attention"]} == {"torch_sdpa", "video_sparse_attn"}
+    [code] = blocks("python")
+    exec(compile(code, "docs/tune.md", "exec"), {})
+    assert "accuracy>=dense-0.02 6" in capsys.readouterr().out

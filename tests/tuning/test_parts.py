@@ -1,0 +1,175 @@
+"""Parts of a tuning: the knapsack beside brute force, budgets, the rules of cells, ladders, the search."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from tables import table
+
+from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.token_layout import TokenLayout
+from diffusion_runtime.tuning.budget import Budget, all_met, parse_budgets
+from diffusion_runtime.tuning.cells import even_ranges, make_cells, schedule_rules
+from diffusion_runtime.tuning.knapsack import Option, pareto_frontier
+from diffusion_runtime.tuning.ladders import METHODS, density_of, ladder, method_names
+from diffusion_runtime.tuning.measurement import Figures
+from diffusion_runtime.tuning.search import Point, search, thinned
+
+
+def test_the_frontier_is_that_of_brute_force() -> None:
+    draw = random.Random(1)
+    for _ in range(40):
+        # Tenths and hundredths: whole units, so that costs are exact.
+        cells = [
+            [Option(1.0, 0.0)]
+            + [Option(draw.randrange(1, 10) / 10, draw.randrange(1, 100) / 100) for _ in range(draw.randrange(1, 4))]
+            for _ in range(draw.randrange(1, 6))
+        ]
+        found = [(round(each.cost, 6), round(each.loss, 6)) for each in pareto_frontier(cells)]
+        every = {
+            (round(sum(each.cost for each in picked), 6), round(sum(each.loss for each in picked), 6))
+            for picked in itertools.product(*cells)
+        }
+        best = {
+            mine for mine in every if not any(its != mine and its[0] <= mine[0] and its[1] <= mine[1] for its in every)
+        }
+        assert found == sorted(best, reverse=True)
+        for each in pareto_frontier(cells):
+            assert sum(cells[index][pick].cost for index, pick in enumerate(each.picks)) == pytest.approx(each.cost)
+
+
+@table(
+    ("text", "expected"),
+    [
+        ("accuracy>=dense-0.02", Budget("accuracy", -0.02, True)),
+        ("Accuracy >= dense", Budget("accuracy", 0.0, True)),
+        ("clip>=dense - 1", Budget("clip", -1.0, True)),
+        ("psnr>=30", Budget("psnr", 30.0)),
+        ("latent<=1e-1", Budget("latent", 0.1)),
+    ],
+)
+def test_budgets_are_parsed(text: str, expected: Budget) -> None:
+    assert Budget.parse(text) == expected
+    assert Budget.parse(str(expected)) == expected
+
+
+@table(
+    ("texts", "message"),
+    [
+        ((), "expected what quality may cost"),
+        (("psnr",), "expected METRIC>=VALUE"),
+        (("psnr>30",), "expected METRIC>=VALUE"),
+        (("pnsr>=30",), "Did you mean 'psnr'"),
+        (("psnr<=30",), "write psnr>=VALUE"),
+        (("latent>=0.1",), "write latent<=VALUE"),
+        (("psnr>=dense-1",), "give a number"),
+        (("psnr>=3.0.1",), "expected a number"),
+        (("psnr>=30", "psnr>=20"), "psnr is given twice"),
+    ],
+)
+def test_other_budgets_are_refused(texts: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigError, match="--budget") as error:
+        parse_budgets(texts)
+    assert message in str(error.value)
+
+
+def test_a_budget_is_met_on_its_bound() -> None:
+    dense = {"accuracy": 15 / 16, "latent": 0.0}
+    budgets = parse_budgets(["accuracy>=dense-0.0625", "latent<=0.1"])
+    assert all_met(budgets, {"accuracy": 14 / 16, "latent": 0.1}, dense)
+    assert not all_met(budgets, {"accuracy": 13 / 16, "latent": 0.1}, dense)
+    assert not all_met(budgets, {"accuracy": 1.0, "latent": 0.11}, dense)
+    assert budgets[1].slack({"latent": 0.04}, dense) == pytest.approx(0.06)
+
+
+def test_rules_hold_exactly_where_their_cells_are() -> None:
+    assert [list(each) for each in even_ranges(5, 3)] == [[0], [1, 2], [3, 4]]
+    assert even_ranges(2, 4) == [range(1), range(1, 2)]
+    cells = make_cells({"self": 5}, 7, 3, 4)
+    specs = [
+        None,
+        AttentionSpec("video_sparse_attn", {"sparsity": 0.5}),
+        AttentionSpec("sliding_tile_attn", {"window": [3, 3, 3]}),
+    ]
+    draw = random.Random(0)
+    chosen = [(cell, draw.choice(specs)) for cell in cells]
+    rules = schedule_rules(chosen)
+    assert len(rules) < sum(spec is not None for _, spec in chosen)
+    config = AttentionConfig(schedule=tuple(rules))  # type: ignore[arg-type]
+    for layer, step in itertools.product(range(5), range(7)):
+        [expected] = [spec for cell, spec in chosen if layer in cell.layers and step in cell.steps]
+        held = [
+            rule.spec
+            for rule in config.schedule
+            if rule.window.holds(LayerInfo(layer, 5, "self"), StepInfo(step, 7)) and rule.applies_to("self")
+        ]
+        assert held == ([] if expected is None else [expected])
+
+
+def test_a_ladder_goes_from_dense_to_sparse() -> None:
+    for grid, method in itertools.product(((8, 8, 8), (21, 30, 52), (8, 16, 16)), METHODS):
+        layout = TokenLayout(grid=grid)
+        found = [density_of(spec, layout, LayerInfo(0, 6, "self"), 8) for spec in ladder(method, grid, 4)]
+        assert len(found) == 4
+        assert all(share is not None and 0.05 <= share <= 0.85 for share in found), (method, grid, found)
+        assert found == sorted(found, reverse=True)  # type: ignore[type-var]
+        # A run of few steps is not all dense first steps.
+        assert density_of(ladder(method, grid, 4)[0], layout, LayerInfo(0, 6, "self"), 1) != 1.0
+    assert method_names(["vsa", "video_sparse_attn", "STA"]) == ("video_sparse_attn", "sliding_tile_attn")
+    for name in ("sparse_video_gen_2_attn", "fa"):
+        with pytest.raises(ConfigError, match="no ladder of densities"):
+            method_names([name])
+
+
+def line(count: int) -> list[Point]:
+    return [Point([], 1 - index / count) for index in range(count)]
+
+
+def figures(quality: Callable[[float], float]) -> Callable[[Point], Figures]:
+    return lambda point: Figures({"psnr": quality(point.kept)}, (), 1.0, 2)
+
+
+@table(
+    ("bound", "lost", "kept", "is_met", "stepped_back"),
+    [
+        # Quality is 100 x kept on the measured prompts; `lost` is what it is below that on the others.
+        (55.0, 0.0, 0.6, True, 0),
+        (55.0, 15.0, 0.7, True, 1),
+        (55.0, 30.0, 0.9, True, 3),
+        # Only dense is within: the densest sparse point, with its figures.
+        (55.0, 60.0, 0.9, False, 4),
+        (95.0, 0.0, 0.9, False, 0),
+        (5.0, 0.0, 0.1, True, 0),
+    ],
+)
+def test_the_search_bisects_and_steps_back(
+    bound: float, lost: float, kept: float, is_met: bool, stepped_back: int
+) -> None:
+    measured: list[float] = []
+
+    def measure(point: Point) -> Figures:
+        measured.append(point.kept)
+        return figures(lambda share: 100 * share)(point)
+
+    def within(found: Figures) -> bool:
+        return found.values["psnr"] >= bound
+
+    outcome = search(line(10), measure, within, figures(lambda share: 100 * share - lost), within)
+    assert outcome.point.kept == pytest.approx(kept)
+    assert (outcome.is_met, outcome.stepped_back) == (is_met, stepped_back)
+    assert outcome.verified is not None
+    assert outcome.verified.values["psnr"] == pytest.approx(100 * kept - lost)
+    assert len(measured) <= 4
+
+
+def test_a_long_line_is_thinned_evenly() -> None:
+    points = thinned(line(200), 16)
+    assert len(points) == 16
+    assert (points[0].kept, points[-1].kept) == (1.0, line(200)[-1].kept)
+    assert max(one.kept - other.kept for one, other in itertools.pairwise(points)) < 0.08
+    assert thinned(points, 16) == points
