@@ -293,8 +293,9 @@ def _seams(
             steps[frame] = max(nearest)
     around = steps.unfold(0, 7, 1).nanmedian(dim=1).values if count > 8 else steps
     odd = (steps[3 : 3 + len(around)] - around).abs()
-    border = torch.zeros(count - 1, dtype=torch.bool)
-    border[settings.chunk - 4 :: settings.chunk] = True
+    # A border is the step over it, and those beside it: a frame shown twice is made up for by the next step.
+    place = (torch.arange(count - 1) - (settings.chunk - 4)) % settings.chunk
+    border = (place <= 1) | (place == settings.chunk - 1)
     switched = torch.zeros_like(border)
     for prompt in prompts[1:]:
         switched[prompt.first_frame - 1 : prompt.first_frame + SETTLE_CHUNKS * settings.chunk] = True

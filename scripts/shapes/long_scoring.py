@@ -26,6 +26,8 @@ class LongScore:
     """Seconds -> streams of that length whose windows up to there are all right."""
     right: dict[int, Proportion]
     """Seconds -> streams whose last window before is right."""
+    windows: Proportion
+    """Windows that are right."""
     parts: dict[str, Proportion]
     """Windows in which one thing is right: count, colour, shape, background, motion, continuous."""
     same: Proportion
@@ -45,6 +47,7 @@ class LongScore:
     def misses(self, target: float = 0.95) -> tuple[str, ...]:
         """What is below the target; empty where streams are as they should be."""
         proportions = {
+            "windows": self.windows,
             **{f"survival at {seconds} s": each for seconds, each in self.survival.items()},
             "same object and background": self.same,
             "seamless": self.seamless,
@@ -55,9 +58,10 @@ class LongScore:
 
 
 def score_streams(readings: Sequence[StreamReading], fps: int = 12) -> LongScore:
-    """Score streams of any lengths. Raises ValueError for none."""
-    if not readings:
-        raise ValueError("expected one stream or more")
+    """Score streams of any lengths. Raises ValueError where there is no window to judge."""
+    windows = [window for each in readings for window in each.windows]
+    if not windows:
+        raise ValueError("expected one stream or more, with a window between two switches")
     survival, right = {}, {}
     for seconds in SURVIVAL_SECONDS:
         long = [each for each in readings if each.num_frames >= seconds * fps]
@@ -67,7 +71,6 @@ def score_streams(readings: Sequence[StreamReading], fps: int = 12) -> LongScore
             ]
             survival[seconds] = wilson(sum(all(w.right for w in windows) for windows in before), len(before))
             right[seconds] = wilson(sum(bool(windows) and windows[-1].right for windows in before), len(before))
-    windows = [window for each in readings for window in each.windows]
     parts = {
         name: wilson(sum(getattr(window, name) for window in windows), len(windows))
         for name in ("count", "colour", "shape", "background", "motion", "continuous")
@@ -78,6 +81,7 @@ def score_streams(readings: Sequence[StreamReading], fps: int = 12) -> LongScore
     return LongScore(
         survival,
         right,
+        wilson(sum(window.right for window in windows), len(windows)),
         parts,
         wilson(sum(is_same(each) for each in readings), len(readings)),
         float(last.median().exp()) - 1,

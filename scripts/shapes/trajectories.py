@@ -90,10 +90,11 @@ def simulate(motion: Tensor, bounds: Bounds, start: Start, speed: Tensor) -> Ten
         over, under = moved - bounds.high, bounds.low - moved
         bounced = torch.where(over > 0, bounds.high - over, torch.where(under > 0, bounds.low + under, moved))
         turned = torch.where((over > 0) | (under > 0), -heading, heading)
-        straight = torch.where(bouncing, bounced, moved).clamp(bounds.low, bounds.high)
+        straight = torch.where(bouncing, bounced, moved)
         circled = _on_circle(position - middle, turning, speed, room) + middle
         around = (now == AROUND)[..., None]
-        following = torch.where(around, circled, straight)
+        # On the way from a corner to the circle the bounds are in the way.
+        following = torch.where(around, circled, straight).clamp(bounds.low, bounds.high)
         # The next motion goes on the way that this one went.
         step = following - position
         went = step.abs() > 0.25 * speed[..., None]
