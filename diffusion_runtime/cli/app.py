@@ -31,6 +31,8 @@ from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
 from diffusion_runtime.cli.models import EPILOG as MODELS_EPILOG
 from diffusion_runtime.cli.models import models
+from diffusion_runtime.cli.models_convert import EPILOG as CONVERT_EPILOG
+from diffusion_runtime.cli.models_convert import convert
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
 from diffusion_runtime.errors import UsageError
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
@@ -117,7 +119,8 @@ app.command("explain", cls=CheckedCommand, epilog=EXPLAIN_EPILOG)(explain)
 app.command("compare", cls=CheckedCommand, epilog=COMPARE_EPILOG)(compare)
 app.command("backends", cls=CheckedCommand, epilog=BACKENDS_EPILOG)(backends)
 app.command("doctor", cls=CheckedCommand, epilog=DOCTOR_EPILOG)(doctor)
-app.command("models", cls=CheckedCommand, epilog=MODELS_EPILOG)(models)
+models.command("convert", cls=CheckedCommand, epilog=CONVERT_EPILOG)(convert)
+app.add_typer(models, name="models", epilog=MODELS_EPILOG)
 app.command("calibrate", cls=CheckedCommand, epilog=CALIBRATE_EPILOG)(calibrate)
 bench.command("step", epilog=STEP_EPILOG)(step)
 bench.command("generate", epilog=BENCH_GENERATE_EPILOG)(bench_generate)

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from diffusion_runtime.cli import options
 from diffusion_runtime.cli.tables import plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
+from diffusion_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.published import PublishedModel
@@ -22,15 +25,25 @@ diffusion-runtime models
 diffusion-runtime generate "a cat" --model-path wan2.1-1.3b
 
 diffusion-runtime models --json
+
+diffusion-runtime models convert self_forcing_dmd.pt sf --as self-forcing --base Wan2.1-T2V-1.3B-Diffusers
 """
 _SHOWN_DTYPES = ("bfloat16", "float32")
 
 
-def models(as_json: options.Json = False) -> None:
+models = typer.Typer(rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@models.callback(invoke_without_command=True)
+def list_models(context: typer.Context, as_json: options.Json = False) -> None:
     """List the models that run on this project's own transformers, and what each needs.
 
     Any other diffusers folder runs with --backend diffusers.
     """
+    if context.invoked_subcommand is not None:
+        if as_json:
+            raise UsageError(f"--json: put it behind `models {context.invoked_subcommand}`")
+        return
     terminal = Terminal()
     with terminal.log():
         from diffusion_runtime.models.published import published_models
