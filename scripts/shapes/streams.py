@@ -6,7 +6,7 @@ motion of an object, its colour, its shape, or the background; everything else g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -90,15 +90,17 @@ class StreamBatch:
         return [(start, one) for start, one in zip(starts, attributes, strict=True) if start <= last]
 
 
-def render_stream_slots(streams: StreamBatch, size: int) -> tuple[Tensor, Tensor]:
+def render_stream_slots(
+    streams: StreamBatch, size: int, render: Callable[..., tuple[Tensor, Tensor]] = render_slots
+) -> tuple[Tensor, Tensor]:
     """Frames [B, frames, size, size, 3] and each object's coverage [B, 2, frames, size, size], both in 0 to 1.
 
-    Every frame is a scene of its own, of the segment that it is in.
+    Every frame is a scene of its own, of the segment that it is in. render: `render_slots`, or the same compiled.
     """
     count, num_frames = streams.times.shape
     rows = torch.arange(count, device=streams.starts.device)[:, None] * MAX_SEGMENTS + streams.segment_of_frame()
     scenes = streams.segments.select(rows.flatten())
-    frames, covered = render_slots(scenes, 1, size, streams.centre.flatten(0, 1)[:, None])
+    frames, covered = render(scenes, 1, size, streams.centre.flatten(0, 1)[:, None])
     return frames[:, 0].unflatten(0, (count, num_frames)), covered[:, :, 0].unflatten(0, (count, num_frames)).transpose(
         1, 2
     )

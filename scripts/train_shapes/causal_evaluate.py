@@ -2,6 +2,7 @@
 
 python -m scripts.train_shapes.causal_evaluate --checkpoint FOLDER --streams 64 --seconds 30 --out measured.json
 python -m scripts.train_shapes.causal_evaluate --checkpoint FOLDER --sweep 12:2:2:1 12:4:2:1 12:4:2:2 --out sweep.json
+python -m scripts.train_shapes.causal_evaluate --package FOLDER --sweep 8:8:2:2 --out package.json
 python -m scripts.train_shapes.causal_evaluate --rendered --streams 256 --seconds 15 --out clean.json
 """
 
@@ -16,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
+from diffusion_runtime import GenerationRequest, load_pipeline
 from scripts.shapes.captions import CaptionSettings, write_caption
 from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
 from scripts.shapes.long_scoring import score_streams
@@ -117,6 +120,35 @@ class StreamModel:
         return list(torch.cat(parts))
 
 
+class PackageModel:
+    """A folder of `causal_export --causal`, run by the package itself: one number of steps and one guidance for all
+    chunks, no switches."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        self._pipeline = load_pipeline(str(folder), device=device, dtype=dtype)
+
+    def frames(self, tasks: list[Task], sampling: StreamSampling) -> list[Tensor]:
+        """uint8 [frames, size, size, 3] per task."""
+        made = []
+        for task in tasks:
+            if len(set(task.texts)) > 1:
+                raise ValueError("--package takes no --switches")
+            fields: dict[str, Any] = {
+                "num_frames": 1 + 4 * (len(task.texts) * sampling.chunk - 1),
+                "height": sampling.size,
+                "width": sampling.size,
+                "chunk_frames": sampling.chunk,
+                "kv_window": sampling.span or 0,
+                "kv_sink": sampling.sink,
+                "num_inference_steps": sampling.steps,
+                "guidance_scale": sampling.guidance,
+            }
+            media = self._pipeline(GenerationRequest(task.texts[0], seed=task.seed, **fields))
+            made.append(torch.from_numpy(media.frames))
+        return made
+
+
 def parse_sampling(text: str, base: StreamSampling) -> StreamSampling:
     """`12:4:2:1`: steps of the first chunk and of later ones, guidance of both."""
     first_steps, steps, first_guidance, guidance = text.split(":")
@@ -134,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, help="folder of causal_train; without it the weights of --folder")
     parser.add_argument("--folder", type=Path, default=SHAPES, help="exported folder: its VAE, and its weights")
+    parser.add_argument("--package", type=Path, metavar="FOLDER", help="exported causal folder, run by the package")
     parser.add_argument("--rendered", action="store_true", help="read rendered streams instead: every score is to be 1")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=15.0)
@@ -158,8 +191,10 @@ def main() -> None:
         arguments.size, arguments.chunk, arguments.span or None, arguments.sink, commits=not arguments.no_commit
     )
     tasks = tasks_of(arguments.streams, arguments.seconds, arguments.chunk, arguments.two_objects, arguments.switches)
-    model = None
-    if not arguments.rendered:
+    model: StreamModel | PackageModel | None = None
+    if arguments.package:
+        model = PackageModel(arguments.package, device)
+    elif not arguments.rendered:
         models = averaged_models(arguments.checkpoint) if arguments.checkpoint else build_models(arguments.folder)
         model = StreamModel(*models, arguments.folder, device)
     settings = LongSettings(chunk=4 * arguments.chunk)
@@ -184,7 +219,7 @@ def main() -> None:
                 ]
             made = time.monotonic() - start
             score = score_streams([future.result() for future in futures])
-            name = "rendered" if model is None else str(sampling)
+            name = "rendered" if model is None else f"{'package ' if arguments.package else ''}{sampling}"
             save_sheet(arguments.out.with_name(f"{arguments.out.stem}_{len(results)}.png"), kept, num_columns=8)
             rates = {
                 **{f"survival {seconds} s": round(each.rate, 3) for seconds, each in score.survival.items()},

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from scripts.train_shapes.attention import rotate
-from scripts.train_shapes.causal_mask import ChunkMask, block_mask, dense_mask
 
 CAPTION_FRAMES = 2
 """Latent frames that share a caption, at most: the smallest chunk. Independent of the chunks of a step, so that one
@@ -64,12 +63,6 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         out: Tensor = flex_attention(q, k, v, block_mask=mask)
         return out
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def training_mask(mask: ChunkMask, tokens_per_frame: int, device: str) -> Mask:
-    """FlexAttention's on a GPU, a dense one on a CPU."""
-    make = block_mask if device.startswith("cuda") else dense_mask
-    return make(mask, tokens_per_frame, device)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

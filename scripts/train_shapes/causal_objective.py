@@ -7,6 +7,7 @@ it gets wrong when it predicts data from a little noise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from transformers import UMT5EncoderModel
 
 from scripts.train_shapes.architecture import MAX_PROMPT_TOKENS, embed_prompts
-from scripts.train_shapes.causal_forward import FrameInputs, RunBlock, causal_forward, run_masked_block, training_mask
-from scripts.train_shapes.causal_mask import ChunkMask
+from scripts.train_shapes.causal_forward import FrameInputs, Mask, RunBlock, causal_forward, run_masked_block
+from scripts.train_shapes.causal_mask import ChunkMask, dense_mask
 from scripts.train_shapes.causal_pool import StreamTrainingBatch
 from scripts.train_shapes.objective import CAPTION_DROPOUT, FOREGROUND_BELOW, FOREGROUND_WEIGHT, TIMESTEP_SPREAD
 
@@ -120,8 +121,12 @@ def causal_loss(
     generator: torch.Generator,
     *,
     run: RunBlock = run_masked_block,
+    make_mask: Callable[[ChunkMask, int, str], Mask] = dense_mask,
 ) -> CausalLoss:
-    """The weighted loss of a model that predicts noise minus data. Errors of its predictions go into the bank."""
+    """The weighted loss of a model that predicts noise minus data. Errors of its predictions go into the bank.
+
+    run, make_mask: compiled blocks take `block_mask`, eager ones `dense_mask`.
+    """
     data = batch.latents.float()
     device, (count, _, num_frames, height, width) = generator.device, data.shape
     chunk = num_frames if plan.mask is None else plan.mask.chunk
@@ -141,7 +146,7 @@ def causal_loss(
         timestep = torch.cat([torch.zeros_like(level), level], dim=1)
         positions, caption = positions.repeat(2), caption.repeat(1, 2)
         _, patch_h, patch_w = transformer.config.patch_size
-        mask = training_mask(plan.mask, height // patch_h * (width // patch_w), str(device))
+        mask = make_mask(plan.mask, height // patch_h * (width // patch_w), str(device))
     frames = FrameInputs(1000 * timestep, positions, caption)
     predicted = causal_forward(transformer, latents, frames, text, mask=mask, run=run)[:, :, -num_frames:].float()
     if plan.mask is not None:

@@ -9,6 +9,7 @@ See CAUSAL.md for the order, and for what each stage is.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +53,10 @@ class Pool:
 
 def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int) -> Pool:
     """An empty pool of a bucket."""
-    compiled = device == "cuda"
+    renderer = torch.compile(render_slots, dynamic=True) if device == "cuda" else render_slots
     tokenizer = build_tokenizer(streams=True)
     two = TWO_OBJECT_FRACTION[bucket.kind]
     if bucket.kind == "clip":
-        renderer = torch.compile(render_slots, dynamic=True) if compiled else render_slots
         clips: StreamPool | LatentPool = LatentPool(
             bucket.capacity,
             bucket.num_frames,
@@ -69,14 +69,13 @@ def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int) -> 
             two_object_fraction=two,
         )
     else:
-        stream_renderer = torch.compile(render_stream_slots, dynamic=True) if compiled else render_stream_slots
         clips = StreamPool(
             bucket.capacity,
             bucket.num_latents,
             bucket.size,
             far=bucket.kind == "far",
             encode=encode,
-            renderer=stream_renderer,
+            renderer=functools.partial(render_stream_slots, render=renderer),
             tokenizer=tokenizer,
             seed=seed,
             device=device,

@@ -13,6 +13,7 @@ from transformers import UMT5EncoderModel
 from scripts.train_shapes.architecture import build_text_encoder, build_tokenizer, build_transformer
 from scripts.train_shapes.causal_checkpoint import load_checkpoint, save_checkpoint
 from scripts.train_shapes.causal_forward import RunBlock, run_masked_block
+from scripts.train_shapes.causal_mask import block_mask, dense_mask
 from scripts.train_shapes.causal_objective import CausalLoss, ErrorBank, StepPlan, causal_loss
 from scripts.train_shapes.causal_pool import StreamTrainingBatch
 from scripts.train_shapes.latent_pool import CAPTION_TOKENS
@@ -81,6 +82,8 @@ class CausalTraining:
         self._empty_ids = torch.zeros(CAPTION_TOKENS, dtype=torch.int64, device=device)
         self._empty_ids[0] = EOS_ID
         self._run: RunBlock = torch.compile(run_masked_block, fullgraph=True) if compiled else run_masked_block
+        # FlexAttention is fast compiled alone, and has no gradients on a CPU.
+        self._make_mask = block_mask if compiled else dense_mask
         self.steps = 0
 
     def step(self, batch: StreamTrainingBatch, plan: StepPlan, rate: float) -> CausalLoss:
@@ -97,6 +100,7 @@ class CausalTraining:
                 self.bank,
                 self.generator,
                 run=self._run,
+                make_mask=self._make_mask,
             )
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
