@@ -76,10 +76,9 @@ class CausalBucket:
 
 STAGES = {
     "small": (
-        CausalBucket("near", 16, 128, 96, 0.42, 8.0, 12288, 96),
-        CausalBucket("far", 16, 128, 96, 0.30, 8.0, 8192, 96),
-        CausalBucket("clip", 8, 256, 96, 0.20, 12.0, 12288, 64),
-        CausalBucket("clip", 8, 128, 256, 0.08, 8.0, 8192, 256),
+        CausalBucket("near", 16, 128, 96, 0.44, 8.0, 12288, 96),
+        CausalBucket("far", 16, 128, 96, 0.32, 8.0, 8192, 96),
+        CausalBucket("clip", 8, 256, 96, 0.24, 12.0, 12288, 64),
     ),
     "mixed": (
         CausalBucket("near", 16, 256, 24, 0.34, 12.0, 4096, 24),
@@ -98,5 +97,5 @@ STAGES = {
         CausalBucket("clip", 4, 32, 4, 0.2, 3.0, 8, 4),
     ),
 }
-"""Buckets by the name of a stage: `small` and `mixed` on a GPU, one after the other; `laptop`: a look at the direction
-on a CPU; `toy`: a dry run in seconds."""
+"""Buckets by the name of a stage: `small` and `mixed` on a GPU, one after the other, with as few shapes as may be,
+since each is compiled; `laptop`: a look at the direction on a CPU; `toy`: a dry run in seconds."""

@@ -25,7 +25,6 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
-from diffusion_runtime import GenerationRequest, load_pipeline
 from scripts.shapes.captions import CaptionSettings, write_caption
 from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
 from scripts.shapes.long_scoring import score_streams
@@ -125,11 +124,16 @@ class PackageModel:
     chunks, no switches."""
 
     def __init__(self, folder: Path, device: str) -> None:
+        # Only here: a machine for training has not all that the package needs.
+        from diffusion_runtime import load_pipeline
+
         dtype = "bfloat16" if device == "cuda" else "float32"
         self._pipeline = load_pipeline(str(folder), device=device, dtype=dtype)
 
     def frames(self, tasks: list[Task], sampling: StreamSampling) -> list[Tensor]:
         """uint8 [frames, size, size, 3] per task."""
+        from diffusion_runtime import GenerationRequest
+
         made = []
         for task in tasks:
             if len(set(task.texts)) > 1:
