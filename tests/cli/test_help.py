@@ -27,7 +27,20 @@ def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
 
 
 @table(
-    "verb", ["", "generate", "backends", "doctor", "models", "info", "calibrate", "compare", "bench", "bench attention"]
+    "verb",
+    [
+        "",
+        "generate",
+        "backends",
+        "doctor",
+        "models",
+        "models convert",
+        "info",
+        "calibrate",
+        "compare",
+        "bench",
+        "bench attention",
+    ],
 )
 def test_help_fits_80_columns_uncut_and_shows_an_example(
     verb: str, command: Command, monkeypatch: pytest.MonkeyPatch
