@@ -138,15 +138,15 @@ PLAN = StepPlan(torch.arange(4), 8.0, ChunkMask(4, 2), (True, True))
 
 def test_the_loss_falls_and_a_resumed_training_is_the_one_that_went_on(tmp_path: Path) -> None:
     training, batch = tiny_training(), some_batch(0)
-    errors = [float(training.step(batch, PLAN, 1e-2).later) for _ in range(20)]
+    errors = [float(training.step(batch, PLAN, 1e-2).later) for _ in range(16)]
     # On one machine these are always the same figures: 2.29, 2.28, ... 1.80, 1.77.
     assert sum(errors[-4:]) < 0.88 * sum(errors[:4]), errors
     training.save(tmp_path / "saved", seconds=1.0)
     resumed = tiny_training(seed=5)
     assert resumed.resume(tmp_path / "saved")["seconds"] == 1.0
-    assert resumed.steps == 20
+    assert resumed.steps == 16
     for one in (training, resumed):
-        for seed in range(3):
+        for seed in range(2):
             one.step(some_batch(seed), PLAN, 1e-3)
     states = [
         [*one.transformer.parameters(), *one.text_encoder.parameters(), *one.average.values]
