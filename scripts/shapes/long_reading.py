@@ -27,6 +27,8 @@ SWITCH_CHUNKS = 6
 SEAM_QUANTILE = 0.95
 MIN_DISPLACEMENT, MIN_FLICKER = 0.012, 0.006
 """Below these a seam is no seam: three quarters of a pixel at 128 x 128, and one and a half levels of 256."""
+SHARP = 1.0
+"""Pixels up to which the width of an edge says how it lies on the grid, and not how sharp it is."""
 _PIECE = 29
 _MARGIN_ROOM = 0.3
 
@@ -59,7 +61,7 @@ class Appearance:
     background: tuple[float, ...]
     """Lightness at the 10th and 90th percentile, and two differences of channels."""
     softness: float
-    """Partly covered pixels per pixel of an object's edge."""
+    """Width of an object's edge in pixels, by the share of them that it covers; about 0.7 where edges are sharp."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ def read_stream(frames: Tensor, prompts: Sequence[Prompt], settings: LongSetting
         for first in range(start, end - settings.window + 1, settings.hop):
             window, reference = _read_window(frames, seen, prompt.attributes, first, settings, reference)
             windows.append(window)
-        if index:
+        # A prompt that is replaced before it need be followed says nothing.
+        if index and end - prompt.first_frame >= (SETTLE_CHUNKS + 2) * settings.chunk:
             switches.append(_read_switch(frames, seen, prompts[index - 1], prompt, end, settings))
     motion, change = _seams(seen, torch.cat(flicker)[: num_frames - 1], prompts, settings)
     return StreamReading(num_frames, tuple(windows), tuple(switches), motion, change, settings)
@@ -218,7 +221,7 @@ def _appearance(clip: Tensor, wanted: SceneAttributes) -> Appearance:
         else torch.zeros(2)
     )
     tints = (ground[:, :2] - ground[:, 1:]).mean(dim=0) if len(ground) else torch.zeros(2)
-    partly = (coverage > 0.15) & (coverage < 0.85)
+    partly = 4 * coverage * (1 - coverage) * (F.max_pool2d(inside.float()[:, None], 9, stride=1, padding=4)[:, 0])
     edge = inside & (F.avg_pool2d(inside.float()[:, None], 3, stride=1, padding=1)[:, 0] < 1)
     return Appearance(
         float(sum(region.cells for region in segmentation.regions)) / len(images),
@@ -236,7 +239,7 @@ def _drift(found: Appearance, reference: Appearance) -> Drift:
         log_ratio(found.cells, reference.cells, 1.0),
         found.colour - reference.colour,
         max(abs(now - then) for now, then in zip(found.background, reference.background, strict=True)),
-        log_ratio(found.softness, reference.softness, 0.25),
+        log_ratio(found.softness, reference.softness, SHARP),
     )
 
 
