@@ -77,16 +77,18 @@ def read_checkpoint(path: Path, key: str = "FILE") -> tuple[PickledTensors, ...]
 
 def _check_archive(path: Path) -> None:
     """Raises ModelLoadError for a file that is no archive of torch, or one that would become more than it is."""
-    if not zipfile.is_zipfile(path):
+    try:
+        is_archive = zipfile.is_zipfile(path)
+        if is_archive:
+            with zipfile.ZipFile(path) as archive:
+                entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise ModelLoadError(f"{path}: a damaged archive ({first_line(error)}); copy or download it again") from error
+    if not is_archive:
         raise ModelLoadError(
             f"{path}: expected an archive as torch.save writes since 1.6; older pickles, and files of another kind, "
             "are not read: save it again with a newer torch"
         )
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise ModelLoadError(f"{path}: a damaged archive ({first_line(error)}); copy or download it again") from error
     if len(entries) > MAX_ENTRIES:
         raise ModelLoadError(f"{path}: expected at most {MAX_ENTRIES} entries, got {len(entries)}")
     packed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
