@@ -35,6 +35,8 @@ from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_fla
 from diffusion_runtime.cli.generate import EPILOG as GENERATE_EPILOG
 from diffusion_runtime.cli.generate import generate
 from diffusion_runtime.cli.models import models
+from diffusion_runtime.cli.models_convert import EPILOG as CONVERT_EPILOG
+from diffusion_runtime.cli.models_convert import convert
 from diffusion_runtime.cli.models_download import EPILOG as DOWNLOAD_EPILOG
 from diffusion_runtime.cli.models_download import download
 from diffusion_runtime.cli.terminal import Terminal, prepare_standard_streams, put_failure_on_stdout, put_on_stdout
@@ -151,6 +153,7 @@ bench.command("generate", cls=CheckedCommand, epilog=BENCH_GENERATE_EPILOG)(benc
 app.add_typer(bench, name="bench")
 app.add_typer(config, name="config")
 models.command("download", cls=CheckedCommand, epilog=DOWNLOAD_EPILOG)(download)
+models.command("convert", cls=CheckedCommand, epilog=CONVERT_EPILOG)(convert)
 app.add_typer(models, name="models")
 app.command("completion", cls=CheckedCommand, epilog=COMPLETION_EPILOG)(completion)
 

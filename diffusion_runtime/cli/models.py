@@ -31,6 +31,8 @@ diffusion-runtime models list --cached
 diffusion-runtime models download wan2.1-1.3b
 
 diffusion-runtime models --json
+
+diffusion-runtime models convert self_forcing_dmd.pt sf --as self-forcing --base Wan2.1-T2V-1.3B-Diffusers
 """
 LIST_EPILOG = """[bold]Examples[/]
 

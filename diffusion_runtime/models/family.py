@@ -217,7 +217,7 @@ class Model(Generic[C, G]):
         kept: dict[str, torch.Tensor] | None = None,
     ) -> Checkpoint:
         file = next((file for file in self.transformer_files if file.component == component), None)
-        source = None if file is None else file.source(self._expected(component))
+        source = None if file is None else file.source(self.expected(component))
         return Checkpoint(
             self.folder / component,
             changes=changes,
@@ -227,7 +227,8 @@ class Model(Generic[C, G]):
             place=None if file is None else file.place,
         )
 
-    def _expected(self, component: str) -> Expected:
+    def expected(self, component: str) -> Expected:
+        """The tensors that a file of a transformer is to have."""
         shapes = {piece.name: piece.shape for several in self.pieces(component).values() for piece in several}
         return Expected(shapes, self.family.lora_names, self.known_names, self.is_ignored)
 

@@ -14,7 +14,7 @@ from diffusion_runtime.models import hub
 from diffusion_runtime.models.published import model_of_name, published_model_of
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
 from diffusion_runtime.models.registry import single_file_pipelines
-from diffusion_runtime.models.weight_files import GGUF, listed
+from diffusion_runtime.models.weight_files import CONVERT, GGUF, PICKLES, listed
 from diffusion_runtime.untrusted.files import check_path, check_place, expand_home
 
 # The name of the model that ships inside the package, and where it is.
@@ -192,6 +192,11 @@ def _refuse_single_file(path: Path) -> None:
         raise ModelLoadError(
             f"{path} is a checkpoint in one file; expected the folder of a diffusers model, which its authors "
             f"publish as well: with it, --transformer-path {path} takes a transformer's weights.{_conversion()}"
+        )
+    if path.suffix in PICKLES:
+        raise ModelLoadError(
+            f"{path} is a pickled checkpoint, which can run code when it is opened, and is never loaded: "
+            f"{CONVERT}; see `diffusion-runtime models convert --help`"
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from diffusion_runtime.errors import ModelLoadError, first_line
 from diffusion_runtime.models.parallel_reads import ParallelReads, StoredBytes
 from diffusion_runtime.models.tensor_part import Ranges
-from diffusion_runtime.models.weight_files import check_whole, stored_offsets
+from diffusion_runtime.models.weight_files import CONVERT, check_whole, stored_offsets
 from diffusion_runtime.untrusted.files import check_file, open_file
 
 # safetensors' names of what is read without it: bytes as they are.
@@ -146,7 +147,9 @@ def read_tensors(path: Path, key: str) -> tuple[dict[str, torch.Tensor], dict[st
 
     check_file(path, key, missing=ModelLoadError)
     if path.suffix != ".safetensors":
-        raise ModelLoadError(f"{path}: expected a .safetensors file; a pickle can run code when it is opened")
+        raise ModelLoadError(
+            f"{path}: expected a .safetensors file; a pickle can run code when it is opened: {CONVERT}"
+        )
     check_whole(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -161,3 +164,30 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
     save_file(dict(tensors), path)
+
+
+def stream_tensors(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    read: Callable[[str], torch.Tensor],
+) -> int:
+    """A safetensors file of tensors of one dtype, each read when it is written; the size of the file. read: a tensor of
+    the shape that is announced, on the CPU, by its name. Raises OSError, and what `read` raises."""
+    kind = next(name for name, known in _DTYPES.items() if known == dtype)
+    head: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, shape in shapes.items():
+        end = begin + math.prod(shape) * dtype.itemsize
+        head[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            tensor = read(name)
+            if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+                raise ModelLoadError(f"{name}: expected {list(shape)} in {kind}, got {list(tensor.shape)}")
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return file.tell()

@@ -18,6 +18,7 @@ from diffusion_runtime.models.tensor_files import SafetensorsFile, TensorFile
 from diffusion_runtime.models.tensor_names import Expected, by_diffusers_names, transformer_tensors
 from diffusion_runtime.models.weight_files import (
     COMPONENT_STEM,
+    CONVERT,
     GGUF,
     check_quantization_config,
     find_weight_files,
@@ -113,7 +114,7 @@ def open_tensor_file(path: Path, key: str, stack: contextlib.ExitStack) -> Tenso
     if path.suffix not in SUFFIXES:
         raise ModelLoadError(
             f"{path}: expected a file in {' or '.join(SUFFIXES)}; a pickle can run code when it is opened, and is "
-            "never read"
+            f"never read: {CONVERT}"
         )
     file: TensorFile = GgufFile(path) if path.suffix == GGUF else SafetensorsFile(path)
     stack.callback(file.close)

@@ -24,7 +24,9 @@ _NUM_LISTED = 10
 # Where only variants of a checkpoint are there, the first of these wins, then the first in alphabetical order.
 VARIANTS = ("fp32", "bf16", "fp16")
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# What to do about a pickle: only the converter opens one, and reads nothing but tensors of it.
+CONVERT = "`diffusion-runtime models convert` reads the tensors of a causal Wan's .pt, or of its LoRA, and nothing else"
 GGUF = ".gguf"
 # safetensors' names of what weights and counters are stored as. Any other is a quantised weight, which is worth nothing
 # without the scales that belong to it.
@@ -81,11 +83,11 @@ def _find_weight_files(folder: Path, stem: str) -> list[Path]:
             f"{expected}, found {listed(ggufs)}: GGUF weights are quantised, and are read of a transformer alone: add "
             f"--transformer-path {folder / ggufs[0]}, or {UNQUANTISED_FOLDER}"
         )
-    pickles = [name for name in names if name.endswith(_PICKLES)]
+    pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
         raise ModelLoadError(
             f"{expected}, found {listed(pickles)}: pickled weights can run code and are never read; use a checkpoint "
-            "in safetensors, or convert it with save_pretrained(..., safe_serialization=True)"
+            f"in safetensors, or convert it with save_pretrained(..., safe_serialization=True); {CONVERT}"
         )
     if any(re.fullmatch(rf"{re.escape(stem)}.*-\d+-of-\d+.*\.safetensors", name) for name in names):
         raise ModelLoadError(f"{expected}; shards are there and their index is not: copy or download it too")

@@ -10,25 +10,24 @@ from diffusion_runtime.quality.shapes.scene import MAX_OBJECTS, SceneBatch
 from diffusion_runtime.quality.shapes.signed_distance import coverage
 
 
-def render_float(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor, Tensor]:
+def render_float(scenes: SceneBatch, num_frames: int, size: int, centre: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Frames [B, frames, size, size, 3] in 0 to 1 and the objects' coverage [B, frames, size, size] in 0 to 1."""
-    frames, covered = render_slots(scenes, num_frames, size)
+    frames, covered = render_slots(scenes, num_frames, size, centre)
     return frames, covered.amax(dim=1)
 
 
-def render_slots(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor, Tensor]:
+def render_slots(scenes: SceneBatch, num_frames: int, size: int, centre: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Frames [B, frames, size, size, 3] in 0 to 1 and each object's own coverage [B, 2, frames, size, size] in 0 to 1.
 
-    Motion is uniform over the clip; a single frame shows its middle. Frames are square, with `size` pixels per side.
+    centre: where the objects are in each frame (x, y), [B, frames, 2, 2], half-sides (`trajectories.py`). Without it
+    motion is uniform over the clip, and a single frame shows its middle. Frames are square, `size` pixels per side.
     """
     device = scenes.start.device
     pixel = 2.0 / size
     axis = (torch.arange(size, device=device, dtype=torch.float32) + 0.5) * pixel - 1.0
     y, x = axis[:, None], axis[None, :]
-    time = (
-        torch.linspace(0.0, 1.0, num_frames, device=device) if num_frames > 1 else torch.full((1,), 0.5, device=device)
-    )
-    centre = scenes.start[:, None] + time[None, :, None, None] * scenes.travel[:, None]
+    if centre is None:
+        centre = _uniform_motion(scenes, num_frames)
     palette = torch.tensor(list(COLOURS.values()), device=device, dtype=torch.float32) / 255.0
     frames = _background(scenes, x, y, pixel)[:, None]
     covered = []
@@ -47,9 +46,18 @@ def render_slots(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor
     return frames, torch.stack(covered, dim=1)
 
 
-def render(scenes: SceneBatch, num_frames: int, size: int) -> Tensor:
+def _uniform_motion(scenes: SceneBatch, num_frames: int) -> Tensor:
+    """Centres [B, frames, 2, 2] from `start` on, with the whole `travel` at the last frame."""
+    device = scenes.start.device
+    time = (
+        torch.linspace(0.0, 1.0, num_frames, device=device) if num_frames > 1 else torch.full((1,), 0.5, device=device)
+    )
+    return scenes.start[:, None] + time[None, :, None, None] * scenes.travel[:, None]
+
+
+def render(scenes: SceneBatch, num_frames: int, size: int, centre: Tensor | None = None) -> Tensor:
     """Frames as uint8 [B, frames, size, size, 3]."""
-    frames, _ = render_float(scenes, num_frames, size)
+    frames, _ = render_float(scenes, num_frames, size, centre)
     return (frames * 255.0).round().to(torch.uint8)
 
 

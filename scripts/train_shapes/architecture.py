@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from diffusion_runtime.quality.shapes.captions import all_words
+from diffusion_runtime.quality.shapes.captions import all_words, stream_words
 
 MAX_PROMPT_TOKENS = 64
 """Length to which prompts are padded (zeros) before cross-attention; written into the tokenizer's configuration."""
@@ -61,9 +61,12 @@ def build_transformer() -> WanTransformer3DModel:
     return transformer
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Lower case, split at spaces and punctuation, one token a word, `</s>` at the end; unknown words are `<unk>`."""
-    words = [PAD, EOS, UNKNOWN, *all_words()]
+def build_tokenizer(*, streams: bool = False) -> PreTrainedTokenizerFast:
+    """Lower case, split at spaces and punctuation, one token a word, `</s>` at the end; unknown words are `<unk>`.
+
+    streams: with the words of endless motions behind the others.
+    """
+    words = [PAD, EOS, UNKNOWN, *all_words(), *(stream_words() if streams else ())]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

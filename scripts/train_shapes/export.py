@@ -44,8 +44,13 @@ def export_folder(
     transformer: WanTransformer3DModel,
     text_encoder: UMT5EncoderModel,
     scheduler: SamplerScheduler,
+    *,
+    streams: bool = False,
 ) -> int:
-    """Write every part and model_index.json; returns the size of the folder in bytes. The modules become bfloat16."""
+    """Write every part and model_index.json; returns the size of the folder in bytes. The modules become bfloat16.
+
+    streams: with the tokenizer of streams, whose words are more.
+    """
     for name in ("vae", "transformer", "text_encoder", "tokenizer", "scheduler"):
         shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +59,7 @@ def export_folder(
     vae.save_pretrained(folder / "vae")
     transformer.save_pretrained(folder / "transformer")
     text_encoder.save_pretrained(folder / "text_encoder")
-    _write_tokenizer(folder / "tokenizer")
+    _write_tokenizer(folder / "tokenizer", streams=streams)
     scheduler.save_pretrained(folder / "scheduler")
     index = {
         "_class_name": "WanPipeline",
@@ -79,9 +84,9 @@ def export_folder(
     return sum(path.stat().st_size for path in files)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path, *, streams: bool) -> None:
     """The tokenizer under the class name that transformers 4 and 5 both know."""
-    build_tokenizer().save_pretrained(folder)
+    build_tokenizer(streams=streams).save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -42,6 +42,11 @@ class Muon:
             shape: torch.zeros(len(group), *shape, device=group[0].device) for shape, group in self._groups.items()
         }
 
+    @property
+    def momenta(self) -> list[Tensor]:
+        """The momentum of every shape of matrices, [n, rows, columns] each, always in the same order."""
+        return list(self._buffers.values())
+
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """One update at this learning rate (as large as AdamW's would be)."""

@@ -75,14 +75,14 @@ class Average:
     def __init__(self, parameters: Iterable[Tensor], decay: float) -> None:
         self._parameters = list(parameters)
         self._decay = decay
-        self._steps = 0
+        self.steps = 0
         self.values = [parameter.detach().clone() for parameter in self._parameters]
 
     @torch.no_grad()
     def update(self) -> None:
         """Move towards the current parameters."""
-        self._steps += 1
-        decay = min(self._decay, (1 + self._steps) / (10 + self._steps))
+        self.steps += 1
+        decay = min(self._decay, (1 + self.steps) / (10 + self.steps))
         torch._foreach_lerp_(self.values, [parameter.detach() for parameter in self._parameters], 1 - decay)
 
     @torch.no_grad()

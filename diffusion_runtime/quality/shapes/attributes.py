@@ -24,6 +24,10 @@ background tone is nearly grey."""
 COLOUR_NAMES: tuple[str, ...] = tuple(COLOURS)
 SHAPE_NAMES: tuple[str, ...] = ("circle", "square", "triangle", "star", "ring")
 MOTION_NAMES: tuple[str, ...] = ("left", "right", "up", "down", "still")
+ENDLESS_MOTION_NAMES: tuple[str, ...] = ("back and forth", "up and down", "around")
+"""Motions of streams alone: a horizontal and a vertical bounce between the margins, and a circle about the middle."""
+STREAM_MOTION_NAMES: tuple[str, ...] = MOTION_NAMES + ENDLESS_MOTION_NAMES
+"""Every motion of a stream; `left` to `down` there last until the margin, where the object rests."""
 BACKGROUND_NAMES: tuple[str, ...] = ("plain", "stripes", "checker", "gradient")
 
 MOTION_DIRECTIONS: tuple[tuple[float, float], ...] = ((-1.0, 0.0), (1.0, 0.0), (0.0, -1.0), (0.0, 1.0), (0.0, 0.0))

@@ -57,6 +57,34 @@ MOTION_WORDS: dict[str, tuple[str, ...]] = {
 }
 MOTION_WORDS["up"] = (*(words for words in MOTION_WORDS["up"] if "to the" not in words), "rising", "moving upward")
 MOTION_WORDS["down"] = (*(w for w in MOTION_WORDS["down"] if "to the" not in w), "falling", "moving downward")
+_ENDLESS_MOTION_WORDS: dict[str, tuple[str, ...]] = {
+    "back and forth": (
+        "moving back and forth",
+        "going back and forth",
+        "moves back and forth",
+        "bouncing left and right",
+        "moving from side to side",
+        "goes from side to side",
+        "bouncing from side to side",
+    ),
+    "up and down": (
+        "moving up and down",
+        "going up and down",
+        "moves up and down",
+        "bouncing up and down",
+        "bouncing",
+    ),
+    "around": (
+        "moving around",
+        "going around",
+        "moves in a circle",
+        "moving in a circle",
+        "going in circles",
+        "circling",
+        "orbiting",
+    ),
+}
+_EVERY_MOTION_WORDS = {**MOTION_WORDS, **_ENDLESS_MOTION_WORDS}
 BACKGROUND_WORDS: dict[str, tuple[str, ...]] = {
     "plain": ("on a plain background", "on a solid background", "over a plain background", "plain background"),
     "stripes": ("on a striped background", "over stripes", "in front of stripes", "on a background of stripes"),
@@ -203,7 +231,7 @@ def _object_text(one: ObjectAttributes, random: Random, settings: CaptionSetting
     noun = _noun(one, random, settings)
     if one.motion is None:
         return noun
-    return f"{noun} {_phrase(MOTION_WORDS[one.motion], random, settings)}"
+    return f"{noun} {_phrase(_EVERY_MOTION_WORDS[one.motion], random, settings)}"
 
 
 def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, settings: CaptionSettings) -> _Body | None:
@@ -216,19 +244,26 @@ def _relation_body(mentioned: tuple[ObjectAttributes, ...], random: Random, sett
         return None
     colour_words = random.choice(("of the same colour", "of the same color", "in the same colour", "in the same color"))
     if same_motion:
-        motion = _phrase(MOTION_WORDS[str(first.motion)], random, settings)
+        motion = _phrase(_EVERY_MOTION_WORDS[str(first.motion)], random, settings)
         if motion.startswith(("moves", "goes", "that")):
-            motion = MOTION_WORDS[str(first.motion)][0]
+            motion = _EVERY_MOTION_WORDS[str(first.motion)][0]
         pair = (_noun(first, random, settings), _noun(second, random, settings, colour=not same_colour))
         return _Body(pair, " and ", f" {colour_words}, both {motion}" if same_colour else f", both {motion}")
-    second_motion = "" if second.motion is None else f" {_phrase(MOTION_WORDS[second.motion], random, settings)}"
+    second_motion = "" if second.motion is None else f" {_phrase(_EVERY_MOTION_WORDS[second.motion], random, settings)}"
     first_phrase = _object_text(first, random, settings)
     second_phrase = f"{_noun(second, random, settings, colour=False)} {colour_words}{second_motion}"
     return _Body((first_phrase, second_phrase), " and ")
 
 
+def stream_words() -> list[str]:
+    """The words of endless motions that no other caption has, sorted: behind `all_words` in the tokenizer of streams,
+    so that the words of clips keep their numbers."""
+    words = {word for phrases in _ENDLESS_MOTION_WORDS.values() for phrase in phrases for word in phrase.split()}
+    return sorted(words - set(all_words()))
+
+
 def all_words() -> list[str]:
-    """Every word (and mark) that a caption can hold, lower case, sorted: the vocabulary of the tokenizer."""
+    """Every word (and mark) that a caption of a clip can hold, lower case, sorted: the vocabulary of the tokenizer."""
     tables = (COLOUR_WORDS, SHAPE_WORDS, MOTION_WORDS, BACKGROUND_WORDS)
     phrases = [phrase for table in tables for words in table.values() for phrase in words]
     phrases += [*VIDEO_OPENINGS, *IMAGE_OPENINGS, *JOINTS]

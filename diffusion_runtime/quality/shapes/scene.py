@@ -16,6 +16,7 @@ from diffusion_runtime.quality.shapes.attributes import (
     MOTION_DIRECTIONS,
     MOTION_NAMES,
     SHAPE_NAMES,
+    STREAM_MOTION_NAMES,
     ObjectAttributes,
     SceneAttributes,
     is_held_out,
@@ -44,7 +45,7 @@ class SceneBatch:
     shape: Tensor
     """[B, 2] int64, index into SHAPE_NAMES."""
     motion: Tensor
-    """[B, 2] int64, index into MOTION_NAMES."""
+    """[B, 2] int64, index into MOTION_NAMES; of streams, into STREAM_MOTION_NAMES."""
     radius: Tensor
     """[B, 2] float32, half-sides."""
     start: Tensor
@@ -83,7 +84,7 @@ class SceneBatch:
                     ObjectAttributes(
                         COLOUR_NAMES[colours[row][slot]],
                         SHAPE_NAMES[shapes[row][slot]],
-                        MOTION_NAMES[motions[row][slot]],
+                        STREAM_MOTION_NAMES[motions[row][slot]],
                     )
                     for slot in range(counts[row])
                 ),

@@ -1,0 +1,1 @@
+"""Pickled checkpoints (.pt) made into folders of safetensors: `diffusion-runtime models convert`."""

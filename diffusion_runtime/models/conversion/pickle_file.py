@@ -1,0 +1,208 @@
+"""Tensors of a pickled checkpoint (.pt), by `torch.load(weights_only=True)` and nothing else: no function that a file
+names is called but those that make tensors.
+
+What a file says of its own sizes is held against the file before torch opens it, and tensors stay in pages of the file
+(mmap) until they are read.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from diffusion_runtime.errors import ConfigError, ModelLoadError, first_line, shown, shown_name
+from diffusion_runtime.models.tensor_files import TensorFile, TensorHead
+from diffusion_runtime.models.tensor_part import Ranges
+from diffusion_runtime.models.weight_files import listed
+from diffusion_runtime.untrusted.files import check_file
+
+MAX_ENTRIES = 100_000
+"""Of the archive. Wan 14B has 1,095 tensors, and a checkpoint of training four such models."""
+MAX_PICKLE_BYTES = 64 * 2**20
+MAX_DEPTH = 6
+TOP = "(top)"
+"""The key of a file whose tensors stand at its top."""
+_KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# What data-parallel training, torch.compile and checkpointing put between the names of modules.
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module", "_forward_module"})
+# What the wrapper of the model's class is called, in front of all names.
+_MODEL = "model."
+
+
+@dataclass(frozen=True)
+class PickledTensors:
+    """The tensors of one key of a checkpoint, by their names in the file."""
+
+    key: str
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def read_checkpoint(path: Path, key: str = "FILE") -> tuple[PickledTensors, ...]:
+    """The mappings of tensors in a file, each under its key; tensors of mappings in each other are joined by dots from
+    the first key on. key: what named the file, for messages.
+
+    Raises ConfigError for a path that no file has, ModelLoadError for a file that is no checkpoint of tensors, with
+    what else is in it.
+    """
+    check_file(path, key, missing=ModelLoadError)
+    _check_archive(path)
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ModelLoadError(
+            f"{path}: not a pickle of tensors: it asks for {_asked_for(path) or first_line(error)}. Opening it could "
+            "run code, so it is not opened; ask its authors for a state dict"
+        ) from error
+    except Exception as error:
+        # A damaged pickle raises whatever its instructions lead to.
+        raise ModelLoadError(
+            f"{path}: damaged, or not a checkpoint of torch ({first_line(error)}): copy or download it again"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise ModelLoadError(f"{path}: expected a mapping of names to tensors, got {shown(content)}")
+    groups = tuple(_groups(path, content))
+    if not groups:
+        raise ModelLoadError(f"{path}: there is no tensor in it; keys: {listed(map(str, content))}")
+    return groups
+
+
+def _check_archive(path: Path) -> None:
+    """Raises ModelLoadError for a file that is no archive of torch, or one that would become more than it is."""
+    try:
+        is_archive = zipfile.is_zipfile(path)
+        if is_archive:
+            with zipfile.ZipFile(path) as archive:
+                entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise ModelLoadError(f"{path}: a damaged archive ({first_line(error)}); copy or download it again") from error
+    if not is_archive:
+        raise ModelLoadError(
+            f"{path}: expected an archive as torch.save writes since 1.6; older pickles, and files of another kind, "
+            "are not read: save it again with a newer torch"
+        )
+    if len(entries) > MAX_ENTRIES:
+        raise ModelLoadError(f"{path}: expected at most {MAX_ENTRIES} entries, got {len(entries)}")
+    packed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise ModelLoadError(f"{path}: torch packs no tensors, and these are: {listed(map(shown_name, packed))}")
+    size = sum(entry.file_size for entry in entries)
+    if size > path.stat().st_size:
+        raise ModelLoadError(f"{path}: claims {size} bytes, and has {path.stat().st_size}")
+    for entry in entries:
+        if entry.filename.endswith("data.pkl") and entry.file_size > MAX_PICKLE_BYTES:
+            raise ModelLoadError(
+                f"{path}: expected a pickle of at most {MAX_PICKLE_BYTES} bytes beside the tensors, got "
+                f"{entry.file_size}"
+            )
+
+
+def _asked_for(path: Path) -> str:
+    """The functions and classes that a refused pickle names, read without running it; empty where that fails."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:
+        return ""
+    return listed(map(shown_name, sorted(names)))
+
+
+def _groups(path: Path, content: Mapping[object, object]) -> Iterator[PickledTensors]:
+    top = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    if top:
+        yield PickledTensors(TOP, _checked(path, top))
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            tensors = dict(_flattened(path, value, "", 1))
+            if tensors:
+                yield PickledTensors(str(name), _checked(path, tensors))
+
+
+def _flattened(
+    path: Path, content: Mapping[object, object], prefix: str, depth: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if depth > MAX_DEPTH:
+        raise ModelLoadError(f"{path}: expected tensors at most {MAX_DEPTH} mappings deep")
+    for name, value in content.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _flattened(path, value, f"{prefix}{name}.", depth + 1)
+
+
+def _checked(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Raises ModelLoadError for tensors that are no plain numbers in the file."""
+    odd = [
+        name
+        for name, tensor in tensors.items()
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.device.type != "cpu"
+    ]
+    if odd:
+        raise ModelLoadError(f"{path}: expected plain tensors, these are not: {listed(map(shown_name, odd))}")
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def without_wrappers(name: str) -> str:
+    """The name of a tensor in the model itself: `model._fsdp_wrapped_module.blocks.0.ffn.0.weight` is
+    `blocks.0.ffn.0.weight`."""
+    plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return plain.removeprefix(_MODEL)
+
+
+class PickleFile(TensorFile):
+    """The tensors of one key, under the names that the model gives them. Raises ModelLoadError for two of one name."""
+
+    metadata: Mapping[str, str] = {}
+
+    def __init__(self, path: Path, group: PickledTensors) -> None:
+        self.path = path
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in group.tensors.items():
+            plain = without_wrappers(name)
+            if plain in self._tensors:
+                raise ModelLoadError(f"{path}: two tensors are {shown_name(plain)} once their wrappers are left out")
+            self._tensors[plain] = tensor
+        self.heads = {
+            name: TensorHead(tuple(tensor.shape), _KINDS.get(tensor.dtype, str(tensor.dtype)))
+            for name, tensor in self._tensors.items()
+        }
+
+    def read(self, name: str, rows: slice | None = None, columns: Ranges | None = None) -> torch.Tensor:
+        if columns is not None:
+            raise ConfigError("a pickled checkpoint is read by rows alone")
+        tensor = self._tensors[name]
+        return tensor if rows is None else tensor[rows]
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+def choose(
+    path: Path, groups: tuple[PickledTensors, ...], key: str | None, preferred: tuple[str, ...]
+) -> PickledTensors:
+    """The group of a key, or the first preferred one that is there; the only one where there is one alone.
+
+    Raises ConfigError that lists what is there.
+    """
+    by_key = {group.key: group for group in groups}
+    there = listed(f"{shown_name(group.key)} ({len(group.tensors)} tensors)" for group in groups)
+    if key is not None:
+        if key not in by_key:
+            raise ConfigError(f"--key: {path} has no {shown_name(key)}; there are {there}")
+        return by_key[key]
+    for name in preferred:
+        if name in by_key:
+            return by_key[name]
+    if len(groups) == 1:
+        return groups[0]
+    raise ConfigError(f"{path} holds {there}: say which by --key")

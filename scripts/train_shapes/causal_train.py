@@ -1,0 +1,184 @@
+"""Train the embedded model to go on: causal, chunk by chunk, on streams with prompts that change.
+
+python -m scripts.train_shapes.causal_train --stage small --seconds 480 --out $OUT
+python -m scripts.train_shapes.causal_train --stage mixed --seconds 480 --resume FOLDER --out $OUT
+
+See CAUSAL.md for the order, and for what each stage is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from torch import Tensor
+
+from scripts.shapes.render import render_slots
+from scripts.shapes.streams import render_stream_slots
+from scripts.train_shapes.architecture import build_tokenizer
+from scripts.train_shapes.causal_buckets import STAGES, CausalBucket
+from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
+from scripts.train_shapes.causal_training import CausalTraining, build_models
+from scripts.train_shapes.latent_pool import Encoder, LatentPool
+from scripts.train_shapes.session import Clock, Log, cosine
+from scripts.train_shapes.train_transformer import load_encoder
+
+SHAPES = Path("diffusion_runtime/assets/shapes")
+TWO_OBJECT_FRACTION = {"near": 0.4, "far": 0.4, "clip": 0.6}
+REFRESH_EVERY = 8
+"""Steps between two refreshes of one encode batch."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The clips of one bucket."""
+
+    bucket: CausalBucket
+    clips: StreamPool | LatentPool
+
+    def fill(self, share: float) -> None:
+        """Encode a share of the capacity, one encode batch at least."""
+        for _ in range(max(1, round(self.bucket.capacity * share / self.bucket.encode_batch))):
+            self.clips.refresh(self.bucket.encode_batch)
+
+    def draw(self, generator: torch.Generator) -> StreamTrainingBatch:
+        drawn = self.clips.draw(self.bucket.batch, generator)
+        return drawn if isinstance(drawn, StreamTrainingBatch) else StreamTrainingBatch.of_clips(drawn)
+
+
+def make_pool(bucket: CausalBucket, encode: Encoder, device: str, seed: int) -> Pool:
+    """An empty pool of a bucket."""
+    renderer = torch.compile(render_slots, dynamic=True) if device == "cuda" else render_slots
+    tokenizer = build_tokenizer(streams=True)
+    two = TWO_OBJECT_FRACTION[bucket.kind]
+    if bucket.kind == "clip":
+        clips: StreamPool | LatentPool = LatentPool(
+            bucket.capacity,
+            bucket.num_frames,
+            bucket.size,
+            encode=encode,
+            renderer=renderer,
+            tokenizer=tokenizer,
+            seed=seed,
+            device=device,
+            two_object_fraction=two,
+        )
+    else:
+        clips = StreamPool(
+            bucket.capacity,
+            bucket.num_latents,
+            bucket.size,
+            far=bucket.kind == "far",
+            encode=encode,
+            renderer=functools.partial(render_stream_slots, render=renderer),
+            tokenizer=tokenizer,
+            seed=seed,
+            device=device,
+            two_object_fraction=two,
+        )
+    return Pool(bucket, clips)
+
+
+def train(training: CausalTraining, pools: list[Pool], clock: Clock, log: Log, arguments: argparse.Namespace) -> None:
+    """Train until the clock is over, or for --steps; save every --save-every seconds and at the end."""
+    random, saved, since = Random(arguments.seed + training.steps), time.monotonic(), time.monotonic()
+    began = training.steps
+    errors: dict[str, list[Tensor]] = {}
+    while True:
+        done = training.steps - began
+        progress = done / arguments.steps if arguments.steps else clock.progress
+        if progress >= 1.0:
+            break
+        pool = random.choices(pools, [each.bucket.share for each in pools])[0]
+        if done % arguments.refresh_every == 0:
+            pool.clips.refresh(pool.bucket.encode_batch)
+        rate = cosine(progress, arguments.peak, arguments.end)
+        plan = pool.bucket.plan(random, training.device)
+        loss = training.step(pool.draw(training.generator), plan, rate)
+        for part, error in (("first", loss.first), ("later", loss.later)):
+            errors.setdefault(f"{pool.bucket.name}.{part}", []).append(error)
+        if training.steps % arguments.log_every == 0:
+            means = {name: round(float(torch.stack(each).nanmean()), 5) for name, each in sorted(errors.items())}
+            speed = 1000 * (time.monotonic() - since) / arguments.log_every
+            log.write(step=training.steps, seconds=clock.trained, lr=rate, ms=speed, error=means)
+            errors, since = {}, time.monotonic()
+        if time.monotonic() - saved > arguments.save_every:
+            training.save(arguments.out, seconds=round(clock.trained, 1))
+            saved = time.monotonic()
+    training.save(arguments.out, seconds=round(clock.trained, 1))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", choices=tuple(STAGES), required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="wall seconds, preparation and saving included")
+    parser.add_argument("--steps", type=int, default=0, help="train for as many steps instead, whatever the clock says")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init", type=Path, default=SHAPES, help="exported folder to begin with")
+    parser.add_argument("--vae", type=Path, default=SHAPES, help="exported folder whose VAE encodes")
+    parser.add_argument("--resume", type=Path, help="folder of a checkpoint to go on from, instead of --init")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peak", type=float, default=1e-3, help="AdamW's learning rate")
+    parser.add_argument("--end", type=float, default=1e-5)
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="adamw: cheaper on a CPU")
+    parser.add_argument("--muon-factor", type=float, default=2.0, help="Muon's learning rate over AdamW's")
+    parser.add_argument("--decay", type=float, default=0.999, help="of the average of the weights")
+    parser.add_argument("--save-every", type=float, default=120.0, metavar="SECONDS")
+    parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--refresh-every", type=int, default=REFRESH_EVERY, metavar="STEPS")
+    parser.add_argument("--no-compile", action="store_true", help="run the blocks without torch.compile")
+    parser.add_argument("--compile-cache", type=Path, help="file of what torch.compile made: read, and written")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Fill the pools, train by the clock, save every two minutes and at the end."""
+    arguments = parse_arguments()
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.cache_size_limit = 64
+    cache = arguments.compile_cache
+    if cache is not None and cache.is_file():
+        torch.compiler.load_cache_artifacts(cache.read_bytes())
+    torch.manual_seed(arguments.seed)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    log = Log(arguments.out / "causal_log.jsonl")
+    compiled = device == "cuda" and not arguments.no_compile
+    training = CausalTraining(
+        *build_models(None if arguments.resume else arguments.init),
+        seed=arguments.seed,
+        device=device,
+        optimizer=arguments.optimizer,
+        muon_factor=arguments.muon_factor,
+        decay=arguments.decay,
+        compiled=compiled,
+    )
+    state = training.resume(arguments.resume) if arguments.resume else {}
+    log.write(event="start", device=device, stage=arguments.stage, compiled=compiled, **state)
+    encode = load_encoder(arguments.vae, device)
+    pools = []
+    for index, bucket in enumerate(STAGES[arguments.stage]):
+        start = time.monotonic()
+        pool = make_pool(bucket, encode, device, 1000 * (arguments.seed + training.steps) + index)
+        pool.fill(0.25)
+        pools.append(pool)
+        log.write(event="pool", bucket=bucket.name, seconds=time.monotonic() - start)
+    clock = Clock(arguments.seconds - (time.monotonic() - began))
+    train(training, pools, clock, log, arguments)
+    if cache is not None and (made := torch.compiler.save_cache_artifacts()) is not None:
+        cache.write_bytes(made[0])
+        log.write(event="compile cache", bytes=len(made[0]))
+    log.write(event="end", step=training.steps, seconds=clock.trained, wall=time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Streams of shapes never leave the frame, and the judge of streams finds every one right, and every control wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffusion_runtime.quality.shapes.attributes import BACKGROUND_NAMES, MOTION_NAMES, STREAM_MOTION_NAMES
+from diffusion_runtime.quality.shapes.captions import UNKNOWN_FILLERS, all_words, stream_words
+from diffusion_runtime.quality.shapes.signed_distance import BOUNDING_RADIUS
+from scripts.shapes import is_held_out, render, sample_scenes, write_caption
+from scripts.shapes.long_reading import LongSettings, Prompt, StreamReading, read_stream
+from scripts.shapes.long_scoring import is_same, score_streams
+from scripts.shapes.streams import MAX_SEGMENTS, StreamBatch, StreamSettings, render_streams, sample_streams
+from scripts.train_shapes.architecture import build_tokenizer
+
+SETTINGS = LongSettings()
+
+
+def streams(seed: int, count: int, num_frames: int, settings: StreamSettings | None = None) -> StreamBatch:
+    return sample_streams(
+        count, torch.Generator().manual_seed(seed), torch.arange(num_frames), settings or StreamSettings()
+    )
+
+
+def test_clips_are_rendered_as_before_and_a_table_of_centres_gives_the_same_pixels() -> None:
+    scenes = sample_scenes(3, torch.Generator().manual_seed(3))
+    for num_frames in (1, 9):
+        time = torch.linspace(0.0, 1.0, num_frames) if num_frames > 1 else torch.full((1,), 0.5)
+        centre = scenes.start[:, None] + time[None, :, None, None] * scenes.travel[:, None]
+        clip = render(scenes, num_frames, 64)
+        assert torch.equal(render(scenes, num_frames, 64, centre), clip)
+        assert not torch.equal(render(scenes, num_frames, 64, centre + 0.1), clip)
+
+
+def test_objects_of_streams_stay_inside_apart_and_on_their_way() -> None:
+    batch = streams(0, 256, 400, StreamSettings(switch_frames=(61, 121, 201)))
+    radius = batch.segments.radius.view(-1, MAX_SEGMENTS, 2)[:, 0]
+    assert float((batch.centre.abs().amax(-1) + BOUNDING_RADIUS * radius[:, None]).max()) <= 0.9701
+    two = batch.segments.num_objects.view(-1, MAX_SEGMENTS)[:, 0] == 2
+    distance = torch.linalg.vector_norm(batch.centre[:, :, 0] - batch.centre[:, :, 1], dim=-1)
+    assert float((distance - BOUNDING_RADIUS * radius.sum(1)[:, None])[two].min()) > 0.09
+    step = torch.linalg.vector_norm(batch.centre[:, 1:] - batch.centre[:, :-1], dim=-1)
+    assert float(step.max()) < 0.08
+    motion = batch.segments.motion.view(-1, MAX_SEGMENTS, 2).gather(
+        1, batch.segment_of_frame()[..., None].expand(-1, -1, 2)
+    )
+    # Endless motions go on; commands have come to rest after 60 frames.
+    settled = batch.times - batch.starts.gather(1, batch.segment_of_frame())
+    endless = (motion >= len(MOTION_NAMES))[:, 1:] & (settled[:, 1:, None] > 0)
+    assert float(step[endless].mean()) > 0.02
+    rested = (motion < len(MOTION_NAMES))[:, 1:] & (settled[:, 1:, None] > 60)
+    assert float(step[rested].max()) == 0.0
+
+
+def test_a_switch_changes_one_attribute_and_never_shows_what_is_held_out() -> None:
+    batch = streams(1, 400, 62, StreamSettings(switch_share=1.0, switch_frames=(9, 25, 41)))
+    changed = {"motion": 0, "colour": 0, "shape": 0, "background": 0}
+    for before, after, *_ in batch.attributes():
+        different = [before.background != after.background]
+        for then, now in zip(before.objects, after.objects, strict=True):
+            different += [then.colour != now.colour, then.shape != now.shape, then.motion != now.motion]
+        assert sum(different) <= 1
+        changed["background"] += different[0]
+        for place, name in enumerate(("colour", "shape", "motion")):
+            changed[name] += any(different[1 + place :: 3])
+    shares = {name: count / 400 for name, count in changed.items()}
+    assert shares == pytest.approx({"motion": 0.70, "colour": 0.15, "shape": 0.10, "background": 0.05}, abs=0.06)
+    scenes = batch.segments
+    for slot in range(2):
+        shown = scenes.num_objects > slot
+        clips = shown & (scenes.motion[:, slot] < len(MOTION_NAMES))
+        held = is_held_out(scenes.colour[:, slot], scenes.shape[:, slot], scenes.motion[:, slot])
+        assert not bool((held & clips).any())
+    texts = [write_caption(scene, Random(index)).text for index, scene in enumerate(scenes.attributes())]
+    assert len(set(texts)) > 600
+    known = {*all_words(), *stream_words(), *(word for filler in UNKNOWN_FILLERS for word in filler.split())}
+    words = {word for text in texts for word in text.replace(",", " , ").replace(";", " ; ").split()}
+    assert words <= known
+    assert words & set(stream_words())
+    # Words of clips keep their numbers, so that a text encoder of clips reads them as before.
+    clip_words, stream_vocabulary = build_tokenizer().get_vocab(), build_tokenizer(streams=True).get_vocab()
+    assert clip_words.items() < stream_vocabulary.items()
+    assert len(stream_vocabulary) == len(clip_words) + len(stream_words())
+
+
+def going(motion: str, num_frames: int, seed: int = 0) -> tuple[Tensor, list[Prompt]]:
+    """A rendered stream of one object whose motion this is, on a plain background."""
+    settings = StreamSettings(two_object_fraction=0.0)
+    found = streams(seed, 64, 1, settings).segments.motion[::MAX_SEGMENTS, 0]
+    index = int((found == STREAM_MOTION_NAMES.index(motion)).nonzero()[0])
+    batch = streams(seed, 64, num_frames, settings)
+    plain = torch.full_like(batch.segments.background, BACKGROUND_NAMES.index("plain"))
+    one = StreamBatch(
+        replace(batch.segments, background=plain).select(slice(MAX_SEGMENTS * index, MAX_SEGMENTS * (index + 1))),
+        batch.starts[index : index + 1],
+        batch.centre[index : index + 1],
+        batch.times[index : index + 1],
+    )
+    return render_streams(one, 128)[0], [Prompt(start, scene) for start, scene in one.prompts_of(0)]
+
+
+def is_right(reading: StreamReading) -> bool:
+    return not score_streams([reading]).misses()
+
+
+def test_rendered_streams_score_one() -> None:
+    """256 of them are scored by `causal_evaluate --rendered`; here enough to see a reading that is too strict."""
+    batch = streams(4, 1, 75, StreamSettings(1.0, switch_share=1.0, switch_frames=(29,)))
+    readings = []
+    for row, frames in enumerate(render_streams(batch, 128)):
+        prompts = [Prompt(start, scene) for start, scene in batch.prompts_of(row)]
+        assert len(prompts) == 2
+        readings.append(read_stream(frames, prompts, SETTINGS))
+    score = score_streams(readings)
+    assert score.misses() == ()
+    assert {each.rate for each in (*score.survival.values(), *score.parts.values(), score.same)} == {1.0}
+    assert score.followed is not None
+    assert score.followed.total == 1
+
+
+def _frozen(frames: Tensor, other: Tensor) -> Tensor:
+    return frames[:1].expand(len(frames), -1, -1, -1)
+
+
+def _spliced(frames: Tensor, other: Tensor) -> Tensor:
+    return torch.cat([frames[:22], other[22:]])
+
+
+def _shrinking(frames: Tensor, other: Tensor) -> Tensor:
+    """The middle of the picture zoomed out, on the first pixel's tone."""
+    shrunk = frames.clone()
+    for index, frame in enumerate(frames):
+        side = 128 - 2 * index
+        small = torch.nn.functional.interpolate(frame.permute(2, 0, 1)[None].float(), size=side, mode="area")[0]
+        shrunk[index] = frame[0, 0]
+        begin = (128 - side) // 2
+        shrunk[index, begin : begin + side, begin : begin + side] = small.permute(1, 2, 0).round().to(torch.uint8)
+    return shrunk
+
+
+def _fading(frames: Tensor, other: Tensor) -> Tensor:
+    """Towards grey, by 0.6 at the end: the reader still knows the colour in the middle."""
+    share = torch.linspace(0, 0.6, len(frames))[:, None, None, None]
+    mean = frames.float().mean(dim=3, keepdim=True)
+    return torch.lerp(frames.float(), mean.expand_as(frames), share).round().to(torch.uint8)
+
+
+def _stuttering(frames: Tensor, other: Tensor) -> Tensor:
+    """The last frame of every chunk twice."""
+    order = torch.arange(len(frames))
+    order[5::8] = order[4::8][: len(order[5::8])]
+    return frames[order]
+
+
+CONTROLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "frozen": _frozen,
+    "spliced": _spliced,
+    "shrinking": _shrinking,
+    "fading": _fading,
+    "stuttering": _stuttering,
+}
+
+
+def test_every_control_is_found_wrong() -> None:
+    frames, prompts = going("back and forth", 37)
+    other, _ = going("back and forth", 37, seed=9)
+    clean = read_stream(frames, prompts, SETTINGS)
+    assert is_right(clean)
+    # Drift is seen against the first window alone.
+    lengths = {name: 37 if name in ("shrinking", "fading") else 29 for name in CONTROLS}
+    readings = {
+        name: read_stream(edit(frames, other)[: lengths[name]], prompts, SETTINGS) for name, edit in CONTROLS.items()
+    }
+    assert {name for name, reading in readings.items() if is_right(reading)} == set()
+    # Each for its own reason.
+    assert not any(window.motion for window in readings["frozen"].windows)
+    assert not all(window.continuous for window in readings["spliced"].windows)
+    assert not is_same(readings["shrinking"])
+    assert not is_same(readings["fading"])
+    assert readings["stuttering"].seam_motion > 1.5
+    (scene,) = [prompt.attributes for prompt in prompts]
+    for change in ({"shape": "ring"}, {"motion": "around"}):
+        wrong = replace(scene, objects=tuple(replace(one, **change) for one in scene.objects))
+        assert not is_right(read_stream(frames[:29], [Prompt(0, wrong)], SETTINGS)), change
