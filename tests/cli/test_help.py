@@ -27,7 +27,10 @@ def test_help_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
 
 
 GROUPS = ("", "bench", "config")
-VERBS = "generate,backends,doctor,models,info,calibrate,compare,bench attention,config schema,models list,models download,models convert"
+VERBS = (
+    "generate,backends,doctor,models,info,calibrate,compare,bench attention,config schema,"
+    "models list,models download,models convert"
+)
 
 
 @table("verb", [*GROUPS, *VERBS.split(","), "completion"])
