@@ -20,6 +20,7 @@ from diffusion_runtime.explanation.forward_cost import AttentionCost, ForwardCos
 from diffusion_runtime.loading.interface import Prepared
 from diffusion_runtime.loading.memory_planning import planned_batch
 from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.memory.meta_operators import MetaOperators
 from diffusion_runtime.models.memory_demand import PlannedRequest, forward_on_meta
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.step_info import StepInfo
@@ -132,7 +133,8 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
             prepared.model, prepared.transformer, prepared.dtype, dataclasses.replace(planned, size=size)
         )
         # The first pass projects the text, too.
-        forward()
+        with MetaOperators():
+            forward()
         cost = count_forward([prepared.transformer], forward)
         steps = range(stages[-1].steps.stop if stages else 0, num_steps)[:count]
         stages.append(_Stage(cost, steps, tuple(_schedule_of(each, steps, num_steps) for each in cost.attention)))
@@ -172,7 +174,8 @@ def _cost_of_chunks(
     for plans in found.values():
         cache = FrameCache(plans[0], request.positions or "absolute")
         forward = forward_on_meta(prepared.model, prepared.transformer, prepared.dtype, planned, cache)
-        forward()
+        with MetaOperators():
+            forward()
         costs.append((len(plans) / settings.num_steps, count_forward([prepared.transformer], forward)))
     return sum_of(costs), sum(map(len, found.values()))
 
