@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from diffusion_runtime.memory.meta_operators import MetaOperators, run_on_meta
 
 
-class CountedOperations(MetaOperators):
+class CountedOperations(MetaOperators):  # type: ignore[no-untyped-call]
     """counts: by the operator's name (`mm`, `convolution`), a multiplication and an addition as two. torch's
     FlopCounterMode counts the same and imports torch's compiler."""
 

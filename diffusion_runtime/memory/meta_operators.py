@@ -42,9 +42,8 @@ def _made(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> torch.
     """What an operator makes on the meta device; None for those that are not known here."""
     if func in _RANGES:
         return _range(*args, **keywords)
-    out = keywords.get("out")
-    if func is _aten.addmm.out and out.is_meta:
-        return cast(torch.Tensor, out)
+    if func is _aten.addmm.out and keywords["out"].is_meta:
+        return cast(torch.Tensor, keywords["out"])
     first = args[0][0] if func is _aten.cat.default else args[0] if args else None
     if not isinstance(first, torch.Tensor) or not first.is_meta:
         return None
