@@ -20,6 +20,7 @@ QUANTIZATION = "8-bit linear layers"
 TENSOR = "Tensor parallel"
 OUTPUT = "Output"
 STREAMING = "While it is made"
+PHASES = "Attention by phase, of models that make a video chunk by chunk"
 
 
 def _flag(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
@@ -100,6 +101,32 @@ AttentionBackendConfig: TypeAlias = Annotated[
         "--attention-backend-config",
         metavar="OPTIONS",
     ),
+]
+PrefillAttentionBackend: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        PHASES,
+        "Of commits, which leave a chunk's final keys; otherwise as --attention-backend. See docs/causal_cache.md.",
+        "--prefill-attention-backend",
+        metavar="NAMES",
+    ),
+]
+PrefillAttentionBackendConfig: TypeAlias = Annotated[
+    str | None,
+    _flag(PHASES, "Options of that backend.", "--prefill-attention-backend-config", metavar="OPTIONS"),
+]
+DecodeAttentionBackend: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        PHASES,
+        "Of the denoising steps of each chunk; otherwise as --attention-backend.",
+        "--decode-attention-backend",
+        metavar="NAMES",
+    ),
+]
+DecodeAttentionBackendConfig: TypeAlias = Annotated[
+    str | None,
+    _flag(PHASES, "Options of that backend.", "--decode-attention-backend-config", metavar="OPTIONS"),
 ]
 AttentionConfigText: TypeAlias = Annotated[
     str | None,
@@ -304,6 +331,10 @@ class RunFlags:
     attention_backend: AttentionBackend = None
     attention_backend_config: AttentionBackendConfig = None
     attention_config: AttentionConfigText = None
+    prefill_attention_backend: PrefillAttentionBackend = None
+    prefill_attention_backend_config: PrefillAttentionBackendConfig = None
+    decode_attention_backend: DecodeAttentionBackend = None
+    decode_attention_backend_config: DecodeAttentionBackendConfig = None
     attention_entry: AttentionEntries = None
     device: Device = None
     dtype: Dtype = None

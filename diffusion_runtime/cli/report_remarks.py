@@ -48,11 +48,12 @@ def _caches(reports: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for report in reports:
         if isinstance(row := report.get("cache"), Mapping):
             window = row.get("window_frames")
-            counts = ("chunk_frames", "sink_frames", "cached_frames", "num_bytes", "num_commits")
+            counts = ("chunk_frames", "sink_frames", "cached_frames", "num_bytes", "num_commits", "num_saturated")
             yield str(
                 CacheRow(
                     window_frames=window if isinstance(window, int) else None,
                     positions=_text(row, "positions"),
+                    dtype=_text({"dtype": "auto", **row}, "dtype"),
                     **{name: _number(row.get(name)) for name in counts},
                 )
             )

@@ -71,6 +71,9 @@ class AttentionChoice:
                 # Below a choice of ours, a name that both have is one of ours.
                 break
         levels = (config.attention_override, config.attention)
+        for level in levels:
+            if dispatcher_name(level) is None:
+                AttentionConfig.parse(level).check_phases(f"{shown(config.model_path)} (diffusers' own pipeline)")
         ours = any(map(_is_choice, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or bool(current_force())
         return cls(config.attention, config.attention_override, ours, None, "platform", config.self_check)
 

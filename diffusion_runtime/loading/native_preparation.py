@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import Degrees, RuntimeConfig
@@ -42,6 +44,7 @@ from diffusion_runtime.parallel.world import World
 from diffusion_runtime.request import layered
 from diffusion_runtime.request_rules import RequestRules
 
+_logger = logging.getLogger("diffusion_runtime.loading")
 # Ulysses sends one group of heads while it computes another. On two H200s that hides 15 of 17.5 ms of a forward pass
 # (benchmarks/results/parallel_gpu.json); over gloo, on CPUs, it costs more than it hides.
 _HEAD_GROUPS = 2
@@ -54,6 +57,7 @@ _OF_CHUNKS = (
     "kv_sink",
     "commit_noise",
     "positions",
+    "kv_cache_dtype",
     "prompt_switches",
     "switch_mode",
 )
@@ -100,6 +104,8 @@ def prepare_native(
     override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
     for level in (override, stated):
         level.check_roles([role for role, _ in family.roles], family.name)
+        if not model.is_causal:
+            level.check_phases(f"{shown(config.model_path)} ({family.name})")
     policy = AttentionPolicy(
         cli=override,
         config=stated,
@@ -107,6 +113,7 @@ def prepare_native(
         dtype=dtype,
         mesh=mesh,
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
+        has_phases=model.is_causal,
         self_check=config.self_check,
     )
     quantization = Quantization.of(family.name, config.quantization, config.quantization_ignored_layers)
@@ -119,6 +126,7 @@ def prepare_native(
         refuse_compiling_quantised(config)
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
+    _warn_of_lossy_commits(layers)
     check_graphs(config, device, transformer, layers)
     target = model.lora_target(lora_names_of_families)
     loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora)
@@ -157,6 +165,17 @@ def prepare_native(
     return PreparedModel(
         description, model, transformer, policy, device, dtype, loras, mesh, world, tiny, upsampler, quantization
     )
+
+
+def _warn_of_lossy_commits(layers: Sequence[AttentionLayer]) -> None:
+    lossy = {(each.backend, each.reason) for layer in layers for each in layer.lossy_commits()}
+    for backend, reason in sorted(lossy):
+        _logger.warning(
+            "attention backend %s gives up accuracy and also computes commits (%s): what a commit loses, every later "
+            "chunk inherits; keep it to the others with --decode-attention-backend, or phase: denoise in its rule",
+            backend,
+            reason,
+        )
 
 
 def _variant_here(config: RuntimeConfig, folder: ModelFolder) -> str | None:
