@@ -20,7 +20,7 @@ QUANTIZATION = "8-bit linear layers"
 TENSOR = "Tensor parallel"
 OUTPUT = "Output"
 STREAMING = "While it is made"
-PHASES = "Attention by phase, of models that make a video chunk by chunk"
+PHASES = "Attention by phase (docs/causal_cache.md)"
 
 
 def _flag(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
@@ -106,27 +106,26 @@ PrefillAttentionBackend: TypeAlias = Annotated[
     str | None,
     _flag(
         PHASES,
-        "Of commits, which leave a chunk's final keys; otherwise as --attention-backend. See docs/causal_cache.md.",
+        "Of commits, which leave the final keys of a chunk; its options: --prefill-attention-backend-config.",
         "--prefill-attention-backend",
-        metavar="NAMES",
+        metavar="NAME",
     ),
 ]
+# Too long for a help of 80 columns, which names them beside their backends.
 PrefillAttentionBackendConfig: TypeAlias = Annotated[
-    str | None,
-    _flag(PHASES, "Options of that backend.", "--prefill-attention-backend-config", metavar="OPTIONS"),
+    str | None, typer.Option("--prefill-attention-backend-config", hidden=True)
 ]
 DecodeAttentionBackend: TypeAlias = Annotated[
     str | None,
     _flag(
         PHASES,
-        "Of the denoising steps of each chunk; otherwise as --attention-backend.",
+        "Of the denoising steps of each chunk; its options: --decode-attention-backend-config.",
         "--decode-attention-backend",
-        metavar="NAMES",
+        metavar="NAME",
     ),
 ]
 DecodeAttentionBackendConfig: TypeAlias = Annotated[
-    str | None,
-    _flag(PHASES, "Options of that backend.", "--decode-attention-backend-config", metavar="OPTIONS"),
+    str | None, typer.Option("--decode-attention-backend-config", hidden=True)
 ]
 AttentionConfigText: TypeAlias = Annotated[
     str | None,

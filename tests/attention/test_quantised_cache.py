@@ -81,6 +81,11 @@ def test_bytes_and_heads() -> None:
         assert isinstance(store, Fp8Store)
         assert store.codes.nbytes * dtype.itemsize == plain.num_bytes
         # A scale per head, and a mean as large as one token's keys.
+        k, v = (x.to(dtype) for x in drawn(2, 1))
+        passed(store, range(2), "commit", k, v)
+        keys, _ = passed(store, range(2, 4), "denoise", k, v)
+        assert keys.dtype == dtype
+        assert float((keys[:, : 2 * PER_FRAME] - k).norm() / (k - store.mean).norm()) < 0.04
         assert store.num_bytes - store.codes.nbytes == (2 * BATCH * HEADS + BATCH * HEADS * HEAD_DIM) * dtype.itemsize
     k, v = drawn(2, 1)
     whole, half = store_of(Fp8Store), store_of(Fp8Store, heads=2)
@@ -97,7 +102,7 @@ def test_bytes_and_heads() -> None:
 
 def test_attention_over_fp8_keys() -> None:
     """In the Frobenius norm, with positions before the cache and after it, in the order of a graph and without."""
-    angles = torch.outer(torch.arange(5 * PER_FRAME) // PER_FRAME, torch.rand(HEAD_DIM // 2))
+    angles = torch.outer(torch.arange(5 * PER_FRAME) // PER_FRAME, 10.0 ** -torch.arange(HEAD_DIM // 2))
     rotations = torch.polar(torch.ones_like(angles), angles)
     for positions in ("absolute", "window"):
         outputs: dict[object, torch.Tensor] = {}

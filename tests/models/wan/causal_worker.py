@@ -20,8 +20,9 @@ from forked_ranks import fork_ranks
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import plan_forward
+from diffusion_runtime.attention.cache.quantised import Fp8Store
 from diffusion_runtime.attention.cache.slots import FrameSlots
-from diffusion_runtime.attention.cache.store import RingStore
+from diffusion_runtime.attention.cache.store import KeyStore, RingStore
 from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.layers import CACHED_KEYS
@@ -43,7 +44,7 @@ def build(mesh: ProcessMesh) -> WanTransformer:
     return WanTransformer(config, GEOMETRY, AttentionPolicy(environment=None, mesh=mesh, num_head_groups=2))
 
 
-def run(mesh: ProcessMesh, positions: str) -> tuple[torch.Tensor, int]:
+def run(mesh: ProcessMesh, positions: str, kind: type[KeyStore] = RingStore) -> tuple[torch.Tensor, int]:
     """The velocities of four chunks, of the last one with two timesteps, and the bytes of the cache."""
     torch.manual_seed(0)
     model = build(mesh).requires_grad_(False).eval()
@@ -60,12 +61,12 @@ def run(mesh: ProcessMesh, positions: str) -> tuple[torch.Tensor, int]:
             if start == 3 * CHUNK:
                 step = dataclasses.replace(step, frame_timesteps=(0.0, time, time))
                 timestep = torch.tensor([step.frame_timesteps])
-            cache = FrameCache(plan_forward(slots, frames, PER_FRAME, phase), positions)
+            cache = FrameCache(plan_forward(slots, frames, PER_FRAME, phase), positions, kind)
             context = AttentionContext(step=step, state=state, cache=cache)
             if mesh.sequence.size > 1:
                 context = dataclasses.replace(context, sharding=mesh.sharding)
             found.append(model(latents[:, :, frames.start : frames.stop], timestep, inputs, context))
-    stores = [store for store in state.find_all(CACHED_KEYS) if isinstance(store, RingStore)]
+    stores = [store for store in state.find_all(CACHED_KEYS) if isinstance(store, kind)]
     return torch.cat(found), sum(store.num_bytes for store in stores)
 
 
@@ -81,12 +82,12 @@ def work(rank: int, folder: Path) -> None:
         )
         for degree in (4, 2)
     }
-    for positions in ("absolute", "window"):
-        alone, all_bytes = run(ProcessMesh(), positions)
+    for positions, kind in (("absolute", RingStore), ("window", RingStore), ("window", Fp8Store)):
+        alone, all_bytes = run(ProcessMesh(), positions, kind)
         for degree, mesh in meshes.items():
-            together, own_bytes = run(mesh, positions)
+            together, own_bytes = run(mesh, positions, kind)
             error = float((together - alone).abs().max() / alone.abs().max())
-            measured[f"{degree}, {positions}"] = [error, own_bytes / all_bytes]
+            measured[f"{degree}, {positions}, {kind.__name__}"] = [error, own_bytes / all_bytes]
     try:
         build(ProcessMesh.create(ulysses_degree=2, ring_degree=2, branch_degree=1, ring_inside=False))
     except BackendUnavailableError as refused:
