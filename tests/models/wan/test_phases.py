@@ -21,6 +21,7 @@ from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.tables import attention_table
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
+from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.explanation.text_map import schedule_map
@@ -95,6 +96,8 @@ def test_lossy_commits_are_warned_of_and_phases_need_a_cache(
     for flags in (AttentionFlags(prefill=PhaseFlags("reference")), AttentionFlags(decode=PhaseFlags("reference"))):
         with pytest.raises(ConfigError, match=r"'shapes' \(wan\) has no key-value cache.*use --attention-backend"):
             warnings("shapes", flags)
+        with pytest.raises(ConfigError, match=r"diffusers' own pipeline\) has no key-value cache"):
+            AttentionChoice.of(RuntimeConfig("somewhere", attention_override=flags.collect()), {})
 
 
 def test_fp8_keys_and_values(folder: Path) -> None:
