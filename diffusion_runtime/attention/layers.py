@@ -302,6 +302,21 @@ class AttentionLayer(nn.Module, ABC):
         rules = self.policy.rules_now(self.layer, step)
         return self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, needs)).resolved
 
+    def lossy_commits(self) -> tuple[Decision, ...]:
+        """The choices that give up accuracy where the keys of finished frames are computed: their backend declares an
+        error bound, or leaves out keys. Empty for a layer that caches none."""
+        if not self.cached_keys:
+            return ()
+        device = resolve_device(self.policy.device)
+        found = []
+        for rules in self.policy.held_in_commits(self.layer):
+            key = _DecisionKey((), rules, self.policy.dtype, device, self.requirements.needs)
+            resolved = self._served_at(key).resolved
+            is_lossy = resolved.backend.error_bound_on(self.policy.hardware) is not None
+            if resolved.decision.source != "platform" and (is_lossy or resolved.backend.capability.needs_every_key):
+                found.append(resolved.decision)
+        return tuple(found)
+
     def make_opaque(self) -> None:
         """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""
         self._handle = LAYERS.handle_of(self)
