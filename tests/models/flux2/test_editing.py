@@ -10,12 +10,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
+from diffusers import Flux2KleinKVPipeline, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from family_parity import assert_equal_runs, load_theirs, load_transformer, record_latents, relative
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_flux2 import CHANNELS, TEXT_DIM, TINY_SIZES
+from tiny_flux2 import CHANNELS, TEXT_DIM, TINY_SIZES, write_tiny_flux2_klein
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
@@ -48,6 +48,12 @@ def dev(tiny_flux2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="module")
 def klein(tiny_klein_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lively(tiny_klein_folder, tmp_path_factory.mktemp("models") / "klein")
+
+
+@pytest.fixture(scope="module")
+def klein_kv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    return lively(write_tiny_flux2_klein(folder / "as written", caches_references=True), folder / "klein-kv")
 
 
 @pytest.fixture
@@ -88,14 +94,15 @@ def compare(ours: Pipeline, theirs: Any, wanted: list[GenerationRequest], kept: 
             latents.append(tensors["latents"].transpose(1, 2).unflatten(2, (1, rows, columns)).clone())
             return {}
 
+        guidance = {} if isinstance(theirs, Flux2KleinKVPipeline) else {"guidance_scale": resolved[0].guidance_scale}
         images = theirs(
-            image=[Image.open(path) for path in paths],
+            image=[Image.open(path) for path in paths] or None,
             prompt=[item.prompt for item in resolved],
             # As the request says them: what is left out follows from the images on both sides.
             height=asked.height,
             width=asked.width,
             num_inference_steps=resolved[0].num_inference_steps,
-            guidance_scale=resolved[0].guidance_scale,
+            **guidance,
             latents=noise.squeeze(2).clone(),
             callback_on_step_end=keep,
             output_type="np",
@@ -123,6 +130,60 @@ def test_generations_of_klein_equal_those_of_diffusers(
     """With two branches of guidance, both of which see the images."""
     ours, theirs = load(klein), load_theirs(Flux2KleinPipeline, klein)
     compare(ours, theirs, [request(image_path=pictures["wide"], guidance_scale=4.0)], kept)
+
+
+def test_generations_with_cached_references_equal_those_of_diffusers(
+    klein_kv: Path, pictures: dict[str, str], kept: list[torch.Tensor]
+) -> None:
+    """Two images, a batch; without images, too. The references go through the blocks once."""
+    ours, theirs = load(klein_kv), load_theirs(Flux2KleinKVPipeline, klein_kv)
+    both = (pictures["wide"], pictures["tall"])
+    compare(ours, theirs, [request(image_path=both), request(prompt="a star", seed=6, image_path=both)], kept)
+    compare(ours, theirs, [request()], kept)
+    calls = []
+    ours.transformer.patch_embedding.register_forward_hook(lambda *_: calls.append(1))
+    report = ours(request(image_path=both)).attention_report
+    assert len(calls) == 3 + 2
+    # 16 x 21 and 19 x 16 tokens, of 3 heads of 16 numbers in 4 layers, float32.
+    assert "reference images: keys and values of 640 tokens computed once, 1.0 MB" in report.notes
+    assert ours.resolve(request()).guidance_scale == 1.0
+
+
+def test_a_prefix_and_every_later_pass_equal_diffusers(klein_kv: Path) -> None:
+    """Keys and values of two references: those of the first pass serve passes of other latents and timesteps."""
+    ours, theirs = load_transformer(FAMILY, klein_kv), load_theirs(Flux2KleinKVPipeline, klein_kv).transformer
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(2, *shape, generator=generator)
+
+    references, text = (random(CHANNELS, 1, 5, 3), random(CHANNELS, 1, 2, 7)), random(7, TEXT_DIM)
+    inputs = DenoiserInputs(
+        Conditions.of(text), ClipSize(16, 24, 1, 1), None, ImageCondition(references[0], further=references[1:])
+    )
+    before, context, cache = [reference.clone() for reference in references], AttentionContext(), None
+    for timestep in (torch.tensor([937.3, 12.0]), torch.tensor([250.0, 500.0])):
+        latents = random(CHANNELS, 1, 4, 6)
+        found = ours(latents, timestep, inputs, context)
+        every = [each.squeeze(2) for each in ((*references, latents) if cache is None else (latents,))]
+        of_references = Flux2KleinKVPipeline._prepare_image_ids([x[:1] for x in every[:-1]])[0] if cache is None else []
+        ids = [*of_references, *Flux2KleinKVPipeline._prepare_latent_ids(every[-1])[0]]
+        mode = {"kv_cache_mode": "cached", "kv_cache": cache}
+        if cache is None:
+            mode = {"kv_cache_mode": "extract", "num_ref_tokens": 5 * 3 + 2 * 7}
+        with torch.no_grad():
+            velocity, *made = theirs(
+                hidden_states=torch.cat([Flux2KleinKVPipeline._pack_latents(each) for each in every], dim=1),
+                timestep=timestep / 1000,
+                encoder_hidden_states=text,
+                txt_ids=Flux2KleinKVPipeline._prepare_text_ids(text)[0],
+                img_ids=torch.stack(ids),
+                return_dict=False,
+                **mode,
+            )
+        cache = made[0] if made else cache
+        assert relative(found, velocity.transpose(1, 2).unflatten(2, (1, 4, 6))) < 1e-5
+    assert all(torch.equal(now, then) for now, then in zip(references, before, strict=True))
 
 
 def test_a_forward_pass_equals_diffusers(dev: Path) -> None:
