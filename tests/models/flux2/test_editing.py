@@ -14,12 +14,16 @@ from diffusers import Flux2KleinKVPipeline, Flux2KleinPipeline, Flux2Pipeline, F
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from family_parity import assert_equal_runs, load_theirs, load_transformer, record_latents, relative
 from PIL import Image
+from recorded_capture import RecordedCapture
 from safetensors.torch import load_file, save_file
 from tiny_flux2 import CHANNELS, TEXT_DIM, TINY_SIZES, write_tiny_flux2_klein
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
-from diffusion_runtime.attention import AttentionContext
+from diffusion_runtime.attention import AttentionContext, StepInfo
+from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.benchmark.step_model import open_step_model, with_size
+from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.flux2 import editing
@@ -184,6 +188,28 @@ def test_a_prefix_and_every_later_pass_equal_diffusers(klein_kv: Path) -> None:
         cache = made[0] if made else cache
         assert relative(found, velocity.transpose(1, 2).unflatten(2, (1, 4, 6))) < 1e-5
     assert all(torch.equal(now, then) for now, then in zip(references, before, strict=True))
+
+
+def test_a_replayed_pass_attends_to_the_references_of_its_own_request(klein_kv: Path) -> None:
+    model, graphs = load_transformer(FAMILY, klein_kv), ForwardGraphs(RecordedCapture())
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        latents = torch.randn(1, CHANNELS, 1, 4, 6, generator=generator)
+        image = ImageCondition(torch.randn(1, CHANNELS, 1, 5, 3, generator=generator))
+        text = Conditions.of(torch.randn(1, 7, TEXT_DIM, generator=generator))
+        inputs, recorder = DenoiserInputs(text, ClipSize(16, 24, 1, 1), None, image), AttentionRecorder()
+        forward, replayed, eager = graphs.of_generation(model, recorder), AttentionContext(), AttentionContext()
+        for index in range(5):
+            timestep, step = torch.tensor([1000.0 - 200 * index]), StepInfo(index, 5)
+            context = dataclasses.replace(replayed, step=step, recorder=recorder)
+            with torch.inference_mode():
+                found = forward(ForwardPass(latents, timestep, inputs, context))
+                expected = model(latents, timestep, inputs, dataclasses.replace(eager, step=step))
+            assert torch.equal(found, expected)
+        forward.report()
+        graphs_report = recorder.report().graphs
+        assert graphs_report is not None
+        assert graphs_report.num_replayed == (2 if seed == 0 else 4)
 
 
 def test_a_forward_pass_equals_diffusers(dev: Path) -> None:
