@@ -75,6 +75,7 @@ def _adapt(model: _Model) -> _Model:
     images = editing.references(
         editing.MOST_KLEIN if pipeline.is_klein else editing.MOST_DEV, model.geometry.spatial_factor
     )
+    images = dataclasses.replace(images, are_cached=pipeline.caches_references)
     model = dataclasses.replace(
         model,
         embeds_guidance=model.config.embeds_guidance,

@@ -313,7 +313,7 @@ def test_the_images_matter_and_are_embedded_once(
     assert numpy.array_equal(ours(cached).frames, media.frames)
 
 
-def test_a_timed_step_has_as_many_images_as_are_asked_for(dev: Path) -> None:
+def test_a_timed_step_has_as_many_images_as_are_asked_for(dev: Path, klein_kv: Path) -> None:
     sizes = {"height": 16, "width": 24, "num_frames": None, "batch": 2}
     opened = with_size(open_step_model(str(dev)), **sizes)
     assert opened.num_images == 0
@@ -321,6 +321,8 @@ def test_a_timed_step_has_as_many_images_as_are_asked_for(dev: Path) -> None:
     assert "24 tokens and 48 of 2 images to edit" in two.describe()
     with pytest.raises(ConfigError, match="--num-images: expected 6 or less for this model, got 7"):
         with_size(opened, **sizes, num_images=7)
+    with pytest.raises(ConfigError, match=r"--num-images: expected 0 for this model, .* `bench generate` times"):
+        with_size(open_step_model(str(klein_kv)), **sizes, num_images=1)
     given = two.inputs(torch.device("cpu"), torch.float32)
     ours = load_transformer(FAMILY, dev)
     theirs = Flux2Transformer2DModel.from_pretrained(dev / "transformer").eval()
