@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import queue
 import sys
 import threading
@@ -198,9 +197,9 @@ def _progress(stream: GenerationStream) -> str:
 
 
 def _agreed(coordinator: Coordinator, typed: queue.Queue[str] | None) -> list[str]:
-    """The lines that wait on the first process, on all of them. As JSON: no lines and the end of all are not alike."""
-    lines: list[str] = json.loads(coordinator.from_first(lambda: json.dumps(_waiting(typed))))
-    return lines
+    """The lines that wait on the first process, on all of them; each behind a line break: none is not _END."""
+    text = coordinator.from_first(lambda: "".join(f"\n{line.rstrip()}" for line in _waiting(typed)))
+    return text.split("\n")[1:]
 
 
 def _waiting(typed: queue.Queue[str] | None) -> list[str]:

@@ -104,7 +104,7 @@ def test_processes_agree_on_the_lines_and_on_the_end_of_them() -> None:
     assert _agreed(coordinator, typed) == []
     for line in ("a blue star\n", "a ring\n", ""):
         typed.put(line)
-    assert _agreed(coordinator, typed) == ["a blue star\n", "a ring\n", ""]
+    assert _agreed(coordinator, typed) == ["a blue star", "a ring", ""]
 
 
 def test_what_ends_a_stream_leaves_what_was_made(
