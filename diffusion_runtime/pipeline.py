@@ -193,7 +193,7 @@ class Pipeline:
             settings = BatchSettings.of([request], self.rules)
             check_streamable(self.rules, settings, endless=endless)
             self._make_room([request])
-            recorder = AttentionRecorder()
+            recorder = AttentionRecorder(counts_density=self._counts_density)
             self._note_remarks([request], settings, (), recorder)
             if self._quantization is not None:
                 self._quantization.counter.start(recorder.record_product)

@@ -33,8 +33,9 @@ def test_a_stream_gives_the_frames_of_a_generation(pipeline: Pipeline) -> None:
     plain = pipeline(REQUEST)
     assert numpy.array_equal(whole.frames[:21], plain.frames[:21])
     assert not numpy.array_equal(whole.frames[21:], plain.frames[21:])
-    with pipeline.stream(request, keeps_frames=True) as stream:
+    with pipeline.counted_density(), pipeline.stream(request, keeps_frames=True) as stream:
         chunks = list(stream)
+    assert {each.steps for each in stream.attention_report.density if each.role == "self"} == {(1.0, 1.0)}
     assert [(chunk.first_frame, len(chunk.frames), chunk.prompt) for chunk in chunks] == [
         (0, 9, "a red circle"),
         (9, 12, "a red circle"),

@@ -86,7 +86,7 @@ class LlavaEncoder(TextEncoder):
                 first,
                 first + len(prompt),
             )
-            for prompt in (prompt.replace(_PICTURE, "") for prompt in prompts)
+            for prompt in map(_without_marks, prompts)
         ]
         mark = self.tokenizer.convert_tokens_to_ids(_PICTURE)
         num_pictured = picture_tokens(self.model.config)
@@ -132,6 +132,13 @@ class LlavaEncoder(TextEncoder):
         behind = len(self.tokenizer(self.template.after, add_special_tokens=False).input_ids)
         cuts = [max(0, row.num_cut_tokens + _NUM_ANSWER_TOKENS - behind) if row.num_cut_tokens else 0 for row in rows]
         return EncoderCut("the language model", tuple(cuts), self.max_tokens - _NUM_ANSWER_TOKENS)
+
+
+def _without_marks(prompt: str) -> str:
+    """A prompt without marks of pictures, of which there is one alone. What is left may be a mark again."""
+    while _PICTURE in prompt:
+        prompt = prompt.replace(_PICTURE, "")
+    return prompt
 
 
 def picture_tokens(config: Any) -> int:

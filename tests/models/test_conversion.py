@@ -138,6 +138,12 @@ def test_parts_are_copied_and_another_key_and_dtype_are_taken_where_asked(
     assert not (tmp_path / "out" / "vae").is_symlink()
     written = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(written[each], 0.5 * weights[each]) for each in weights)
+    # A folder of the name of one of its files.
+    output = tmp_path / "model_index.json"
+    convert_model(
+        tmp_path / "file.pt", output, CHECKPOINTS["self-forcing"], base, key=None, dtype="float32", copies=False
+    )
+    assert (output / "model_index.json").is_file()
 
 
 def lora_tensors() -> Tensors:

@@ -147,7 +147,7 @@ def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> 
             )
         return num_bytes
 
-    num_bytes = _written(output, write, _num_numbers(rows) * DTYPES[dtype].itemsize)
+    num_bytes = _written(output, write, _num_numbers(rows) * DTYPES[dtype].itemsize, is_file=True)
     return _report(source, output, groups, chosen, rows, dtype, num_bytes, None, {})
 
 
@@ -238,10 +238,10 @@ def _write_rows(path: Path, rows: Rows, dtype: torch.dtype) -> int:
     return stream_tensors(path, shapes, dtype, read)
 
 
-def _written(output: Path, write: Callable[[Path], int], num_bytes: int) -> int:
+def _written(output: Path, write: Callable[[Path], int], num_bytes: int, *, is_file: bool = False) -> int:
     """Let `write` fill a folder beside the output, and put what it made in its place; the size that it returns.
 
-    What is named as the output is put there: a file of that name in the folder, or the folder itself.
+    is_file: the file of the output's name is put there, and not the folder.
     """
     parent = output.absolute().parent
     free = shutil.disk_usage(parent).free
@@ -252,9 +252,8 @@ def _written(output: Path, write: Callable[[Path], int], num_bytes: int) -> int:
             folder = Path(name)
             folder.chmod(0o755)
             size = write(folder)
-            made = folder / output.name
-            if made.is_file():
-                os.replace(made, output)
+            if is_file:
+                os.replace(folder / output.name, output)
             else:
                 output.mkdir()
                 for each in folder.iterdir():

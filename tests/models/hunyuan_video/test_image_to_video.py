@@ -179,7 +179,7 @@ def test_the_conditions_are_what_diffusers_makes_of_prompt_and_image(folder_of: 
         "too long for the language model, the last 48 tokens past 252 are cut off there"
     )
     pictured = encoder.of_pictures([image])
-    marked = pictured.encode(["a <image>star", "a star"])
+    marked = pictured.encode(["a <ima<image>ge>star", "a star"])
     assert relative(marked.embeddings[0], marked.embeddings[1]) < 1e-5
     both = pictured.encode(["a star"]), waiting.of_pictures([image]).of_negative().encode(["a star"])
     assert [each.lengths for each in both] == [(4 + 3,), (8 + 3,)]
