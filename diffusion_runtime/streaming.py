@@ -268,8 +268,8 @@ def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: b
     frames."""
     if not rules.is_causal:
         raise RequestError(
-            "stream: this model makes a clip at once, and its first frame is known when its last one is; use generate, "
-            "or a causal model (`models` names them)"
+            "stream: this model makes a clip at once, and its first frame is known when its last one is; leave the "
+            "stream out, or take a causal model (docs/streaming.md)"
         )
     if endless and window_of(settings.shared).span is None:
         raise RequestError(
