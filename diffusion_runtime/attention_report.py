@@ -131,7 +131,8 @@ class CacheRow:
         sink = f", {self.sink_frames} of them the first ones of the video (sink)" if self.sink_frames else ""
         return (
             f"key-value cache: {window} in sight{sink}, chunks of {self.chunk_frames}, {self.positions} positions, "
-            f"{self.num_commits} commits, {size_text(self.num_bytes)} for {self.cached_frames} frames"
+            f"{self.num_commits} commit{'s' * (self.num_commits != 1)}, "
+            f"{size_text(self.num_bytes)} for {self.cached_frames} frames"
         )
 
 
