@@ -22,6 +22,7 @@ class ReportRow:
 
     implementation: who computed it, as the backend names it; count: how many calls.
     layers, steps: which ones, as inclusive ranges such as `0-5`; source and reason: why this backend was chosen.
+    phase: `denoise` or `commit` in a video that is made chunk by chunk, whose commits are no steps; None elsewhere.
     """
 
     role: str
@@ -32,6 +33,18 @@ class ReportRow:
     steps: str
     source: str
     reason: str
+    phase: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without a phase where there is none."""
+        return {name: value for name, value in asdict(self).items() if name != "phase" or value is not None}
+
+    def __str__(self) -> str:
+        when = "commits" if self.phase == "commit" else f"steps {self.steps}"
+        return (
+            f"{self.role}: {self.backend} ({self.implementation}) x {self.count}, layers {self.layers}, {when}, from "
+            f"{self.source}: {self.reason}"
+        )
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,8 @@ class CacheRow:
     chunk_frames: of a chunk. window_frames: in sight, sink and chunk included, None for all; sink_frames: of these, the
     first ones of the video, which stay. cached_frames: that there was room for. positions: what keys are rotated by.
     num_bytes: on this process, of all layers, branches and experts. num_commits: forward passes that left final keys.
+    dtype: `auto` for keys and values as they are computed; num_saturated: of those stored in fewer bits, the numbers
+    that were too large.
     """
 
     chunk_frames: int
@@ -125,14 +140,17 @@ class CacheRow:
     positions: str
     num_bytes: int
     num_commits: int
+    dtype: str = "auto"
+    num_saturated: int = 0
 
     def __str__(self) -> str:
         window = "all frames" if self.window_frames is None else f"{self.window_frames} latent frames"
         sink = f", {self.sink_frames} of them the first ones of the video (sink)" if self.sink_frames else ""
+        stored = "" if self.dtype == "auto" else f", stored in {self.dtype} ({self.num_saturated} numbers saturated)"
         return (
             f"key-value cache: {window} in sight{sink}, chunks of {self.chunk_frames}, {self.positions} positions, "
             f"{self.num_commits} commit{'s' * (self.num_commits != 1)}, "
-            f"{size_text(self.num_bytes)} for {self.cached_frames} frames"
+            f"{size_text(self.num_bytes)} for {self.cached_frames} frames{stored}"
         )
 
 
@@ -180,7 +198,7 @@ class AttentionReport:
         """Plain values, as they stand in a sidecar."""
         return {
             "num_calls": self.num_calls,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [row.to_dict() for row in self.rows],
             "libraries": [asdict(library) for library in self.libraries],
             "steps": [{**asdict(row), "reused_by": list(row.reused_by)} for row in self.steps],
             "products": [asdict(row) for row in self.products],
@@ -198,11 +216,7 @@ class AttentionReport:
         return report_html(self.to_dict())
 
     def __str__(self) -> str:
-        lines = [
-            f"{row.role}: {row.backend} ({row.implementation}) x {row.count}, layers {row.layers}, steps {row.steps}, "
-            f"from {row.source}: {row.reason}"
-            for row in self.rows
-        ]
+        lines = [str(row) for row in self.rows]
         lines += [
             f"{item.component}: {item.library}'s own attention ({item.implementation})"
             + (f", chosen by {item.chosen}" if item.chosen else "")
@@ -266,7 +280,8 @@ class AttentionRecorder:
     def __init__(self, *, counts_density: bool = False) -> None:
         self._density = DensityCounter() if counts_density else None
         self._steps: dict[tuple[str, int], _StepTally] = {}
-        self._tallies: dict[tuple[str, str, str, str, str], _Tally] = {}
+        self._tallies: dict[tuple[str, str, str, str, str, str], _Tally] = {}
+        self._has_phases = False
         self._libraries: list[LibraryAttention] = []
         self._notes: dict[str, None] = {}
         self._products: dict[str, int] = {}
@@ -275,6 +290,10 @@ class AttentionRecorder:
         self._tape: CallTape | None = None
         self._skipped: dict[tuple[str, int], torch.Tensor] = {}
         self._cache: CacheRow | None = None
+
+    def distinguish_phases(self) -> None:
+        """Say that the video is made chunk by chunk: each row is of one phase."""
+        self._has_phases = True
 
     @contextmanager
     def taped(self) -> Iterator[CallTape]:
@@ -314,13 +333,14 @@ class AttentionRecorder:
             named = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
             self._tape.calls.append((layer, named))
             return
-        key = (layer.role, backend, implementation, source, reason)
+        key = (layer.role, backend, implementation, source, reason, step.phase)
         tally = self._tallies.get(key)
         if tally is None:
             tally = self._tallies[key] = _Tally()
         tally.count += 1
         tally.layers.add(layer.index)
-        tally.steps.add(step.index)
+        if step.phase == "denoise":
+            tally.steps.add(step.index)
 
     def record_library(self, component: str, library: str, implementation: str, chosen: str = "") -> None:
         """Say that a component ran its library's own attention. chosen: which choice says so."""
@@ -389,8 +409,9 @@ class AttentionRecorder:
                 index_ranges(tally.steps),
                 source,
                 reason,
+                phase if self._has_phases else None,
             )
-            for (role, backend, implementation, source, reason), tally in self._tallies.items()
+            for (role, backend, implementation, source, reason, phase), tally in self._tallies.items()
         ]
         steps = [
             StepRow(

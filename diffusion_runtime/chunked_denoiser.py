@@ -12,8 +12,9 @@ import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import CachePlan, plan_forward
+from diffusion_runtime.attention.cache.quantised import Fp8Store
 from diffusion_runtime.attention.cache.slots import FrameSlots
-from diffusion_runtime.attention.cache.store import KeyStore
+from diffusion_runtime.attention.cache.store import KeyStore, RingStore
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import VideoPlans
 from diffusion_runtime.attention.layers import CACHED_KEYS
@@ -83,6 +84,7 @@ class ChunkStream(Iterator[CleanChunk]):
         on_step: OnStep | None = None,
     ) -> None:
         settings = denoiser.settings
+        denoiser.recorder.distinguish_phases()
         self._denoiser = denoiser
         channels, _, height, width = settings.sample_shape(settings.size)
         noise = ChunkNoise((channels, height, width), seeds)
@@ -169,6 +171,8 @@ class ChunkStream(Iterator[CleanChunk]):
                 positions=forward.positions,
                 num_bytes=forward.num_bytes,
                 num_commits=forward.num_commits,
+                dtype=settings.shared.kv_cache_dtype or "auto",
+                num_saturated=forward.num_saturated,
             )
         )
 
@@ -186,6 +190,7 @@ class _FrameForward:
         self.slots = slots
         self.positions = settings.shared.positions or "absolute"
         self.num_commits = 0
+        self._make_store = Fp8Store if settings.shared.kv_cache_dtype == "fp8_e4m3" else RingStore
         self._max_frames = max_frames
         self._denoiser = denoiser
         self._inputs = denoiser.inputs_of(text, settings.size)
@@ -211,7 +216,15 @@ class _FrameForward:
 
     @property
     def num_bytes(self) -> int:
-        return sum(cast(KeyStore, store).num_bytes for store in self._state.find_all(CACHED_KEYS))
+        return sum(store.num_bytes for store in self._stores())
+
+    @property
+    def num_saturated(self) -> int:
+        """Of all stores: numbers that were too large for their dtype."""
+        return sum(store.num_saturated for store in self._stores())
+
+    def _stores(self) -> list[KeyStore]:
+        return [cast(KeyStore, store) for store in self._state.find_all(CACHED_KEYS)]
 
     def report_graphs(self) -> None:
         """Tell the recorder what was replayed from CUDA graphs, where there are any."""
@@ -247,7 +260,7 @@ class _FrameForward:
         """Guided, with the positions of the plan's frames, which are made once per chunk."""
         key = (plan.frames, plan.key_frames, step.expert)
         if self._placed is None or self._placed[0] != key:
-            cache = FrameCache(plan, self.positions)
+            cache = FrameCache(plan, self.positions, self._make_store)
             sharding = self._denoiser.mesh.sharding
             placed = self._denoiser.transformer.with_positions(cache, latents.shape, sharding, step.expert)
             if self._denoiser.graphs is not None:

@@ -42,6 +42,7 @@ from diffusion_runtime.step_cache import StepCacheSettings
 # What the frame positions of cached keys count (attention/cache/frame_cache.py).
 CHUNK_SCHEDULES = ("sequential", "rolling")
 POSITIONS = ("absolute", "window")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 _NO_CACHE = "this model makes a clip at once, without a key-value cache; leave it out"
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
@@ -405,6 +406,17 @@ class GenerationRequest:
         metadata=RequestField(
             help="Frame positions of cached keys: absolute (in the video) or window (among those in sight).",
             check=OneOf(POSITIONS),
+            may_stay_none=True,
+            refusal=_NO_CACHE,
+        ).as_metadata(),
+    )
+    # What committed keys and values are stored in; None is auto, as they come.
+    kv_cache_dtype: str | None = field(
+        default=None,
+        metadata=RequestField(
+            help="Committed keys and values are stored in: auto (as computed) or fp8_e4m3 (8 bits). See "
+            "docs/causal_cache.md.",
+            check=OneOf(KV_CACHE_DTYPES),
             may_stay_none=True,
             refusal=_NO_CACHE,
         ).as_metadata(),

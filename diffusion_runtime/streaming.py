@@ -17,7 +17,7 @@ import torch
 from diffusion_runtime.attention_report import AttentionRecorder, AttentionReport
 from diffusion_runtime.batch_settings import BatchSettings
 from diffusion_runtime.chunked_denoiser import ChunkStream
-from diffusion_runtime.denoising.chunks import ChunkPlan, window_of
+from diffusion_runtime.denoising.chunks import ChunkPlan, longest_pass, window_of
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.frame_decoding import to_pixels
 from diffusion_runtime.media import GeneratedMedia
@@ -218,9 +218,10 @@ class GenerationStream(Iterator[StreamedFrames]):
         if self._is_closed:
             return
         self._is_closed = True
-        self._chunks.report()
-        self._recorder.record_library("vae", self._decoder.library, self._decoder.implementation)
-        self._resources.close()
+        # Whatever happens to the report, the pipeline is free again.
+        with self._resources:
+            self._chunks.report()
+            self._recorder.record_library("vae", self._decoder.library, self._decoder.implementation)
 
     @property
     def cache_bytes(self) -> int:
@@ -230,11 +231,9 @@ class GenerationStream(Iterator[StreamedFrames]):
     @property
     def recipe(self) -> dict[str, Any]:
         """What repeats the frames made so far: the request with their number, and every prompt with its frame."""
-        request = dataclasses.replace(
-            self.request,
-            num_frames=max(1, self.num_frames),
-            prompt_switches=tuple(self._switches) or None,
-        )
+        # Without a prompt whose first chunk was never finished.
+        shown = tuple(switch for switch in self._switches if switch[0] < self.num_frames)
+        request = dataclasses.replace(self.request, num_frames=max(1, self.num_frames), prompt_switches=shown or None)
         return {**self._recipe, "request": request.to_dict(), "notes": list(self._notes)}
 
     @property
@@ -265,14 +264,24 @@ class GenerationStream(Iterator[StreamedFrames]):
 
 def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: bool) -> None:
     """Raises RequestError for a model that makes clips at once, and for a video without an end that sees all of its
-    frames."""
+    frames, or whose chunks have no room in the window."""
     if not rules.is_causal:
         raise RequestError(
             "stream: this model makes a clip at once, and its first frame is known when its last one is; leave the "
             "stream out, or take a causal model (docs/streaming.md)"
         )
-    if endless and window_of(settings.shared).span is None:
+    if not endless:
+        return
+    window, chunks = window_of(settings.shared), dataclasses.replace(settings.chunks, num_frames=None)
+    if window.span is None:
         raise RequestError(
             "stream: a video without an end cannot see all of its frames; give --kv-window, such as "
             f"--kv-window {4 * settings.chunks.chunk_frames}, or a number of frames"
+        )
+    # The chunks of a short clip may be shorter than those of a video without an end.
+    needed = window.sink + longest_pass(settings.shared, chunks)
+    if window.span < needed:
+        raise RequestError(
+            f"stream: a video without an end has chunks of {chunks.largest} latent frames, which with a sink of "
+            f"{window.sink} need --kv-window {needed} or more, got {window.span}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -10,6 +11,7 @@ import pytest
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.chunked_denoiser import ChunkStream
 from diffusion_runtime.errors import ConfigError, PipelineBusyError, RequestError
 from diffusion_runtime.streaming import GenerationStream
 
@@ -69,6 +71,33 @@ def test_prompts_that_are_typed_are_in_the_recipe_which_repeats_them(pipeline: P
     assert numpy.array_equal(pipeline(request).frames, stream.media().frames)
 
 
+def test_whatever_ends_a_stream_its_recipe_repeats_it_and_the_pipeline_is_free(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pipeline.stream(REQUEST, endless=True, keeps_frames=True) as stream:
+        next(stream)
+        stream.prompt("a blue star")
+        monkeypatch.setattr(ChunkStream, "__next__", raises(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        monkeypatch.undo()
+    request = GenerationRequest.from_dict(stream.recipe["request"])
+    assert (request.num_frames, request.prompt_switches) == (9, None)
+    assert numpy.array_equal(pipeline(request).frames, stream.media().frames)
+    monkeypatch.setattr(ChunkStream, "report", raises(RuntimeError("a GPU that is gone")))
+    with pytest.raises(RuntimeError, match="gone"):
+        pipeline.stream(REQUEST).close()
+    monkeypatch.undo()
+    assert len(pipeline(request).frames) == 9
+
+
+def raises(error: BaseException) -> Callable[[object], None]:
+    def method(_: object) -> None:
+        raise error
+
+    return method
+
+
 def test_a_video_without_an_end_takes_no_more_memory(pipeline: Pipeline) -> None:
     with pipeline.stream(REQUEST, endless=True) as stream:
         chunks, num_bytes = [], []
@@ -102,6 +131,9 @@ def test_what_cannot_be_streamed_is_refused_before_any_work(pipeline: Pipeline, 
         "--at: '4s' is past the end: the video has 45 frames at 12": {"prompt_switches": [["4s", "a"]]},
         "are the same chunk, which begins at frame 21": {"prompt_switches": [["1s", "a"], [13, "b"]]},
         "expected a time": {"prompt_switches": [["soon", "a"]]},
+        "'0s' is the video's first frame, which is of the prompt": {"prompt_switches": [["0s", "a"]]},
+        # A clip of 2 latent frames has room for its only chunk; chunks of 3 behind it would overwrite their own keys.
+        "which with a sink of 2 need --kv-window 5 or more, got 4": {"num_frames": 5, "kv_window": 4},
     }
     for message, values in cases.items():
         with pytest.raises(RequestError, match=message):

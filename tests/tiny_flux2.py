@@ -42,18 +42,18 @@ def write_tiny_flux2(folder: Path, *, padding_side: str = "left") -> Path:
     return folder
 
 
-def write_tiny_flux2_klein(folder: Path, *, is_distilled: bool = False) -> Path:
-    """As [klein]. Write a whole folder and return its path; its weights are the same always."""
+def write_tiny_flux2_klein(folder: Path, *, is_distilled: bool = False, caches_references: bool = False) -> Path:
+    """As [klein]. Write a whole folder and return its path; its weights are the same always. caches_references: as the
+    one whose reference images are computed once."""
     import torch
-    from diffusers import Flux2KleinPipeline
+    from diffusers import Flux2KleinKVPipeline, Flux2KleinPipeline
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         text_encoder, tokenizer = tiny_qwen3_of_many_layers()
         parts = tiny_parts(guidance_embeds=False)
-        pipeline = Flux2KleinPipeline(
-            text_encoder=text_encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts
-        )
+        pipeline_class = Flux2KleinKVPipeline if caches_references else Flux2KleinPipeline
+        pipeline = pipeline_class(text_encoder=text_encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts)
     pipeline.save_pretrained(folder)
     return folder
 

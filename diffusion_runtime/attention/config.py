@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
 from diffusion_runtime.attention.roles import CATEGORIES, TEXT_ENCODER, is_role, known_roles, role_category
-from diffusion_runtime.attention.schedule import IndexRanges, Window
+from diffusion_runtime.attention.schedule import IndexRanges, Window, parse_chunks, parse_phase
 from diffusion_runtime.errors import ConfigError, nearest, shown
 from diffusion_runtime.options import FrozenMapping, check_options, option_names, parse_pairs, unknown_option
 from diffusion_runtime.untrusted.document import DocumentError, check_depth
@@ -21,7 +21,7 @@ from diffusion_runtime.untrusted.yaml_text import read_yaml_file
 
 AUTO = "auto"
 _SPEC_KEYS = ("backend", "name", "extra", "options")
-_RULE_KEYS = ("role", "steps", "layers", *_SPEC_KEYS)
+_RULE_KEYS = ("role", "steps", "layers", "phase", "chunks", *_SPEC_KEYS)
 _CONFIG_KEYS = ("default", "per_role", "schedule")
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
 
@@ -148,7 +148,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """A spec for some steps and layers. role: a role or category, None for every role the backend serves."""
+    """A spec for some steps, layers, phases and chunks. role: a role or category, None for every role the backend
+    serves."""
 
     spec: AttentionSpec
     window: Window = field(default_factory=Window)
@@ -168,15 +169,24 @@ class ScheduleRule:
         window = Window(
             IndexRanges.parse(value.get("steps"), f"{where}.steps"),
             IndexRanges.parse(value.get("layers"), f"{where}.layers"),
+            parse_phase(value.get("phase"), f"{where}.phase"),
+            parse_chunks(value.get("chunks"), f"{where}.chunks"),
         )
+        if window.phase == "commit" and not window.steps.is_every:
+            raise ConfigError(
+                f"{where}.steps: a commit comes after the steps of its chunk and is none of them; leave out steps, or "
+                "phase"
+            )
         return cls(spec, window, role)
 
     def applies_to(self, role: str) -> bool:
         return self.role in (None, role, role_category(role))
 
     def to_dict(self) -> dict[str, Any]:
-        window = {"steps": str(self.window.steps), "layers": str(self.window.layers)}
-        chosen = {key: text for key, text in window.items() if text != "all"}
+        ranges = {name: str(getattr(self.window, name)) for name in ("steps", "layers", "chunks")}
+        chosen = {name: text for name, text in ranges.items() if text != "all"}
+        if self.window.phase is not None:
+            chosen["phase"] = self.window.phase
         return {**({"role": self.role} if self.role else {}), **chosen, **self.spec.to_dict()}
 
 
@@ -250,6 +260,16 @@ class AttentionConfig:
                 raise ConfigError(
                     f"{key}: {model} models have no attention role {shown(role)}; theirs, and the categories: "
                     f"{', '.join(known)}"
+                )
+
+    def check_phases(self, model: str) -> None:
+        """Raises ConfigError for a rule by phase or chunk, for a `model` that makes its videos and images at once."""
+        for index, rule in enumerate(self.schedule):
+            if rule.window.needs_chunks:
+                raise ConfigError(
+                    f"schedule[{index}] ({rule.window}): {model} has no key-value cache, and so neither phases nor "
+                    "chunks: every pass denoises; leave out phase, chunks, --prefill-attention-backend and "
+                    "--decode-attention-backend, and use --attention-backend"
                 )
 
     @classmethod

@@ -10,6 +10,7 @@ from typing import Self, TypeVar, TypeVarTuple, cast
 import torch
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
+from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention.handles import HandleTable
 from diffusion_runtime.attention_report import AttentionRecorder
@@ -119,7 +120,8 @@ class AttentionContext:
     a transformer, or reuses what they made. plans: what backends prepare once per forward pass. is_compiled: whether
     torch.compile has compiled the blocks that it is given to; handle: what they have of it (attention/opaque.py), None
     where they are not compiled. cache: the keys and values of earlier frames, for layers that are built with
-    cached_keys; None where there are none.
+    cached_keys; None where there are none. prefix: the same, of tokens that every forward pass attends to and none
+    computes again, such as those of reference images.
     """
 
     layout: TokenLayout | None = None
@@ -131,6 +133,7 @@ class AttentionContext:
     plans: ForwardPlans = field(default_factory=ForwardPlans)
     is_compiled: bool = False
     cache: FrameCache | None = None
+    prefix: PrefixCache | None = None
     handle: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

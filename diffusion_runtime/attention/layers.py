@@ -22,6 +22,7 @@ from diffusion_runtime.attention.backends.masks import check_mask
 from diffusion_runtime.attention.backends.registry import num_changes
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
+from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
@@ -76,7 +77,8 @@ class AttentionLayer(nn.Module, ABC):
     attention). layer: which layer this is, its role included. policy: the choices it is built with; None takes the
     environment's and the platform's. scale: None is 1 / sqrt(head_dim). causal: query i sees keys 0..i.
     exchange: how processes share the sequence; None takes what the class makes of the policy's mesh. cached_keys:
-    whether its calls attend to the keys and values of earlier frames too, where the context has a cache of them.
+    whether its calls attend to the keys and values of earlier frames or of a prefix too, where the context has a cache
+    of them.
 
     As attributes, num_heads and num_kv_heads are those of this process, where the policy's mesh shares a layer's heads
     (tensor parallel): first_head is the first of them among num_heads_total. requirements: what is known of the layer
@@ -302,6 +304,21 @@ class AttentionLayer(nn.Module, ABC):
         rules = self.policy.rules_now(self.layer, step)
         return self._served_at(_DecisionKey(current_force(), rules, self.policy.dtype, device, needs)).resolved
 
+    def lossy_commits(self) -> tuple[Decision, ...]:
+        """The choices that give up accuracy where the keys of finished frames are computed: their backend declares an
+        error bound, or leaves out keys. Empty for a layer that caches none."""
+        if not self.cached_keys:
+            return ()
+        device = resolve_device(self.policy.device)
+        found = []
+        for rules in self.policy.held_in_commits(self.layer):
+            key = _DecisionKey((), rules, self.policy.dtype, device, self.requirements.needs)
+            resolved = self._served_at(key).resolved
+            is_lossy = resolved.backend.error_bound_on(self.policy.hardware) is not None
+            if resolved.decision.source != "platform" and (is_lossy or resolved.backend.capability.needs_every_key):
+                found.append(resolved.decision)
+        return tuple(found)
+
     def make_opaque(self) -> None:
         """From now on, torch.compile records one operator for a call with a compiled context and does not trace it."""
         self._handle = LAYERS.handle_of(self)
@@ -345,6 +362,8 @@ class AttentionLayer(nn.Module, ABC):
         """What this process computes of one call, or a part of that."""
         if self.cached_keys and context.cache is not None:
             inputs = self._with_cached_keys(inputs, context, context.cache)
+        if self.cached_keys and context.prefix is not None:
+            inputs = self._with_prefix(inputs, context.prefix)
         check_shapes(inputs.q, inputs.k, inputs.v, inputs.layout, self.causal)
         if inputs.mask is not None:
             check_mask(inputs.mask, inputs.q, inputs.k)
@@ -391,6 +410,28 @@ class AttentionLayer(nn.Module, ABC):
         grid = (len(plan.read), *layout.grid[1:])
         in_sight = CachedLayout(grid, num_query_frames=plan.num_frames, key_frames=plan.key_frames)
         return inputs._replace(q=q, k=k, v=v, layout=in_sight, packed=None)
+
+    def _with_prefix(self, inputs: AttentionInputs, prefix: PrefixCache) -> AttentionInputs:
+        """The call with the keys and values of a prefix behind those of the grid, before the text. After the exchange,
+        so that every process attends with the heads that it computes.
+
+        Raises ConfigError for a call whose text stands before the grid.
+        """
+        layout = inputs.layout
+        if layout is None or layout.num_prefix_tokens:
+            name = self.layer.name or self.layer.role
+            raise ConfigError(f"{name}: expected a grid with the text behind it for a prefix cache, got {layout}")
+        check_shapes(inputs.q, inputs.k, inputs.v, layout, self.causal)
+        k, v = prefix.joined(
+            self.layer.index, inputs.k, inputs.v, layout.num_grid_tokens, inputs.first_head - self.first_head
+        )
+        more, lengths = prefix.num_tokens, layout.valid_lengths
+        in_sight = dataclasses.replace(
+            layout,
+            num_suffix_tokens=layout.num_suffix_tokens + more,
+            valid_lengths=None if lengths is None else tuple(more + length for length in lengths),
+        )
+        return inputs._replace(k=k, v=v, layout=in_sight, packed=None)
 
     def _count(
         self,

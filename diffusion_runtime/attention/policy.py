@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -15,7 +16,7 @@ from diffusion_runtime.attention.backends.requirements import dtype_name
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.roles import role_category
-from diffusion_runtime.attention.schedule import IndexRanges
+from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.hardware import Hardware, detect_hardware
@@ -53,6 +54,7 @@ class AttentionPolicy:
     1 sends all heads before it computes.
     decision_log: which of its decisions were logged.
     no_grid: as in AttentionRequirements, for a model of which it is not known where its tokens sit.
+    has_phases: whether the model makes videos chunk by chunk, and so commits keys to a cache.
     """
 
     cli: AttentionConfig = field(default_factory=AttentionConfig)
@@ -64,6 +66,7 @@ class AttentionPolicy:
     mesh: ProcessMesh = field(default_factory=ProcessMesh)
     num_head_groups: int = 1
     no_grid: str = ""
+    has_phases: bool = False
     self_check: bool = True
     decision_log: DecisionLog = field(default_factory=DecisionLog, compare=False, repr=False)
 
@@ -103,12 +106,23 @@ class AttentionPolicy:
         Options may be spread over rules and levels, so a rule is judged with those that hold beside it.
         """
         cli, config = (
-            tuple(
-                (index, rule.window.steps) for index, rule in enumerate(schedule) if rule.window.holds_in_layer(layer)
-            )
+            tuple((index, rule.window) for index, rule in enumerate(schedule) if rule.window.holds_in_layer(layer))
             for schedule in (self.cli.schedule, self.config.schedule)
         )
-        return _combinations(cli, config, num_steps)
+        return _combinations(cli, config, num_steps, self.has_phases)
+
+    def held_in_commits(self, layer: LayerInfo) -> tuple[HeldRules, ...]:
+        """What `rules_now` can say for this layer in commits; nothing for a model without phases."""
+        if not self.has_phases:
+            return ()
+        windows = [rule.window for level in (self.cli, self.config) for rule in level.schedule]
+        commits = [StepInfo(chunk=chunk, phase="commit") for chunk in representative_chunks(windows)]
+        return tuple(dict.fromkeys(self.rules_now(layer, step) for step in commits))
+
+    def chunk_rules(self, step: StepInfo) -> tuple[bool, ...]:
+        """Of the rules that name chunks, which ones hold in that of the step."""
+        windows = [rule.window for level in (self.cli, self.config) for rule in level.schedule]
+        return tuple(window.chunks.contains(step.chunk, 0) for window in windows if not window.chunks.is_every)
 
     def check_rules(self, layers: Iterable[LayerInfo]) -> None:
         """Raises ConfigError for a schedule rule that holds in none of a model's layers."""
@@ -154,15 +168,31 @@ class AttentionPolicy:
 
 @functools.lru_cache(maxsize=256)
 def _combinations(
-    cli: tuple[tuple[int, IndexRanges], ...], config: tuple[tuple[int, IndexRanges], ...], num_steps: int | None
+    cli: tuple[tuple[int, Window], ...], config: tuple[tuple[int, Window], ...], num_steps: int | None, has_phases: bool
 ) -> tuple[HeldRules, ...]:
-    """The rules that can hold together. cli, config: index and steps of each level's rules."""
+    """The rules that can hold together. cli, config: index and window of each level's rules."""
 
-    def held(rules: tuple[tuple[int, IndexRanges], ...], step: StepInfo) -> tuple[int, ...]:
-        return tuple(index for index, steps in rules if steps.contains(step.index, step.num_steps))
+    def held(rules: tuple[tuple[int, Window], ...], step: StepInfo) -> tuple[int, ...]:
+        return tuple(index for index, window in rules if window.holds_at(step))
 
-    steps = representative_steps([ranges for _, ranges in (*cli, *config)], num_steps)
+    windows = [window for _, window in (*cli, *config)]
+    chunks = list(representative_chunks(windows))
+    steps = [
+        dataclasses.replace(step, chunk=chunk)
+        for step in representative_steps([window.steps for window in windows], num_steps)
+        for chunk in chunks
+    ]
+    if has_phases:
+        # No rule by steps holds in a commit, so one step stands for all.
+        steps += [StepInfo(chunk=chunk, phase="commit") for chunk in chunks]
     return tuple(dict.fromkeys((held(cli, step), held(config, step)) for step in steps))
+
+
+def representative_chunks(windows: Sequence[Window]) -> list[int]:
+    """Chunks at which every combination of `windows` that can hold together does hold: the first one, and those where
+    a range begins or has just ended."""
+    pairs = [pair for window in windows for pair in window.chunks.ranges]
+    return sorted({0} | {first for first, _ in pairs} | {last + 1 for _, last in pairs})
 
 
 def representative_steps(windows: Sequence[IndexRanges], num_steps: int | None) -> Iterator[StepInfo]:

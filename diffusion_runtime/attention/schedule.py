@@ -1,4 +1,4 @@
-"""Schedule: windows of steps and layers, for rules of a config and for the dense calls of sparse methods.
+"""Schedule: windows of steps, layers, phases and chunks: for rules of a config, for dense calls of sparse methods.
 
 Ranges are inclusive, negative numbers count from the end.
 """
@@ -9,10 +9,12 @@ import re
 from dataclasses import dataclass
 from typing import Any, Self
 
-from diffusion_runtime.errors import ConfigError, shown
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.step_info import PHASES, LayerInfo, StepInfo
 
 _RANGE = re.compile(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?")
+# What language-model servers call the phases of a model with a key-value cache.
+_OTHER_SPELLINGS = {"decode": "denoise", "prefill": "commit"}
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,57 @@ class IndexRanges:
 
 @dataclass(frozen=True)
 class Window:
-    """The steps and layers in which a rule holds."""
+    """The steps and layers in which a rule holds, and of a video that is made chunk by chunk the phase (one of PHASES,
+    None for both) and the chunks.
+
+    Steps are those of denoising: one that names some does not hold in commits, which come after the last.
+    """
 
     steps: IndexRanges = IndexRanges()
     layers: IndexRanges = IndexRanges()
+    phase: str | None = None
+    chunks: IndexRanges = IndexRanges()
+
+    @property
+    def needs_chunks(self) -> bool:
+        """Whether it names what only a video that is made chunk by chunk has."""
+        return self.phase is not None or not self.chunks.is_every
 
     def holds_in_layer(self, layer: LayerInfo) -> bool:
         return self.layers.contains(layer.index, layer.num_layers)
 
     def holds(self, layer: LayerInfo, step: StepInfo) -> bool:
-        return self.holds_in_layer(layer) and self.steps.contains(step.index, step.num_steps)
+        return self.holds_in_layer(layer) and self.holds_at(step)
+
+    def holds_at(self, step: StepInfo) -> bool:
+        """Whether it holds in layers that it names."""
+        if self.phase not in (None, step.phase) or not self.chunks.contains(step.chunk, 0):
+            return False
+        return self.steps.is_every or (step.phase != "commit" and self.steps.contains(step.index, step.num_steps))
 
     def __str__(self) -> str:
-        return f"steps {self.steps}, layers {self.layers}"
+        phase = "" if self.phase is None else f", phase {self.phase}"
+        chunks = "" if self.chunks.is_every else f", chunks {self.chunks}"
+        return f"steps {self.steps}, layers {self.layers}{phase}{chunks}"
+
+
+def parse_phase(value: Any, where: str) -> str | None:
+    """One of PHASES, by any of its spellings, or None for both. Raises ConfigError that names `where`."""
+    if value is None:
+        return None
+    phase = _OTHER_SPELLINGS.get(value, value) if isinstance(value, str) else value
+    if phase not in PHASES:
+        known = (*PHASES, *_OTHER_SPELLINGS)
+        raise ConfigError(f"{where}: expected {', '.join(known)}, got {shown(value)}.{nearest(str(value), known)}")
+    return str(phase)
+
+
+def parse_chunks(value: Any, where: str) -> IndexRanges:
+    """Ranges of chunks such as `0-3`. Raises ConfigError, also for one that counts from the end: a stream has none."""
+    chunks = IndexRanges.parse(value, where)
+    if any(bound < 0 for pair in chunks.ranges for bound in pair):
+        raise ConfigError(f"{where}: expected chunks counted from the first, 0, as in 0-3, got {shown(value)}")
+    return chunks
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,11 @@ def with_size(
     num_images = opened.num_images if num_images is None else num_images
     if num_images > most:
         raise ConfigError(f"--num-images: expected {most} or less for this model, got {num_images}")
+    if num_images and opened.model.references is not None and opened.model.references.are_cached:
+        raise ConfigError(
+            "--num-images: expected 0 for this model, which computes images once per request and not at every step, "
+            f"got {num_images}; `bench generate` times whole requests"
+        )
     changes = {"height": height, "width": width, "num_frames": num_frames}
     size = dataclasses.replace(opened.size, **{key: value for key, value in changes.items() if value is not None})
     opened.model.geometry.check(size.height, size.width, size.num_frames)

@@ -14,13 +14,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class PhaseFlags:
+    """A backend and its options for one phase of a model with a key-value cache, as they were typed."""
+
+    backend: str | None = None
+    backend_config: str | None = None
+
+    def over(self, other: PhaseFlags) -> PhaseFlags:
+        """A backend means no options of the other's; options alone are laid over its own."""
+        return (
+            self if self.backend is not None else PhaseFlags(other.backend, self.backend_config or other.backend_config)
+        )
+
+    def rules(self, phase: str, flag: str) -> list[dict[str, Any]]:
+        """The schedule rule that they stand for; none where none was typed. Raises ConfigError."""
+        if self == PhaseFlags():
+            return []
+        rule: dict[str, Any] = {"phase": phase, "backend": self.backend or "auto"}
+        if self.backend_config is not None:
+            rule["extra"] = _options(self.backend_config, f"{flag}-config")
+        return [rule]
+
+
+@dataclass(frozen=True)
 class AttentionFlags:
-    """As they were typed. entries: `per_role.cross.backend=fa` and the like, in order, the last wins."""
+    """As they were typed. entries: `per_role.cross.backend=fa` and the like, in order, the last wins. prefill, decode:
+    of commits and of denoising."""
 
     backend: str | None = None
     backend_config: str | None = None
     config: str | None = None
     entries: Sequence[str] = ()
+    prefill: PhaseFlags = PhaseFlags()
+    decode: PhaseFlags = PhaseFlags()
 
     def collect(self) -> AttentionConfig | str | None:
         """The command line's own level; None when no flag was given. Raises ConfigError.
@@ -31,7 +57,7 @@ class AttentionFlags:
             return None
         if self == AttentionFlags(self.backend) and dispatcher_name(self.backend) is not None:
             return self.backend
-        from diffusion_runtime.attention.config import AttentionConfig, parse_text
+        from diffusion_runtime.attention.config import AttentionConfig
 
         config = AttentionConfig.parse(self.config)
         dotted = split_entries(self.entries)
@@ -39,14 +65,12 @@ class AttentionFlags:
             self._refuse_second_default(config, dotted)
             dotted["default.backend"] = self.backend
         if self.backend_config is not None:
-            options = parse_text(self.backend_config, "--attention-backend-config")
-            if not isinstance(options, Mapping):
-                raise ConfigError(
-                    f"--attention-backend-config: expected key=value,..., JSON, or a .json or .yaml file, "
-                    f"got {shown(self.backend_config)}"
-                )
-            dotted["default.extra"] = options
-        return overlay_attention(config, dotted)
+            dotted["default.extra"] = _options(self.backend_config, "--attention-backend-config")
+        phases = self.prefill.rules("commit", "--prefill-attention-backend")
+        phases += self.decode.rules("denoise", "--decode-attention-backend")
+        config = overlay_attention(config, dotted)
+        # Behind the rules that were written out: those may name steps and layers.
+        return config.with_values({"schedule": [*config.schedule, *phases]} if phases else {})
 
     def _refuse_second_default(self, config: AttentionConfig, dotted: Mapping[str, Any]) -> None:
         in_entries = any(key in dotted for key in ("default", "default.backend", "default.name"))
@@ -54,6 +78,15 @@ class AttentionFlags:
         if in_entries or in_config:
             other = "--attention-config.default.backend" if in_entries else "the default of --attention-config"
             raise ConfigError(f"--attention-backend and {other} both set the default backend; give one of them")
+
+
+def _options(text: str, flag: str) -> Mapping[str, Any]:
+    from diffusion_runtime.attention.config import parse_text
+
+    options = parse_text(text, flag)
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{flag}: expected key=value,..., JSON, or a .json or .yaml file, got {shown(text)}")
+    return options
 
 
 def split_entries(entries: Sequence[str]) -> dict[str, Any]:

@@ -153,7 +153,12 @@ def _attention_over(shared: AttentionFlags, own: AttentionFlags) -> AttentionFla
     if own.backend is not None or own.config is not None:
         return own
     return AttentionFlags(
-        shared.backend, own.backend_config or shared.backend_config, shared.config, (*shared.entries, *own.entries)
+        shared.backend,
+        own.backend_config or shared.backend_config,
+        shared.config,
+        (*shared.entries, *own.entries),
+        own.prefill.over(shared.prefill),
+        own.decode.over(shared.decode),
     )
 
 

@@ -101,8 +101,14 @@ def show(explanation: Explanation, terminal: Terminal) -> None:
     for library in description.libraries:
         terminal.say(str(library))
     drawn = schedule_map(explanation.schedule)
-    rows = [(row.role, row.layers, letters) for row in drawn.rows for letters in _wrapped(row.letters)]
-    terminal.show(plain_table(("role", "layers", "steps, one letter each"), rows, "Attention by layer and step"))
+    has_commits = any(row.commit for row in drawn.rows)
+    columns = ("role", "layers", *(["commits"] if has_commits else []), "steps, one letter each")
+    rows = [
+        (row.role, row.layers, *([row.commit] if has_commits else []), letters)
+        for row in drawn.rows
+        for letters in _wrapped(row.letters)
+    ]
+    terminal.show(plain_table(columns, rows, "Attention by layer and step"))
     terminal.show(facts_table(list(drawn.legend.items()), ""))
     at_most = "at most " if explanation.is_bound else ""
     parts = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from diffusion_runtime.cli import options
-from diffusion_runtime.cli.attention_flags import AttentionFlags
+from diffusion_runtime.cli.attention_flags import AttentionFlags, PhaseFlags
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request import INPUT_FIELDS, REQUEST_FIELDS, too_many_images
 from diffusion_runtime.request_fields import SIZE, WHAT, ImageFile
@@ -101,6 +101,8 @@ def flags_of(given: Mapping[str, Any]) -> Flags:
             run.attention_backend_config,
             run.attention_config,
             tuple(run.attention_entry or ()),
+            PhaseFlags(run.prefill_attention_backend, run.prefill_attention_backend_config),
+            PhaseFlags(run.decode_attention_backend, run.decode_attention_backend_config),
         ),
         config=source.config,
         settings=source.set_values or (),

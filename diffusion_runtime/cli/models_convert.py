@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diffusion_runtime.cli import options
+from diffusion_runtime.cli.printable import printable
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.errors import ConfigError
 
@@ -103,4 +104,5 @@ def show(report: ConversionReport) -> None:
     else:
         lines.append(f'run: diffusion-runtime generate "..." --model-path {report.output}')
     for line in lines:
-        console.print(Text(line))
+        # Names of keys are the file's.
+        console.print(Text(printable(line).replace("\n", " ")))

@@ -20,6 +20,7 @@ QUANTIZATION = "8-bit linear layers"
 TENSOR = "Tensor parallel"
 OUTPUT = "Output"
 STREAMING = "While it is made"
+PHASES = "Attention by phase (docs/causal_cache.md)"
 
 
 def _flag(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
@@ -112,6 +113,31 @@ AttentionBackendConfig: TypeAlias = Annotated[
         "--attention-backend-config",
         metavar="OPTIONS",
     ),
+]
+PrefillAttentionBackend: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        PHASES,
+        "Of commits, which leave the final keys of a chunk; its options: --prefill-attention-backend-config.",
+        "--prefill-attention-backend",
+        metavar="NAME",
+    ),
+]
+# Too long for a help of 80 columns, which names them beside their backends.
+PrefillAttentionBackendConfig: TypeAlias = Annotated[
+    str | None, typer.Option("--prefill-attention-backend-config", hidden=True)
+]
+DecodeAttentionBackend: TypeAlias = Annotated[
+    str | None,
+    _flag(
+        PHASES,
+        "Of the denoising steps of each chunk; its options: --decode-attention-backend-config.",
+        "--decode-attention-backend",
+        metavar="NAME",
+    ),
+]
+DecodeAttentionBackendConfig: TypeAlias = Annotated[
+    str | None, typer.Option("--decode-attention-backend-config", hidden=True)
 ]
 AttentionConfigText: TypeAlias = Annotated[
     str | None,
@@ -339,6 +365,10 @@ class RunFlags:
     attention_backend: AttentionBackend = None
     attention_backend_config: AttentionBackendConfig = None
     attention_config: AttentionConfigText = None
+    prefill_attention_backend: PrefillAttentionBackend = None
+    prefill_attention_backend_config: PrefillAttentionBackendConfig = None
+    decode_attention_backend: DecodeAttentionBackend = None
+    decode_attention_backend_config: DecodeAttentionBackendConfig = None
     attention_entry: AttentionEntries = None
     device: Device = None
     dtype: Dtype = None

@@ -14,7 +14,7 @@ from diffusion_runtime.cli.tables import MAX_CELL_CHARACTERS, mappings_in
 
 _STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
 
-_CACHE_COUNTS = ("chunk_frames", "sink_frames", "cached_frames", "num_bytes", "num_commits")
+_CACHE_COUNTS = ("chunk_frames", "sink_frames", "cached_frames", "num_bytes", "num_commits", "num_saturated")
 
 
 def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -90,6 +90,7 @@ def _caches(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 CacheRow(
                     window_frames=window if isinstance(window, int) else None,
                     positions=_text(found, "positions"),
+                    dtype=_text({"dtype": "auto", **found}, "dtype"),
                     **{name: _number(found.get(name)) for name in _CACHE_COUNTS},
                 )
             )

@@ -17,7 +17,7 @@ from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.settings import Settings
 from diffusion_runtime.cli.tables import attention_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
-from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, RequestError
 from diffusion_runtime.session.batch import title_of
 from diffusion_runtime.session.coordinator import Coordinator
 from diffusion_runtime.session.failures import INTERRUPTED
@@ -43,6 +43,7 @@ def for_stream(flags: OutputFlags, settings: Settings) -> OutputFlags:
         "--format": flags.file_format,
         "--resume": flags.resume,
         "--profile": flags.profile,
+        "--attention-plot": flags.attention_plot,
     }
     for name, value in others.items():
         if value:
@@ -171,7 +172,11 @@ def _write(
             if line == _END and is_endless:
                 return
             if line.strip():
-                stream.prompt(line.strip())
+                # One that is refused is no reason to lose the video.
+                try:
+                    stream.prompt(line.strip())
+                except RequestError as error:
+                    terminal.warn(f"{error}; the prompt stays as it was")
 
 
 def _is_told_of(number: int) -> bool:
@@ -192,10 +197,9 @@ def _progress(stream: GenerationStream) -> str:
 
 
 def _agreed(coordinator: Coordinator, typed: queue.Queue[str] | None) -> list[str]:
-    """The lines that wait on the first process, on all of them; no line holds the end of one."""
-    return (
-        coordinator.from_first(lambda: "\n".join(_waiting(typed))).split("\n") if coordinator.world else _waiting(typed)
-    )
+    """The lines that wait on the first process, on all of them; each behind a line break: none is not _END."""
+    text = coordinator.from_first(lambda: "".join(f"\n{line.rstrip()}" for line in _waiting(typed)))
+    return text.split("\n")[1:]
 
 
 def _waiting(typed: queue.Queue[str] | None) -> list[str]:

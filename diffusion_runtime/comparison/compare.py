@@ -260,8 +260,9 @@ class _Run:
 
     @contextlib.contextmanager
     def _watched(self, pipeline: GenerationPipeline, row: Row, index: int) -> Iterator[LatentWatcher | None]:
-        if not isinstance(pipeline, Pipeline):
-            # diffusers' own pipeline keeps its latents to itself.
+        if not isinstance(pipeline, Pipeline) or pipeline.rules.is_causal:
+            # diffusers' own pipeline keeps its latents to itself; chunks have steps of their own, and the last latents
+            # are those of the last chunk.
             yield None
         elif row.kind == "reference":
             with pipeline.watched_latents(self.latents.keep()):
@@ -296,7 +297,7 @@ class _Run:
 
     def _remarks(self, reference: Row) -> Iterator[str]:
         if self.latents.dtype is None:
-            yield "latents: the model that was run does not show them; clips are compared by their frames"
+            yield "latents: the model makes chunks or does not show them; clips are compared by their frames"
         unknown = [clip.prompt for clip in reference.clips if clip.verdict is None]
         if 0 < len(unknown) < len(reference.clips):
             text = f"{len(unknown)} prompts that name other things than the model's, such as {shown(unknown[0])}"

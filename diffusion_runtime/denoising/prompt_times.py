@@ -16,14 +16,18 @@ def resolve_switches(
     """The switches in their order, each at the first frame of the chunk that it applies to.
 
     chunks: of the video; fps: frames per second; num_frames: of the video in pixels; temporal_factor: frames of every
-    latent frame but the first. name: of the field. Raises RequestError for one behind the last chunk's first frame, and
-    for two that apply to the same chunk.
+    latent frame but the first. name: of the field. Raises RequestError for one behind the last chunk's first frame or
+    on the video's, and for two that apply to the same chunk.
     """
     starts = [first_frame(chunk, temporal_factor) for chunk in chunks]
     resolved: list[tuple[int, str, int | str]] = []
     for at, prompt in switches:
         frame = round(seconds_of(at, name) * fps) if isinstance(at, str) else at
-        start = next((start for start in starts if start >= max(frame, 1)), None)
+        if frame < 1:
+            raise RequestError(
+                f"{name}: {shown(at)} is the video's first frame, which is of the prompt; give a later time"
+            )
+        start = next((start for start in starts if start >= frame), None)
         if start is None:
             length = f"{num_frames} frames at {fps} frames per second ({num_frames / fps:g} s)"
             last = f"the last chunk begins at frame {starts[-1]}" if len(starts) > 1 else "it is one chunk"

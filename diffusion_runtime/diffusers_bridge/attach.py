@@ -126,6 +126,7 @@ def plan_attachment(
     roles = sorted({module.layer.role for _, module in everything})
     for level in (above, below):
         level.check_roles(roles, type(model_or_pipeline).__name__)
+        level.check_phases(type(model_or_pipeline).__name__)
     policies = {
         name: AttentionPolicy(
             cli=above,

@@ -74,6 +74,9 @@ class AttentionChoice:
                 # Below a choice of ours, a name that both have is one of ours.
                 break
         levels = (config.attention_override, config.attention)
+        for level in levels:
+            if dispatcher_name(level) is None:
+                AttentionConfig.parse(level).check_phases(f"{shown(config.model_path)} (diffusers' own pipeline)")
         forced = any(choice.role != TEXT_ENCODER for choice in current_force())
         ours = any(map(_is_choice, levels)) or bool(environment.get(ENVIRONMENT_VARIABLE)) or forced
         # Those of text encoders are made when they are loaded.

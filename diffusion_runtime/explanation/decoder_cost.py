@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.layers.causal_decoder import ChannelsFirstDecoder
 from diffusion_runtime.layers.causal_decoder_network import CausalVideoAutoencoder
 from diffusion_runtime.models.autoencoder import COMPONENT
@@ -60,6 +60,6 @@ def _streaming(module: CausalVideoAutoencoder, latents: torch.Tensor) -> Any:
 
 
 def _count(run: Any) -> float:
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), CountedOperations() as counted:
         run()
-    return float(sum(counter.get_flop_counts().get("Global", {}).values()))
+    return float(counted.counts.total())

@@ -20,6 +20,7 @@ from diffusion_runtime.explanation.forward_cost import AttentionCost, ForwardCos
 from diffusion_runtime.loading.interface import Prepared
 from diffusion_runtime.loading.memory_planning import planned_batch
 from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.memory.meta_operators import MetaOperators
 from diffusion_runtime.models.memory_demand import PlannedRequest, forward_on_meta
 from diffusion_runtime.request import GenerationRequest
 from diffusion_runtime.step_info import StepInfo
@@ -39,13 +40,21 @@ class LayerSchedule:
     """Attention of one layer over the steps of a request.
 
     backends: by step, `video_sparse_attn`, or `video_sparse_attn: dense torch_sdpa` where a rule of its options makes
-    the call dense. density: by step, the share of pairs that is computed; None where the content decides.
+    the call dense. density: by step, the share of pairs that is computed; None where the content decides. commit: what
+    computes the keys of finished frames, in a video that is made chunk by chunk; None elsewhere. Rules by chunk are
+    shown as of the first one.
     """
 
     role: str
     index: int
     backends: tuple[str, ...]
     density: tuple[float | None, ...]
+    commit: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without `commit` where there is none."""
+        plain = {**asdict(self), "backends": list(self.backends), "density": list(self.density)}
+        return {name: value for name, value in plain.items() if name != "commit" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -95,9 +104,7 @@ class Explanation:
             "num_text_tokens": self.num_text_tokens,
             "num_steps": self.num_steps,
             "num_forwards": self.num_forwards,
-            "schedule": [
-                {**asdict(row), "backends": list(row.backends), "density": list(row.density)} for row in self.schedule
-            ],
+            "schedule": [row.to_dict() for row in self.schedule],
             "parts": [asdict(part) for part in self.parts],
             "kept_is_upper_bound": self.is_bound,
             "memory": None if memory is None else memory.to_dict(),
@@ -132,7 +139,8 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
             prepared.model, prepared.transformer, prepared.dtype, dataclasses.replace(planned, size=size)
         )
         # The first pass projects the text, too.
-        forward()
+        with MetaOperators():
+            forward()
         cost = count_forward([prepared.transformer], forward)
         steps = range(stages[-1].steps.stop if stages else 0, num_steps)[:count]
         stages.append(_Stage(cost, steps, tuple(_schedule_of(each, steps, num_steps) for each in cost.attention)))
@@ -172,7 +180,8 @@ def _cost_of_chunks(
     for plans in found.values():
         cache = FrameCache(plans[0], request.positions or "absolute")
         forward = forward_on_meta(prepared.model, prepared.transformer, prepared.dtype, planned, cache)
-        forward()
+        with MetaOperators():
+            forward()
         costs.append((len(plans) / settings.num_steps, count_forward([prepared.transformer], forward)))
     return sum_of(costs), sum(map(len, found.values()))
 
@@ -184,7 +193,8 @@ def _num_grid(layout: Any) -> int:
 def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
     """One layer's schedules of consecutive steps."""
     backends = tuple(each for row in rows for each in row.backends)
-    return LayerSchedule(rows[0].role, rows[0].index, backends, tuple(each for row in rows for each in row.density))
+    density = tuple(each for row in rows for each in row.density)
+    return LayerSchedule(rows[0].role, rows[0].index, backends, density, rows[0].commit)
 
 
 def _schedule_of(cost: AttentionCost, steps: range, num_steps: int) -> LayerSchedule:
@@ -197,7 +207,11 @@ def _schedule_of(cost: AttentionCost, steps: range, num_steps: int) -> LayerSche
         dense = f": dense {resolved.dense.backend.name}" if is_dense and resolved.dense is not None else ""
         backends.append(resolved.decision.backend + dense)
         density.append(share)
-    return LayerSchedule(cost.role, cost.index, tuple(backends), tuple(density))
+    commit = None
+    if cost.layer.policy.has_phases:
+        last = StepInfo(index=num_steps - 1, num_steps=num_steps, phase="commit")
+        commit = cost.layer.resolved_at(last, cost.layout).decision.backend
+    return LayerSchedule(cost.role, cost.index, tuple(backends), tuple(density), commit)
 
 
 def _parts(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.explanation.counted_operations import CountedOperations
 from diffusion_runtime.token_layout import TokenLayout
 
 # What torch counts and is no attention, which is counted here, whatever computes it.
@@ -69,15 +68,12 @@ def count_forward(modules: Iterable[nn.Module], run: Callable[[], object]) -> Fo
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, AttentionLayer)]
     handles = [layer.register_forward_pre_hook(lambda of, given: _note(calls, of, *given)) for layer in layers]
     try:
-        with FlopCounterMode(display=False) as counter:
+        with CountedOperations() as counted:
             run()
     finally:
         for handle in handles:
             handle.remove()
-    counts: Counter[str] = Counter()
-    for operator, count in counter.get_flop_counts().get("Global", {}).items():
-        counts[str(operator).rpartition(".")[2]] += int(count)
-    return ForwardCost(float(sum(counts[name] for name in _PRODUCTS)), tuple(_costs(calls)))
+    return ForwardCost(float(sum(counted.counts[name] for name in _PRODUCTS)), tuple(_costs(calls)))
 
 
 def _note(calls: dict[Any, list[Any]], layer: Any, *given: Any) -> None:

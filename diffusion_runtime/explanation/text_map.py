@@ -15,11 +15,13 @@ _LETTERS = ascii_uppercase + ascii_lowercase
 
 @dataclass(frozen=True)
 class MapRow:
-    """letters: one per step; layers: whose steps these are, as ranges."""
+    """letters: one per step; layers: whose steps these are, as ranges; commit: that of commits, empty without a cache
+    of keys."""
 
     role: str
     layers: str
     letters: str
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ def schedule_map(schedule: Sequence[LayerSchedule]) -> ScheduleMap:
             _letter(legend, describe(backend, density))
             for backend, density in zip(first.backends, first.density, strict=True)
         ]
-        rows.append(MapRow(role, index_ranges(row.index for row in equal), "".join(letters)))
+        commit = "" if first.commit is None else _letter(legend, first.commit)
+        rows.append(MapRow(role, index_ranges(row.index for row in equal), "".join(letters), commit))
     return ScheduleMap(tuple(rows), {letter: text for text, letter in legend.items()})
 
 
@@ -52,11 +55,11 @@ def describe(backend: str, density: float | None) -> str:
 
 def _equal_layers(schedule: Sequence[LayerSchedule]) -> Iterator[tuple[str, list[LayerSchedule]]]:
     """Layers of one role with the same steps."""
-    groups: dict[tuple[str, tuple[str, ...], tuple[float | None, ...]], list[LayerSchedule]] = {}
+    groups: dict[tuple[object, ...], list[LayerSchedule]] = {}
     for row in schedule:
-        groups.setdefault((row.role, row.backends, row.density), []).append(row)
-    for (role, _, _), rows in groups.items():
-        yield role, rows
+        groups.setdefault((row.role, row.backends, row.density, row.commit), []).append(row)
+    for rows in groups.values():
+        yield rows[0].role, rows
 
 
 def _letter(legend: dict[str, str], text: str) -> str:

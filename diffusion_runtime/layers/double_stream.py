@@ -28,7 +28,7 @@ from diffusion_runtime.step_info import LayerInfo
 
 class JointAttention(nn.Module):
     """Grid and text have their own projections and norms, and share one softmax. eps: of the norms, one per head. bias:
-    of the projections."""
+    of the projections. cached_keys: see AttentionLayer."""
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class JointAttention(nn.Module):
         layer: LayerInfo,
         policy: AttentionPolicy,
         bias: bool = True,
+        cached_keys: bool = False,
     ) -> None:
         super().__init__()
         dim = num_heads * head_dim
@@ -50,7 +51,7 @@ class JointAttention(nn.Module):
         self.text_norm_k = RMSNorm(head_dim, eps)
         self.out = Linear(dim, dim, bias=bias)
         self.text_out = Linear(dim, dim, bias=bias)
-        self.attention = USPAttention(num_heads, head_dim, layer=layer, policy=policy)
+        self.attention = USPAttention(num_heads, head_dim, layer=layer, policy=policy, cached_keys=cached_keys)
 
     def forward(
         self, x: LinearInput, text: LinearInput, rotations: torch.Tensor, context: AttentionContext
@@ -72,6 +73,12 @@ class JointAttention(nn.Module):
         attended = self.attention(*joint.unbind(2), context).flatten(2)
         attended_grid, attended_text = attended.split(lengths, dim=1)
         return self.out(attended_grid), self.text_out(attended_text)
+
+    def heads_of_grid(self, x: LinearInput, rotations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v of tokens of the grid's weights without a text, [B, S, heads, head_dim] each. rotations: [S,
+        head_dim / 2], complex."""
+        q, k, v = norm_and_rotate(self._heads(self.qkv(x)), (self.norm_q, self.norm_k), rotations)
+        return q, k, v
 
     def _heads(self, qkv: torch.Tensor) -> torch.Tensor:
         """[B, tokens, 3, heads, head_dim] of [B, tokens, 3 D]."""

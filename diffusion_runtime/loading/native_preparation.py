@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention_report import LibraryAttention
 from diffusion_runtime.config import Degrees, RuntimeConfig
@@ -43,6 +45,7 @@ from diffusion_runtime.request import layered
 from diffusion_runtime.request_rules import RequestRules
 from diffusion_runtime.text_encoders.attention_choice import DEFAULT, choose_encoder_attention
 
+_logger = logging.getLogger("diffusion_runtime.loading")
 # Ulysses sends one group of heads while it computes another. On two H200s that hides 15 of 17.5 ms of a forward pass
 # (benchmarks/results/parallel_gpu.json); over gloo, on CPUs, it costs more than it hides.
 _HEAD_GROUPS = 2
@@ -55,6 +58,7 @@ _OF_CHUNKS = (
     "kv_sink",
     "commit_noise",
     "positions",
+    "kv_cache_dtype",
     "prompt_switches",
     "switch_mode",
 )
@@ -101,6 +105,8 @@ def prepare_native(
     override, stated = AttentionConfig.parse(config.attention_override), AttentionConfig.parse(config.attention)
     for level in (override, stated):
         level.of_layers().check_roles([role for role, _ in family.roles], family.name)
+        if not model.is_causal:
+            level.check_phases(f"{shown(config.model_path)} ({family.name})")
     policy = AttentionPolicy(
         cli=override,
         config=stated,
@@ -108,6 +114,7 @@ def prepare_native(
         dtype=dtype,
         mesh=mesh,
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
+        has_phases=model.is_causal,
         self_check=config.self_check,
     )
     text_attention = choose_encoder_attention(policy, _text_encoder_classes(model, dtype))
@@ -121,6 +128,7 @@ def prepare_native(
         refuse_compiling_quantised(config)
     layers = tuple(transformer.attention_layers())
     policy.check_rules(layer.layer for layer in layers)
+    _warn_of_lossy_commits(layers)
     check_graphs(config, device, transformer, layers)
     target = model.lora_target(lora_names_of_families)
     loras = tuple(bind(read_lora_file(lora.path), lora, target) for lora in config.lora)
@@ -191,6 +199,17 @@ def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None) -> Library
     if tiny is not None:
         return LibraryAttention("vae", TinyDecoder.library, "a tiny decoder, without attention")
     return LibraryAttention("vae", model.family.decoding_library(model.folder), component_class(model.folder, "vae")[1])
+
+
+def _warn_of_lossy_commits(layers: Sequence[AttentionLayer]) -> None:
+    lossy = {(each.backend, each.reason) for layer in layers for each in layer.lossy_commits()}
+    for backend, reason in sorted(lossy):
+        _logger.warning(
+            "attention backend %s gives up accuracy and also computes commits (%s): what a commit loses, every later "
+            "chunk inherits; keep it to the others with --decode-attention-backend, or phase: denoise in its rule",
+            backend,
+            reason,
+        )
 
 
 def _variant_here(config: RuntimeConfig, folder: ModelFolder) -> str | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from diffusion_runtime.media.audio import Audio
-from diffusion_runtime.media.ffmpeg import MP4_RATE_FACTOR, VideoEncoder, comment_arguments
+from diffusion_runtime.media.ffmpeg import MP4_RATE_FACTOR, VideoEncoder, comment_arguments, file_argument
 from diffusion_runtime.media.publish import temporary_file
 from diffusion_runtime.media.sidecar import RECIPE_KEY
 
@@ -80,7 +80,7 @@ def _sound_arguments(audio: Audio | None, folder: Path) -> Iterator[tuple[list[s
         samples.write_bytes(audio.interleaved().astype("<i2").tobytes())
         layout = ["-f", "s16le", "-ar", str(audio.sample_rate), "-ac", str(audio.num_channels)]
         yield (
-            [*layout, "-i", str(samples)],
+            [*layout, "-i", file_argument(samples)],
             ["-map", "0:v", "-map", "1:a", "-c:a", "aac", "-b:a", AUDIO_BIT_RATE],
         )
 
@@ -92,7 +92,7 @@ def _run_ffmpeg(
     output = [
         *sound_track,
         "-c:v", "libx264", "-preset", "medium", "-crf", str(MP4_RATE_FACTOR), "-pix_fmt", "yuv420p",
-        "-movflags", "+faststart+use_metadata_tags", *comment_arguments(recipe), "-f", "mp4", str(path),
+        "-movflags", "+faststart+use_metadata_tags", *comment_arguments(recipe), "-f", "mp4", file_argument(path),
     ]  # fmt: skip
     with VideoEncoder(frames.height, frames.width, fps, output, inputs=sound) as encoder:
         for chunk in frames.chunks:

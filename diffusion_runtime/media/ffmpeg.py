@@ -97,7 +97,7 @@ def copy_with_index_first(source: Path, target: Path, recipe: str | None) -> Non
     OSError."""
     output = ["-c", "copy", "-movflags", "+faststart+use_metadata_tags", *comment_arguments(recipe), "-f", "mp4"]
     done = subprocess.run(
-        [*_program(), "-i", str(source), *output, str(target)],
+        [*_program(), "-i", file_argument(source), *output, file_argument(target)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -105,6 +105,11 @@ def copy_with_index_first(source: Path, target: Path, recipe: str | None) -> Non
         check=False,
     )
     _check(done.returncode, done.stderr)
+
+
+def file_argument(path: Path) -> str:
+    """A path that ffmpeg takes for a file: it reads `-x.mp4` as an option and `tcp:x.mp4` as an address."""
+    return str(path.absolute())
 
 
 def comment_arguments(recipe: str | None) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from diffusion_runtime.errors import ConfigError, OutputError
-from diffusion_runtime.media.ffmpeg import MP4_RATE_FACTOR, VideoEncoder, copy_with_index_first
+from diffusion_runtime.media.ffmpeg import MP4_RATE_FACTOR, VideoEncoder, copy_with_index_first, file_argument
 from diffusion_runtime.media.file_writer import cannot_write
 from diffusion_runtime.media.formats import format_of
 from diffusion_runtime.media.publish import numbered, remove_abandoned_files, temporary_file, uninterrupted
@@ -58,7 +58,7 @@ class GrowingClip:
             return
         self._path = _take_free_name(check_streamable(target))
         try:
-            self._encoder = VideoEncoder(height, width, fps, [*output, str(self._path)])
+            self._encoder = VideoEncoder(height, width, fps, [*output, file_argument(self._path)])
         except BaseException:
             self._path.unlink(missing_ok=True)
             raise

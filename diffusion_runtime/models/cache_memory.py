@@ -22,9 +22,13 @@ def cache_bytes(
 ) -> int:
     """Keys and values of all cached layers of all experts on one process, before a sequence is shared.
 
-    request: resolved. num_frames: latent frames of the video. num_samples: of all guidance branches together.
+    Where they are stored in 8 bits, also those of one layer as it reads them. request: resolved. num_frames: latent
+    frames of the video. num_samples: of all guidance branches together.
     """
     num_slots = slots_of(request, chunks_of(request, num_frames)).num_slots
     layers = [each for module in transformers for each in module.modules() if isinstance(each, AttentionLayer)]
-    numbers = sum(layer.num_kv_heads * layer.head_dim for layer in layers if layer.cached_keys)
-    return 2 * num_samples * num_slots * tokens_per_frame * numbers * dtype.itemsize
+    numbers = [layer.num_kv_heads * layer.head_dim for layer in layers if layer.cached_keys]
+    num_bytes = sum(numbers) * dtype.itemsize
+    if request.kv_cache_dtype == "fp8_e4m3":
+        num_bytes = sum(numbers) + max(numbers, default=0) * dtype.itemsize
+    return 2 * num_samples * num_slots * tokens_per_frame * num_bytes

@@ -196,17 +196,28 @@ def _planned_attention(transformer: nn.Module) -> Iterator[None]:
 
 class _AttendedShape:
     """An output like the queries; beside it, while it is made, the sums of each row, and copies of queries, keys,
-    values and output in the order of blocks where the backend chooses among keys, or for the other processes."""
+    values and output in the order of blocks where the backend chooses among keys, or for the other processes; keys and
+    values joined with those of a prefix."""
 
     def __init__(self, layer: AttentionLayer) -> None:
+        self._layer = layer.layer.index
         packs = any(decision.dense is not None for _, decision in layer.decisions)
         self._num_copies = 4 if packs or layer.policy.mesh.sequence.size > 1 else 0
 
-    def __call__(self, q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        context: AttentionContext | None = None,
+        **_: object,
+    ) -> torch.Tensor:
         sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         copies = torch.empty(self._num_copies, *q.shape, dtype=q.dtype, device=q.device)
+        prefix = None if context is None else context.prefix
+        joined = () if prefix is None else prefix.joined(self._layer, k, v, 0, 0)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        del sums, copies
+        del sums, copies, joined
         return out
 
 

@@ -38,6 +38,7 @@ class ReferenceImages:
     its middle, which the autoencoder encodes. refusal: why an image of some size cannot be used, None where it can.
     sized_by: which encoded picture's size is that of what is made where a request says none, 0 for the first one and -1
     for the last, as in diffusers; None where it has a size of its own. usual: how many images a benchmark has.
+    are_cached: whether they are computed once per request, and not at every step.
     """
 
     most: int
@@ -46,6 +47,7 @@ class ReferenceImages:
     refusal: Callable[[Size], str | None] = _any_size
     sized_by: int | None = None
     usual: int = 1
+    are_cached: bool = False
 
     def encoded_size(self, size: Size) -> Size:
         """Of what is encoded of an image of this size."""

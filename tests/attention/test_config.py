@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from tables import table
 
 from diffusion_runtime.attention import AttentionConfig, AttentionSpec, LayerInfo, StepInfo, register_role
+from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.schedule import IndexRanges
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError
@@ -274,3 +276,27 @@ def test_a_rule_speaks_for_its_steps_and_layers() -> None:
     assert window.holds(last, StepInfo(index=1, num_steps=8))
     assert not window.holds(last, StepInfo(index=2, num_steps=8))
     assert not window.holds(first, StepInfo(index=1, num_steps=8))
+
+
+def test_a_rule_speaks_for_its_phase_and_chunks() -> None:
+    written = [
+        {"phase": "decode", "steps": "-1", "backend": "reference"},
+        {"phase": "prefill", "chunks": "0-3,7", "backend": "reference"},
+        {"steps": "-1", "backend": "reference"},
+        {"backend": "reference"},
+    ]
+    config = AttentionConfig.parse({"schedule": written})
+    assert AttentionConfig.parse(config.to_dict()) == config
+    last, commit = StepInfo(3, 4, chunk=3), StepInfo(3, 4, chunk=3, phase="commit")
+    # Steps are those of denoising; a commit comes after them.
+    for step, held in ((last, [0, 2, 3]), (commit, [1, 3]), (dataclasses.replace(commit, chunk=4), [3])):
+        assert [i for i, rule in enumerate(config.schedule) if rule.window.holds(LayerInfo(), step)] == held
+    choices = AttentionPolicy(config=config, has_phases=True)
+    assert set(choices.held_rules(LayerInfo(), 4)) == {((), (0, 2, 3)), ((), (3,)), ((), (1, 3))}
+    for wrong, said in (
+        ({"phase": "comit"}, "phase.*commit"),
+        ({"chunks": "-2--1"}, "counted from the first"),
+        ({"phase": "commit", "steps": "0"}, "is none of them"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            AttentionConfig.parse({"schedule": [{**wrong, "backend": "reference"}]})

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cli_support import Command
 from tables import table
+from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.comparison import frame_metrics
@@ -82,6 +83,19 @@ def test_figures_are_those_of_the_clips(command: Command, tmp_path: Path) -> Non
     assert page.stat().st_size < 2**20
     assert page.read_text().count("data:video/mp4") == 2 * sum(bool(row["clips"]) for row in values["rows"])
     assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_model_that_makes_chunks_is_compared_by_its_frames(command: Command, tmp_path: Path) -> None:
+    """What a watcher sees last are the latents of the last chunk, and steps begin anew with every chunk."""
+    folder = write_tiny_wan(tmp_path / "causal", causal={"num_frames_per_block": 1})
+    size = ("--height", "16", "--width", "16", "--num-frames", "9", "--num-inference-steps", "1")
+    settings = ("--setting", "one:", "--setting", "two: --chunk-frames 2")
+    made = command("compare", "a red circle", "--model-path", folder, *size, *settings, "--no-warm-up", "--json")
+    assert made.code == 0, made.err
+    two = made.json["rows"][1]
+    assert two["clips"][0]["final_latent_l2"] is None
+    assert two["psnr_db"] is not None
+    assert "clips are compared by their frames" in str(made.json["remarks"])
 
 
 def latents_of(attention: object) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import queue
 import sys
 import time
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from cli_support import Command
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime.chunked_denoiser import ChunkStream
+from diffusion_runtime.cli.stream import _agreed
 from diffusion_runtime.denoising.chunk_samplers import CleanChunk
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import read_media_file, read_own_sidecar
 from diffusion_runtime.media.clips import inspect_clip
 from diffusion_runtime.media.growing_clip import GrowingClip
+from diffusion_runtime.session.coordinator import SingleProcessCoordinator
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,7 @@ def test_typed_prompts_change_the_video_until_the_input_ends(
         """The second line comes once three chunks are written, and the input ends."""
 
         def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+            yield "half of a character: \udc80\n"
             yield "a blue star\n"
             while num_written[0] < 33:
                 time.sleep(0.001)
@@ -90,6 +94,17 @@ def test_typed_prompts_change_the_video_until_the_input_ends(
     assert [prompt for _, prompt in request["prompt_switches"]][-1:] in (["a blue star"], ["a green ring"])
     assert all((at - 9) % 12 == 0 for at in frames)
     assert done.json["num_frames"] >= 33
+    assert "the prompt stays as it was" in done.said
+
+
+def test_processes_agree_on_the_lines_and_on_the_end_of_them() -> None:
+    """No line yet is not the end, which would end a video without a length after its first chunk."""
+    typed: queue.Queue[str] = queue.Queue()
+    coordinator = SingleProcessCoordinator()
+    assert _agreed(coordinator, typed) == []
+    for line in ("a blue star\n", "a ring\n", ""):
+        typed.put(line)
+    assert _agreed(coordinator, typed) == ["a blue star", "a ring", ""]
 
 
 def test_what_ends_a_stream_leaves_what_was_made(
@@ -128,6 +143,7 @@ def test_what_does_not_go_with_a_stream_is_refused_before_loading(
         (("--interactive",), "it goes with --stream FILE.mp4"),
         (("--stream", "x.gif"), "use a name that ends in .mp4"),
         (("--stream", "x.mp4", "-o", "y.mp4"), "--output-path does not go with it"),
+        (("--stream", "x.mp4", "--attention-plot", "y.png"), "--attention-plot does not go with it"),
         (("--stream", "x.mp4", "--seed", "1-3"), "expected one prompt and one seed, got 3 generations"),
         (("--stream", "-", "--json"), "standard output carries the video"),
         (("--stream", "x.mp4", "--seconds", "2", "--at", "9s", "late"), "is past the end: the video has 25 frames"),

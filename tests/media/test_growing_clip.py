@@ -65,6 +65,15 @@ def test_a_file_is_playable_while_it_grows_and_an_ordinary_one_at_the_end(tmp_pa
     assert {path.name for path in clip.path.parent.iterdir()} == {"x.mp4", "x.json"}
 
 
+def test_names_that_ffmpeg_would_take_for_options_or_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("-x.mp4", "12:30.mp4", "tcp:x.mp4", "pipe:1.mp4"):
+        with clip_at(name) as clip:
+            clip.write(FRAMES[:1])
+            clip.finish(SIDECAR)
+        assert num_playable(tmp_path / name) == 1
+
+
 def test_what_was_written_stays_whatever_ends_the_block(tmp_path: Path) -> None:
     def interrupted() -> None:
         with clip_at(tmp_path / "x.mp4") as clip:

@@ -180,6 +180,13 @@ def bad_files(weights: Tensors, folder: Path) -> Iterator[tuple[str, Path]]:
     """(a part of the message, the file)."""
     theirs = named(weights, "model.")
     first = next(iter(theirs))
+    # One mapping of 40 names in three others, each of which names it 40 times: 2.56 million tensors.
+    shared: dict[str, Any] = {str(index): torch.ones(1) for index in range(40)}
+    for _ in range(3):
+        shared = {str(index): shared for index in range(40)}
+    empty: dict[str, Any] = {}
+    for _ in range(4):
+        empty = {str(index): empty for index in range(40)}
     contents: dict[str, object] = {
         "system": {"generator": {**theirs, "x": Hostile(folder / "ran")}},
         "the file is for FLUX": {
@@ -193,6 +200,10 @@ def bad_files(weights: Tensors, folder: Path) -> Iterator[tuple[str, Path]]:
         "say which by --key": {"a": theirs, "b": theirs},
         "torch.int64": {"generator": {**theirs, first: torch.ones(theirs[first].shape, dtype=torch.int64)}},
         "NaN": {"generator": {**theirs, first: torch.full(theirs[first].shape, float("nan"))}},
+        "larger than what the file holds": {"generator": {**theirs, "x": torch.zeros(1).expand(10**6, 10**6)}},
+        "at most 100000 tensors": {"generator": shared},
+        "at most 100000 mappings": {"generator": empty},
+        "two tensors are 1": {1: torch.ones(1), "1": torch.ones(1)},
         "two tensors are": {"generator": {**theirs, f"module.{first}": theirs[first]}},
     }
     for index, (message, content) in enumerate(contents.items()):

@@ -56,6 +56,7 @@ NUM_PARAMETERS = {
     "FLUX.2-dev": 32_223_281_152,
     "FLUX.2-klein-4B": 3_875_544_576,
     "FLUX.2-klein-9B": 9_078_581_248,
+    "FLUX.2-klein-9b-kv": 9_078_581_248,
     "FLUX.2-klein-base-4B": 3_875_544_576,
     "FLUX.2-klein-base-9B": 9_078_581_248,
     "LTX-2": 18_876_174_592,

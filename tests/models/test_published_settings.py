@@ -61,6 +61,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "flux.2-klein-base-4b": write_tiny_flux2_klein,
     "flux.2-klein-base-9b": write_tiny_flux2_klein,
     "flux.2-klein-9b": partial(write_tiny_flux2_klein, is_distilled=True),
+    "flux.2-klein-9b-kv": partial(write_tiny_flux2_klein, caches_references=True),
 }
 # Where a file and its family differ, for a reason that stands in the file. HunyuanVideo-1.5 takes its size and its
 # scale from its folder, which is tiny here: its files are compared with the family's own.

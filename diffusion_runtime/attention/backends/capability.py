@@ -10,7 +10,7 @@ from diffusion_runtime.errors import shown
 from diffusion_runtime.hardware import DTYPES, PLATFORMS, Hardware
 
 # What a call may ask of a backend beyond softmax(q k^T / sqrt(head_dim)) v on unpadded [batch, seq, heads, head_dim].
-# cached_keys: a grid of queries and more keys, those of a key-value cache (CachedLayout).
+# cached_keys: a grid of queries and more keys, those of a key-value cache (CachedLayout, PrefixCache).
 FEATURES = (
     "key_padding",
     "gqa",
@@ -23,7 +23,7 @@ FEATURES = (
     "block_mask",
     "cached_keys",
 )
-_NO_CACHED_KEYS = "cannot do cached_keys: it attends within one grid, not to the keys of earlier chunks"
+_NO_CACHED_KEYS = "cannot do cached_keys: it attends within one grid, not to keys of earlier chunks or passes"
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,11 @@ class CachePlan:
         """To which tokens in sight from which of the cache, where they are several runs."""
         return copies_of(self.read, self.tokens_per_frame)
 
+    @cached_property
+    def own_copies(self) -> tuple[TokenCopy, ...]:
+        """From which tokens of the pass to which of those in sight."""
+        return copies_of([self.read.index(slot) for slot in self.write], self.tokens_per_frame)
+
     @property
     def is_full(self) -> bool:
         """Whether every slot is in sight: from then on all passes read alike."""

@@ -31,6 +31,11 @@ class KeyStore(ABC):
     def num_bytes(self) -> int:
         """What it has allocated."""
 
+    @property
+    def num_saturated(self) -> int:
+        """Stored numbers so far that were too large for the store's dtype."""
+        return 0
+
     @abstractmethod
     def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put the keys and values of a forward pass, [batch, plan.num_frames * plan.tokens_per_frame, heads, head_dim],

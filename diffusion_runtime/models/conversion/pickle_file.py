@@ -7,9 +7,10 @@ What a file says of its own sizes is held against the file before torch opens it
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,30 +116,45 @@ def _asked_for(path: Path) -> str:
 
 
 def _groups(path: Path, content: Mapping[object, object]) -> Iterator[PickledTensors]:
-    top = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    top = _named(((str(name), value) for name, value in content.items() if isinstance(value, torch.Tensor)), path)
     if top:
         yield PickledTensors(TOP, _checked(path, top))
     for name, value in content.items():
         if isinstance(value, Mapping):
-            tensors = dict(_flattened(path, value, "", 1))
+            tensors = _named(_flattened(path, value, "", 1, itertools.count(1)), path)
             if tensors:
                 yield PickledTensors(str(name), _checked(path, tensors))
 
 
+def _named(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> dict[str, torch.Tensor]:
+    """Raises ModelLoadError for two of one name, and for more than a file of its size holds: a few mappings that name
+    each other many times are millions of tensors."""
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if name in named:
+            raise ModelLoadError(f"{path}: two tensors are {shown_name(name)}")
+        if len(named) == MAX_ENTRIES:
+            raise ModelLoadError(f"{path}: expected at most {MAX_ENTRIES} tensors under one key")
+        named[name] = tensor
+    return named
+
+
 def _flattened(
-    path: Path, content: Mapping[object, object], prefix: str, depth: int
+    path: Path, content: Mapping[object, object], prefix: str, depth: int, visits: Iterator[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if depth > MAX_DEPTH:
         raise ModelLoadError(f"{path}: expected tensors at most {MAX_DEPTH} mappings deep")
+    if next(visits) > MAX_ENTRIES:
+        raise ModelLoadError(f"{path}: expected at most {MAX_ENTRIES} mappings under one key")
     for name, value in content.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", value
         elif isinstance(value, Mapping):
-            yield from _flattened(path, value, f"{prefix}{name}.", depth + 1)
+            yield from _flattened(path, value, f"{prefix}{name}.", depth + 1, visits)
 
 
 def _checked(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Raises ModelLoadError for tensors that are no plain numbers in the file."""
+    """Raises ModelLoadError for tensors that are no plain numbers in the file, or more of them than it holds."""
     odd = [
         name
         for name, tensor in tensors.items()
@@ -149,6 +165,12 @@ def _checked(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     ]
     if odd:
         raise ModelLoadError(f"{path}: expected plain tensors, these are not: {listed(map(shown_name, odd))}")
+    # One number with strides of 0 can say that it is 10^12.
+    larger = [name for name, tensor in tensors.items() if tensor.nbytes > tensor.untyped_storage().nbytes()]
+    if larger:
+        raise ModelLoadError(
+            f"{path}: tensors larger than what the file holds of them: {listed(map(shown_name, larger))}"
+        )
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 

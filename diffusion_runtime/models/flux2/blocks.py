@@ -1,6 +1,9 @@
 """The blocks of FLUX.2: without biases, and modulated by rows that all blocks of a kind share.
 
-Shapes: B batch, S grid tokens, L text tokens, T both, D width (num_heads * head_dim).
+With caches_references the tokens of reference images go through `prefill` once, where they attend to each other alone;
+`forward` attends to the keys and values that it returned, which the context has as its prefix.
+
+Shapes: B batch, S grid tokens, R tokens of references, L text tokens, T grid and text, D width (num_heads * head_dim).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import torch
 from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
-from diffusion_runtime.attention.layers import USPAttention
+from diffusion_runtime.attention.layers import LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.kernels.activations.api import silu_mul
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm
@@ -31,8 +34,15 @@ class Flux2DoubleBlock(nn.Module):
         super().__init__()
         self.eps = config.eps
         self.joint_attention = JointAttention(
-            config.num_heads, config.head_dim, config.eps, layer=layer, policy=policy, bias=False
+            config.num_heads,
+            config.head_dim,
+            config.eps,
+            layer=layer,
+            policy=policy,
+            bias=False,
+            cached_keys=config.caches_references,
         )
+        self.reference_attention = _reference_attention(config, layer, policy)
         self.feed_forward = GatedFeedForward(config.dim, config.ffn_dim)
         self.text_feed_forward = GatedFeedForward(config.dim, config.ffn_dim)
 
@@ -60,6 +70,21 @@ class Flux2DoubleBlock(nn.Module):
         self._feed_forward(x, self.feed_forward, Branch(branch, rows[2]), rows[3:])
         self._feed_forward(text, self.text_feed_forward, Branch(text_branch, text_rows[2]), text_rows[3:])
 
+    def prefill(
+        self, x: torch.Tensor, rows: Sequence[torch.Tensor], rotations: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, R, D], tokens of references, is overwritten; returns their keys and values, [B, R, heads, head_dim].
+
+        rows: six times [B, D], as in `forward`. rotations: [R, head_dim / 2], complex. context.layout: None.
+        """
+        assert self.reference_attention is not None
+        attention = self.joint_attention
+        normalized = norm_for((attention.qkv,), x, Norm("layer", self.eps), shift=rows[0], scale=rows[1])
+        q, k, v = attention.heads_of_grid(normalized, rotations)
+        attended = self.reference_attention(q, k, v, context).flatten(2)
+        self._feed_forward(x, self.feed_forward, Branch(attention.out(attended), rows[2]), rows[3:])
+        return _own_memory(k), _own_memory(v)
+
     def _feed_forward(
         self, x: torch.Tensor, feed_forward: GatedFeedForward, branch: Branch, rows: Sequence[torch.Tensor]
     ) -> None:
@@ -82,7 +107,10 @@ class Flux2SingleBlock(nn.Module):
         self.norm_q = RMSNorm(config.head_dim, config.eps)
         self.norm_k = RMSNorm(config.head_dim, config.eps)
         self.out = Linear(config.dim + config.ffn_dim, config.dim, bias=False)
-        self.attention = USPAttention(config.num_heads, config.head_dim, layer=layer, policy=policy)
+        self.attention = USPAttention(
+            config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=config.caches_references
+        )
+        self.reference_attention = _reference_attention(config, layer, policy)
 
     def forward(
         self, x: torch.Tensor, rows: Sequence[torch.Tensor], rotations: torch.Tensor, context: AttentionContext
@@ -92,15 +120,47 @@ class Flux2SingleBlock(nn.Module):
         rows: shift, scale and gate, [B, D] each. rotations: [T, head_dim / 2], complex. context.layout: the
         grid with the text behind it.
         """
-        projected = self.qkv_up(norm_for((self.qkv_up,), x, Norm("layer", self.eps), shift=rows[0], scale=rows[1]))
+        projected = self._project(x, rows)
+        q, k, v = self._heads(projected, rotations)
+        self._add_branch(x, projected, self.attention(q, k, v, context), v, rows[2])
+
+    def prefill(
+        self, x: torch.Tensor, rows: Sequence[torch.Tensor], rotations: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Flux2DoubleBlock.prefill; rows: shift, scale and gate."""
+        assert self.reference_attention is not None
+        projected = self._project(x, rows)
+        q, k, v = self._heads(projected, rotations)
+        kept = _own_memory(k), _own_memory(v)
+        self._add_branch(x, projected, self.reference_attention(q, k, v, context), v, rows[2])
+        return kept
+
+    def _project(self, x: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """q, k, v, gate and features, [B, T, 3 D + 2 ffn_dim]."""
+        projected: torch.Tensor = self.qkv_up(
+            norm_for((self.qkv_up,), x, Norm("layer", self.eps), shift=rows[0], scale=rows[1])
+        )
+        return projected
+
+    def _heads(
+        self, projected: torch.Tensor, rotations: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_heads = self.attention.num_heads
+        qkv = projected[..., : 3 * num_heads * self.attention.head_dim]
+        packed = torch.unflatten(qkv, -1, (3, num_heads, -1))
+        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
+        return q, k, v
+
+    def _add_branch(
+        self, x: torch.Tensor, projected: torch.Tensor, attended: torch.Tensor, v: torch.Tensor, row: torch.Tensor
+    ) -> None:
+        """Add the projection of the attention's output and the gated features to x. projected and v in it are
+        overwritten. row: the gate, [B, D]."""
         dim = self.attention.num_heads * self.attention.head_dim
         ffn_dim = self.out.in_features - dim
-        qkv, gate, features = projected.split([3 * dim, ffn_dim, ffn_dim], dim=-1)
-        packed = qkv.unflatten(-1, (3, self.attention.num_heads, -1))
-        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
-        attended = self.attention(q, k, v, context)
+        _, gate, features = torch.split(projected, [3 * dim, ffn_dim, ffn_dim], dim=-1)
         if self.out.takes_quantized(attended):
-            add_gated_(x, self.out.forward_joined(attended.flatten(2), gate, features), rows[2])
+            add_gated_(x, self.out.forward_joined(attended.flatten(2), gate, features), row)
             return
         silu_mul(gate, features, in_place=True)
         if self.out.runs_in_parts(x):
@@ -112,4 +172,18 @@ class Flux2SingleBlock(nn.Module):
             # As a matrix: its rows have a stride, and a linear map of three dimensions would copy them first.
             rows_of_both = projected.flatten(0, 1)[:, 2 * dim : 3 * dim + ffn_dim]
             branch = self.out(rows_of_both).view(x.shape)
-        add_gated_(x, branch, rows[2])
+        add_gated_(x, branch, row)
+
+
+def _reference_attention(
+    config: Flux2TransformerConfig, layer: LayerInfo, policy: AttentionPolicy
+) -> LocalAttention | None:
+    """Of references among themselves, which every process holds; under the layer's own choice of backend."""
+    if not config.caches_references:
+        return None
+    return LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=True)
+
+
+def _own_memory(x: torch.Tensor) -> torch.Tensor:
+    """A copy: k and v are views of what q is in too."""
+    return x.clone(memory_format=torch.contiguous_format)

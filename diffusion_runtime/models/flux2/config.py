@@ -14,8 +14,9 @@ from diffusion_runtime.model_folder import (
 )
 from diffusion_runtime.models.geometry import ImageGeometry
 
-# [dev], which takes the guidance scale as an input, and [klein], which does not.
-DEV, KLEIN = "Flux2Pipeline", "Flux2KleinPipeline"
+# [dev], which takes the guidance scale as an input, and [klein], which does not; of [klein] there is one whose
+# reference images are computed once, before the first step.
+DEV, KLEIN, KLEIN_KV = "Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline"
 # The latents of the autoencoder are folded 2 x 2 into channels, so that each of the transformer's is one token.
 FOLD = 2
 _NUM_AXES = 4
@@ -41,10 +42,11 @@ _KEYS = (
 @dataclass(frozen=True)
 class Flux2PipelineConfig:
     """What model_index.json says. is_klein: of the smaller models with Qwen3 in front. is_distilled: to a few steps
-    without guidance."""
+    without guidance. caches_references: whether keys and values of reference images are computed once."""
 
     is_klein: bool
     is_distilled: bool
+    caches_references: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Flux2TransformerConfig:
 
     text_dim: of the stacked hidden states of the text encoder. embeds_guidance: whether the guidance scale is an input.
     axes: channels of a head that carry each axis of the rotary positions (an axis for images to edit, row, column,
-    place in the text). num_waves: of the sinusoidal timestep. eps: of every norm.
+    place in the text). num_waves: of the sinusoidal timestep. eps: of every norm. caches_references: whether reference
+    images attend to themselves alone, at timestep 0, so that their keys and values are the same at every step.
     """
 
     num_double_layers: int
@@ -68,6 +71,7 @@ class Flux2TransformerConfig:
     theta: float = 2000.0
     num_waves: int = 256
     eps: float = 1e-6
+    caches_references: bool = False
 
     @property
     def dim(self) -> int:
@@ -82,8 +86,11 @@ def read_pipeline_config(folder: AnyFolder) -> Flux2PipelineConfig:
     """model_index.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     path = folder / INDEX_FILE
     index = ConfigFile(path, read_index(folder))
-    is_klein = index.values.get("_class_name") == KLEIN
-    return Flux2PipelineConfig(is_klein, is_klein and index.flag("is_distilled", False))
+    name = index.values.get("_class_name")
+    is_klein, caches_references = name in (KLEIN, KLEIN_KV), name == KLEIN_KV
+    # The pipeline of the second kind writes no key, and knows no guidance.
+    is_distilled = is_klein and index.flag("is_distilled", caches_references)
+    return Flux2PipelineConfig(is_klein, is_distilled, caches_references)
 
 
 def read_transformer_config(folder: AnyFolder) -> Flux2TransformerConfig:
@@ -121,6 +128,7 @@ def read_transformer_config(folder: AnyFolder) -> Flux2TransformerConfig:
         theta=file.number("rope_theta", 2000.0),
         num_waves=num_waves,
         eps=file.number("eps", 1e-6),
+        caches_references=read_pipeline_config(folder).caches_references,
     )
 
 

@@ -1,5 +1,6 @@
 """The FLUX.2 family: images of text and of reference images, by [dev], which takes the guidance scale as an input, and
-[klein], which has two branches of guidance, or none where it is distilled to four steps."""
+[klein], which has two branches of guidance, or none where it is distilled to four steps; one of these computes
+reference images once."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from diffusion_runtime.models.flux2 import codec, editing
 from diffusion_runtime.models.flux2.config import (
     DEV,
     KLEIN,
+    KLEIN_KV,
     Flux2TransformerConfig,
     read_geometry,
     read_pipeline_config,
@@ -73,6 +75,7 @@ def _adapt(model: _Model) -> _Model:
     images = editing.references(
         editing.MOST_KLEIN if pipeline.is_klein else editing.MOST_DEV, model.geometry.spatial_factor
     )
+    images = dataclasses.replace(images, are_cached=pipeline.caches_references)
     model = dataclasses.replace(
         model,
         embeds_guidance=model.config.embeds_guidance,
@@ -93,7 +96,7 @@ def _text_shapes(folder: AnyFolder, config: Flux2TransformerConfig) -> TextShape
 FAMILY = ModelFamily(
     name="flux2",
     transformer_classes=("Flux2Transformer2DModel",),
-    pipeline_classes=(DEV, KLEIN),
+    pipeline_classes=(DEV, KLEIN, KLEIN_KV),
     index_keys=("is_distilled",),
     diffusers_components=(codec.AUTOENCODER,),
     roles=(("self", "self"),),

@@ -2,6 +2,9 @@
 
     latents -> tokens -> double-stream blocks -> [grid, text] -> single-stream blocks -> modulated norm -> velocity
 
+Reference images stand behind the grid at every step; where the config caches them, they go through the blocks once, at
+timestep 0 and attending to themselves alone, and every step attends to their keys and values.
+
 What timestep and guidance scale make of the modulation is computed once per step: double-stream blocks share it, and
 all single-stream blocks. Shapes in this file: B batch, S grid tokens, R tokens of references, L text tokens, D width
 (num_heads * head_dim).
@@ -9,14 +12,19 @@ all single-stream blocks. Shapes in this file: B batch, S grid tokens, R tokens 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.block_stack import ModulatedInput, overwriting, then_joined
 from diffusion_runtime.layers.embeddings import ConditionEmbedding, patchify, unpatchify
+from diffusion_runtime.layers.held_weights import held_weights
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
@@ -73,6 +81,9 @@ class Flux2Transformer(DiffusionTransformer):
         dtype, references = self.out.weight.dtype, () if inputs.image is None else inputs.image.references
         context = self.in_token_order(context, grid, latents.device)
         slice_of_grid = context.sharding.shard(self._embed(latents.to(dtype)))
+        if self.config.caches_references and references:
+            context = dataclasses.replace(context, prefix=self._reference_cache(references, context))
+            references = ()
         num_tokens, of_references = slice_of_grid.shape[1], [self.geometry.grid(each.shape) for each in references]
         x = with_references(slice_of_grid, references, self._embed, dtype, context)
         # A copy: the blocks write into it.
@@ -99,6 +110,35 @@ class Flux2Transformer(DiffusionTransformer):
         tokens = context.sharding.gather(tokens, grid[0] * grid[1] * grid[2])
         return unpatchify(tokens, grid, self.geometry.patch).to(latents.dtype)
 
+    def _reference_cache(self, references: Sequence[torch.Tensor], context: AttentionContext) -> PrefixCache:
+        """Of the request's references, [B, channels, 1, height, width] each; computed by its first forward pass."""
+        return cached_for_prompt(
+            "reference_keys", references[0], context, lambda: self._prefill(references, context.with_layout(None))
+        )
+
+    def _prefill(self, references: Sequence[torch.Tensor], context: AttentionContext) -> PrefixCache:
+        x = torch.cat([self._embed(each.to(self.out.weight.dtype)) for each in references], dim=1)
+        timestep = torch.zeros(len(x), device=x.device)
+        conditioning = F.silu(self.condition_embedding(timestep, guidance=None))
+        grids = [self.geometry.grid(each.shape) for each in references]
+        rotations = torch.cat([self._places(index, grid) for index, grid in enumerate(grids, start=1)])
+        layers = []
+        for blocks, modulation in (
+            (self.double_blocks, self.double_modulation),
+            (self.single_blocks, self.single_modulation),
+        ):
+            rows = modulation(conditioning)
+            for block in blocks:
+                assert isinstance(block, Flux2DoubleBlock | Flux2SingleBlock)
+                with held_weights(block):
+                    layers.append(block.prefill(x, rows, rotations, context))
+        cache = PrefixCache(tuple(layers))
+        context.recorder.note(
+            f"reference images: keys and values of {cache.num_tokens} tokens computed once, "
+            f"{cache.num_bytes / 1e6:.1f} MB"
+        )
+        return cache
+
     def _text(self, text: Conditions, context: AttentionContext) -> torch.Tensor:
         """[B, L, D], as long as the longest prompt; kept for the other steps of the request."""
 
@@ -120,16 +160,18 @@ class Flux2Transformer(DiffusionTransformer):
     ) -> torch.Tensor:
         """[S + R + L, head_dim / 2]. grids: what is denoised, and the references. Pictures lie along rows and columns,
         each at a place of its own on the first axis; the text along the last axis."""
-        axes, theta, device = self.config.axes, self.config.theta, self.out.weight.device
-
-        def table(index: int, grid: tuple[int, int, int]) -> torch.Tensor:
-            first = index * _REFERENCE_STEP
-            places = (range(first, first + 1), range(grid[1]), range(grid[2]), range(1))
-            return position_rotations(places, axes, device, theta)
 
         def compute() -> torch.Tensor:
-            on_grid, *whole = (table(index, grid) for index, grid in enumerate(grids))
-            text = position_rotations((range(1), range(1), range(1), range(num_text_tokens)), axes, device, theta)
+            on_grid, *whole = (self._places(index, grid) for index, grid in enumerate(grids))
+            text = self._table((range(1), range(1), range(1), range(num_text_tokens)))
             return followed_by_text(torch.cat([context.sharding.shard(on_grid, dim=0), *whole]), text)
 
         return cached_for_request("rotations", (grids, num_text_tokens), context, compute)
+
+    def _places(self, index: int, grid: tuple[int, int, int]) -> torch.Tensor:
+        """[tokens, head_dim / 2], of what is denoised (index 0) or of a reference."""
+        first = index * _REFERENCE_STEP
+        return self._table((range(first, first + 1), range(grid[1]), range(grid[2]), range(1)))
+
+    def _table(self, places: tuple[range, ...]) -> torch.Tensor:
+        return position_rotations(places, self.config.axes, self.out.weight.device, self.config.theta)

@@ -10,16 +10,20 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
+from diffusers import Flux2KleinKVPipeline, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from family_parity import assert_equal_runs, load_theirs, load_transformer, record_latents, relative
 from PIL import Image
+from recorded_capture import RecordedCapture
 from safetensors.torch import load_file, save_file
-from tiny_flux2 import CHANNELS, TEXT_DIM, TINY_SIZES
+from tiny_flux2 import CHANNELS, TEXT_DIM, TINY_SIZES, write_tiny_flux2_klein
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
-from diffusion_runtime.attention import AttentionContext
+from diffusion_runtime.attention import AttentionContext, StepInfo
+from diffusion_runtime.attention_report import AttentionRecorder
 from diffusion_runtime.benchmark.step_model import open_step_model, with_size
+from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.flux2 import editing
@@ -48,6 +52,12 @@ def dev(tiny_flux2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="module")
 def klein(tiny_klein_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lively(tiny_klein_folder, tmp_path_factory.mktemp("models") / "klein")
+
+
+@pytest.fixture(scope="module")
+def klein_kv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    return lively(write_tiny_flux2_klein(folder / "as written", caches_references=True), folder / "klein-kv")
 
 
 @pytest.fixture
@@ -88,14 +98,15 @@ def compare(ours: Pipeline, theirs: Any, wanted: list[GenerationRequest], kept: 
             latents.append(tensors["latents"].transpose(1, 2).unflatten(2, (1, rows, columns)).clone())
             return {}
 
+        guidance = {} if isinstance(theirs, Flux2KleinKVPipeline) else {"guidance_scale": resolved[0].guidance_scale}
         images = theirs(
-            image=[Image.open(path) for path in paths],
+            image=[Image.open(path) for path in paths] or None,
             prompt=[item.prompt for item in resolved],
             # As the request says them: what is left out follows from the images on both sides.
             height=asked.height,
             width=asked.width,
             num_inference_steps=resolved[0].num_inference_steps,
-            guidance_scale=resolved[0].guidance_scale,
+            **guidance,
             latents=noise.squeeze(2).clone(),
             callback_on_step_end=keep,
             output_type="np",
@@ -123,6 +134,82 @@ def test_generations_of_klein_equal_those_of_diffusers(
     """With two branches of guidance, both of which see the images."""
     ours, theirs = load(klein), load_theirs(Flux2KleinPipeline, klein)
     compare(ours, theirs, [request(image_path=pictures["wide"], guidance_scale=4.0)], kept)
+
+
+def test_generations_with_cached_references_equal_those_of_diffusers(
+    klein_kv: Path, pictures: dict[str, str], kept: list[torch.Tensor]
+) -> None:
+    """Two images, a batch; without images, too. The references go through the blocks once."""
+    ours, theirs = load(klein_kv), load_theirs(Flux2KleinKVPipeline, klein_kv)
+    both = (pictures["wide"], pictures["tall"])
+    compare(ours, theirs, [request(image_path=both), request(prompt="a star", seed=6, image_path=both)], kept)
+    compare(ours, theirs, [request()], kept)
+    calls = []
+    ours.transformer.patch_embedding.register_forward_hook(lambda *_: calls.append(1))
+    report = ours(request(image_path=both)).attention_report
+    assert len(calls) == 3 + 2
+    # 16 x 21 and 19 x 16 tokens, of 3 heads of 16 numbers in 4 layers, float32.
+    assert "reference images: keys and values of 640 tokens computed once, 1.0 MB" in report.notes
+    assert ours.resolve(request()).guidance_scale == 1.0
+
+
+def test_a_prefix_and_every_later_pass_equal_diffusers(klein_kv: Path) -> None:
+    """Keys and values of two references: those of the first pass serve passes of other latents and timesteps."""
+    ours, theirs = load_transformer(FAMILY, klein_kv), load_theirs(Flux2KleinKVPipeline, klein_kv).transformer
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(2, *shape, generator=generator)
+
+    references, text = (random(CHANNELS, 1, 5, 3), random(CHANNELS, 1, 2, 7)), random(7, TEXT_DIM)
+    inputs = DenoiserInputs(
+        Conditions.of(text), ClipSize(16, 24, 1, 1), None, ImageCondition(references[0], further=references[1:])
+    )
+    before, context, cache = [reference.clone() for reference in references], AttentionContext(), None
+    for timestep in (torch.tensor([937.3, 12.0]), torch.tensor([250.0, 500.0])):
+        latents = random(CHANNELS, 1, 4, 6)
+        found = ours(latents, timestep, inputs, context)
+        every = [each.squeeze(2) for each in ((*references, latents) if cache is None else (latents,))]
+        of_references = Flux2KleinKVPipeline._prepare_image_ids([x[:1] for x in every[:-1]])[0] if cache is None else []
+        ids = [*of_references, *Flux2KleinKVPipeline._prepare_latent_ids(every[-1])[0]]
+        mode = {"kv_cache_mode": "cached", "kv_cache": cache}
+        if cache is None:
+            mode = {"kv_cache_mode": "extract", "num_ref_tokens": 5 * 3 + 2 * 7}
+        with torch.no_grad():
+            velocity, *made = theirs(
+                hidden_states=torch.cat([Flux2KleinKVPipeline._pack_latents(each) for each in every], dim=1),
+                timestep=timestep / 1000,
+                encoder_hidden_states=text,
+                txt_ids=Flux2KleinKVPipeline._prepare_text_ids(text)[0],
+                img_ids=torch.stack(ids),
+                return_dict=False,
+                **mode,
+            )
+        cache = made[0] if made else cache
+        assert relative(found, velocity.transpose(1, 2).unflatten(2, (1, 4, 6))) < 1e-5
+    assert all(torch.equal(now, then) for now, then in zip(references, before, strict=True))
+
+
+def test_a_replayed_pass_attends_to_the_references_of_its_own_request(klein_kv: Path) -> None:
+    model, graphs = load_transformer(FAMILY, klein_kv), ForwardGraphs(RecordedCapture())
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        latents = torch.randn(1, CHANNELS, 1, 4, 6, generator=generator)
+        image = ImageCondition(torch.randn(1, CHANNELS, 1, 5, 3, generator=generator))
+        text = Conditions.of(torch.randn(1, 7, TEXT_DIM, generator=generator))
+        inputs, recorder = DenoiserInputs(text, ClipSize(16, 24, 1, 1), None, image), AttentionRecorder()
+        forward, replayed, eager = graphs.of_generation(model, recorder), AttentionContext(), AttentionContext()
+        for index in range(5):
+            timestep, step = torch.tensor([1000.0 - 200 * index]), StepInfo(index, 5)
+            context = dataclasses.replace(replayed, step=step, recorder=recorder)
+            with torch.inference_mode():
+                found = forward(ForwardPass(latents, timestep, inputs, context))
+                expected = model(latents, timestep, inputs, dataclasses.replace(eager, step=step))
+            assert torch.equal(found, expected)
+        forward.report()
+        graphs_report = recorder.report().graphs
+        assert graphs_report is not None
+        assert graphs_report.num_replayed == (2 if seed == 0 else 4)
 
 
 def test_a_forward_pass_equals_diffusers(dev: Path) -> None:
@@ -226,7 +313,7 @@ def test_the_images_matter_and_are_embedded_once(
     assert numpy.array_equal(ours(cached).frames, media.frames)
 
 
-def test_a_timed_step_has_as_many_images_as_are_asked_for(dev: Path) -> None:
+def test_a_timed_step_has_as_many_images_as_are_asked_for(dev: Path, klein_kv: Path) -> None:
     sizes = {"height": 16, "width": 24, "num_frames": None, "batch": 2}
     opened = with_size(open_step_model(str(dev)), **sizes)
     assert opened.num_images == 0
@@ -234,6 +321,8 @@ def test_a_timed_step_has_as_many_images_as_are_asked_for(dev: Path) -> None:
     assert "24 tokens and 48 of 2 images to edit" in two.describe()
     with pytest.raises(ConfigError, match="--num-images: expected 6 or less for this model, got 7"):
         with_size(opened, **sizes, num_images=7)
+    with pytest.raises(ConfigError, match=r"--num-images: expected 0 for this model, .* `bench generate` times"):
+        with_size(open_step_model(str(klein_kv)), **sizes, num_images=1)
     given = two.inputs(torch.device("cpu"), torch.float32)
     ours = load_transformer(FAMILY, dev)
     theirs = Flux2Transformer2DModel.from_pretrained(dev / "transformer").eval()

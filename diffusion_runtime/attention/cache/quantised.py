@@ -1,0 +1,102 @@
+"""Quantised keys and values: what a commit leaves is stored in 8 bits, half of bfloat16."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_runtime.attention.cache.plan import CachePlan
+from diffusion_runtime.attention.cache.store import KeyStore, KeyStoreSize
+
+# The largest number of float8_e4m3fn.
+LARGEST = 448.0
+# How much larger than those of the first committed frames later numbers may be before they saturate.
+_HEADROOM = 1.25
+
+
+class Fp8Store(KeyStore):
+    """Keys and values in float8_e4m3fn, as x = code * scale + mean.
+
+    The pass's own keys and values stay as they come in, which the steps of a chunk rewrite and its frames lean on most:
+    a commit alone quantises. scale: 1.25 max|x| / 448 per sample and head, of keys and of values; mean: of the keys per
+    sample, head and place in the head, 0 for values. Both are those of the first committed frames and stay fixed, so
+    that a kernel can take them as one number and one vector per head; what is larger later saturates, and is counted.
+
+    A number that is not saturated is stored with a relative error of 2^-4 at most, or an absolute one of 2^-10 scales.
+    The mean is added back when keys are read: softmax does not see a vector that all keys have in common, but positions
+    that are applied after reading do.
+    """
+
+    def __init__(self, size: KeyStoreSize) -> None:
+        shape = (2, size.batch, size.num_tokens, size.num_heads, size.head_dim)
+        self.codes = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=size.device)
+        # In the dtype that they are read in, so that writing and reading use the same numbers.
+        self.scale = torch.zeros((2, size.batch, 1, size.num_heads, 1), dtype=size.dtype, device=size.device)
+        self.mean = torch.zeros((size.batch, 1, size.num_heads, size.head_dim), dtype=size.dtype, device=size.device)
+        self._num_saturated = torch.zeros((), dtype=torch.int64, device=size.device)
+        self._is_fixed = False
+        self._own: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + self.mean.nbytes
+
+    @property
+    def num_saturated(self) -> int:
+        """Stored numbers so far that were too large for the scale. Waits for the device."""
+        return int(self._num_saturated.item())
+
+    def write(self, plan: CachePlan, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._own = k, v
+        if plan.phase != "commit":
+            return
+        if not self._is_fixed:
+            self._fix_scales(k, v)
+        keys, values = (self._quantised(x, index) for index, x in enumerate((k, v)))
+        # Indexing float8 tensors is not implemented for every device; their bytes are.
+        for stored, codes in zip(self.codes.view(torch.uint8), (keys, values), strict=True):
+            if plan.write_index is not None:
+                stored.index_copy_(1, plan.write_index, codes.view(torch.uint8))
+                continue
+            for here, cached in plan.write_copies:
+                stored[:, cached] = codes.view(torch.uint8)[:, here]
+
+    def read(self, plan: CachePlan) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._own is not None, "a pass writes its keys before it reads"
+        (own_keys, own_values), self._own = self._own, None
+        return self._in_sight(plan, 0, own_keys), self._in_sight(plan, 1, own_values)
+
+    def _in_sight(self, plan: CachePlan, index: int, own: torch.Tensor) -> torch.Tensor:
+        """Keys (index 0) or values (1) in sight, [batch, plan.num_keys, heads, head_dim], those of the pass exact."""
+        codes = self.codes[index].view(torch.uint8)
+        if plan.read_run is not None:
+            codes = codes[:, plan.read_run]
+        else:
+            codes = torch.cat([codes[:, cached] for _, cached in plan.read_copies], dim=1)
+        found = codes.view(torch.float8_e4m3fn).to(own.dtype)
+        if index == 0:
+            found = torch.addcmul(self.mean, found, self.scale[0])
+        else:
+            found.mul_(self.scale[1])
+        if plan.write_index is not None:
+            # Of a full cache, all of which is in sight.
+            return found.index_copy_(1, plan.write_index, own)
+        for here, place in plan.own_copies:
+            found[:, place] = own[:, here]
+        return found
+
+    def _fix_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._is_fixed = True
+        self.mean.copy_(k.float().mean(dim=1, keepdim=True))
+        for index, x in enumerate((k.float() - self.mean.float(), v.float())):
+            largest = x.abs().amax(dim=(1, 3), keepdim=True)
+            # A head whose keys are all alike: any scale will do but 0.
+            smallest = torch.finfo(self.scale.dtype).tiny
+            self.scale[index].copy_((_HEADROOM / LARGEST * largest).clamp_min(smallest))
+
+    def _quantised(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """Codes of x; counts what saturates."""
+        centred = x.float() - self.mean.float() if index == 0 else x.float()
+        scaled = centred / self.scale[index].float()
+        self._num_saturated += (scaled.abs() > LARGEST).sum()
+        # A conversion makes NaN of what is too large.
+        return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
