@@ -149,7 +149,8 @@ class CacheRow:
         stored = "" if self.dtype == "auto" else f", stored in {self.dtype} ({self.num_saturated} numbers saturated)"
         return (
             f"key-value cache: {window} in sight{sink}, chunks of {self.chunk_frames}, {self.positions} positions, "
-            f"{self.num_commits} commits, {size_text(self.num_bytes)} for {self.cached_frames} frames{stored}"
+            f"{self.num_commits} commit{'s' * (self.num_commits != 1)}, "
+            f"{size_text(self.num_bytes)} for {self.cached_frames} frames{stored}"
         )
 
 

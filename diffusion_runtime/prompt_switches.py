@@ -30,6 +30,7 @@ class PromptSwitches:
     kind: ClassVar[Any] = list[str]
 
     def __call__(self, name: str, value: object) -> None:
+        name = f"{name} (--at)"
         if not isinstance(value, tuple) or not value or not all(_is_pair(item) for item in value):
             raise RequestError(
                 f"{name}: expected pairs of a time and a prompt, such as [5s, a red circle], got {shown(value)}"

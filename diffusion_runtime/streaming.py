@@ -267,8 +267,8 @@ def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: b
     frames, or whose chunks have no room in the window."""
     if not rules.is_causal:
         raise RequestError(
-            "stream: this model makes a clip at once, and its first frame is known when its last one is; use generate, "
-            "or a causal model (`models` names them)"
+            "stream: this model makes a clip at once, and its first frame is known when its last one is; leave the "
+            "stream out, or take a causal model (docs/streaming.md)"
         )
     if not endless:
         return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diffusion_runtime.cli import options
-from diffusion_runtime.cli.compare_settings import OUTPUT_FLAGS, parse_settings
+from diffusion_runtime.cli.compare_settings import parse_settings
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
 from diffusion_runtime.cli.prompt_set import requests_of_set, without_prompts
@@ -50,7 +50,7 @@ def compare(context: typer.Context, **given: Any) -> None:
     terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"], log_format=given["log_format"])
     if not threshold > 0:
         raise ConfigError(f"--threshold: expected a number above 0, got {threshold:g}")
-    missing = dict.fromkeys(OUTPUT_FLAGS)
+    missing = dict.fromkeys(options.OUTPUT_FLAGS)
     shared = without_prompts(flags_of({**missing, **given}), prompt_set)
     with terminal.log():
         # Before torch is imported: wrong flags are said at once.
@@ -222,7 +222,9 @@ def _signature() -> inspect.Signature:
     def parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
-    kept = [each for name, each in inspect.signature(generate_verb).parameters.items() if name not in OUTPUT_FLAGS]
+    kept = [
+        each for name, each in inspect.signature(generate_verb).parameters.items() if name not in options.OUTPUT_FLAGS
+    ]
     context, prompts, *others = kept
     own = [
         parameter(

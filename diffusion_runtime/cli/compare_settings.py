@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import typer
 
+from diffusion_runtime.cli import options
 from diffusion_runtime.cli.attention_flags import AttentionFlags
 from diffusion_runtime.cli.config_file import read_config
 from diffusion_runtime.cli.flag_syntax import CheckedCommand, rewrite_dotted_flags
@@ -20,9 +21,7 @@ from diffusion_runtime.cli.settings import Flags, Settings, resolve_settings
 from diffusion_runtime.errors import ConfigError, UsageError, shown
 from diffusion_runtime.request import layered
 
-# Flags of `generate` that are about what it writes and says.
-OUTPUT_FLAGS = ("output_path", "file_format", "resume", "dry_run", "profile")
-_NOT_IN_A_SETTING = (*OUTPUT_FLAGS, "as_json", "quiet", "verbose", "log_format")
+_NOT_IN_A_SETTING = (*options.OUTPUT_FLAGS, "as_json", "quiet", "verbose", "log_format")
 MAX_NAME_CHARACTERS = 28
 MAX_SETTINGS = 32
 # What the parser raises for wrong flags. Its class has had several homes; it is always BadParameter's parent.

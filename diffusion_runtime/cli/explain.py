@@ -29,8 +29,6 @@ diffusion-runtime explain --attention-config attention.yaml --html plan.html
 
 diffusion-runtime explain --model-path flux.1-dev --height 2048 --width 2048 --json
 """
-# Flags of `generate` that are about what it writes.
-_NOT_HERE = ("output_path", "file_format", "resume", "dry_run", "profile", "attention_plot")
 _ANY_PROMPT = "a prompt"
 
 
@@ -43,7 +41,7 @@ def explain(context: typer.Context, **given: Any) -> None:
     del context
     html, as_json = given.pop("html"), given["as_json"]
     terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"], log_format=given["log_format"])
-    missing = dict.fromkeys(_NOT_HERE)
+    missing = dict.fromkeys(options.OUTPUT_FLAGS)
     flags = flags_of({**missing, **given})
     with terminal.log():
         explanation, others = _explain(flags, terminal)
@@ -136,7 +134,9 @@ def _tera(operations: float) -> str:
 def _signature() -> inspect.Signature:
     """The flags of `generate`, without those of files that are written, and --html."""
     kept = [
-        parameter for name, parameter in inspect.signature(generate_verb).parameters.items() if name not in _NOT_HERE
+        parameter
+        for name, parameter in inspect.signature(generate_verb).parameters.items()
+        if name not in options.OUTPUT_FLAGS
     ]
     html = inspect.Parameter(
         "html",

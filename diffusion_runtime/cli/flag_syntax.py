@@ -42,7 +42,10 @@ def rewrite_dotted_flags(arguments: Sequence[str]) -> list[str]:
             return [*rewritten, argument, *waiting]
         if argument == _AT and len(waiting) > 1 and not any(character.isspace() for character in waiting[0]):
             # The parser has no flag of two values that may be given again.
-            rewritten += [_AT, f"{waiting.pop(0)} {waiting.pop(0)}"]
+            at, prompt = waiting.pop(0), waiting.pop(0)
+            if prompt.startswith("--"):
+                raise ConfigError(f"--at {at}: expected a prompt in quotes after the time, got the flag {prompt}")
+            rewritten += [_AT, f"{at} {prompt}"]
             continue
         name, equals, value = argument.partition("=")
         head, dot, path = name.removeprefix("--").partition(".")

@@ -411,6 +411,19 @@ class RunFlags:
     log_format: LogFormat = None
 
 
+# Those of RunFlags that are about the files of one generation, which verbs that write none do not take.
+OUTPUT_FLAGS = (
+    "output_path",
+    "file_format",
+    "resume",
+    "dry_run",
+    "profile",
+    "stream",
+    "interactive",
+    "attention_plot",
+)
+
+
 def parameters_of(flags: type) -> list[inspect.Parameter]:
     """The flags of one of the classes above, as parameters of a verb."""
     hints = get_type_hints(flags, include_extras=True)

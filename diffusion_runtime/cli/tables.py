@@ -126,9 +126,7 @@ def table_values(renderable: RenderableType) -> tuple[str, list[str], list[list[
     from rich.table import Table
 
     assert isinstance(renderable, Table), f"no values are known of a {type(renderable).__name__}"
-    cells = [
-        [str(cell) for cell in column.cells][1 if renderable.show_header else 0 :] for column in renderable.columns
-    ]
+    cells = [[str(cell) for cell in column.cells] for column in renderable.columns]
     columns = [str(column.header) for column in renderable.columns if renderable.show_header]
     return str(renderable.title or "").strip(), columns, [list(row) for row in zip(*cells, strict=True)]
 

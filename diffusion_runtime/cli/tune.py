@@ -38,8 +38,6 @@ diffusion-runtime generate "a red circle moving left" --config vsa.yaml
 6 where no setting meets the budget: the file holds the nearest.
 """
 _TUNE = "What to tune"
-# Flags of `generate` that are about what it writes.
-_NOT_HERE = ("output_path", "file_format", "resume", "dry_run", "profile")
 _OWN = ("budget", "methods", "prompt_set", "measure_prompts", "layer_ranges", "step_ranges", "levels", "clip_path")
 _MAX_RANGES = 64
 
@@ -54,8 +52,8 @@ def tune(context: typer.Context, **given: Any) -> None:
     own = {name: given.pop(name) for name in _OWN}
     target = _checked_target(given.pop("output_path"))
     as_json = given["as_json"]
-    terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"])
-    missing = dict.fromkeys(_NOT_HERE)
+    terminal = Terminal(quiet=given["quiet"], verbose=given["verbose"], log_format=given["log_format"])
+    missing = dict.fromkeys(options.OUTPUT_FLAGS)
     flags = without_prompts(flags_of({**missing, **given}), own["prompt_set"])
     with terminal.log(), _each_warning_once():
         tuning = _tuning(flags, own, terminal)
@@ -171,16 +169,17 @@ def _row(name: str, kept: float, figures: Any, state: str) -> tuple[str, ...]:
 
 
 def _checked_target(path: str | None) -> Path:
-    """Raises OutputError before an hour of work for a file that could not be written after it."""
+    """Before an hour of work, not after it: raises ConfigError for a name that is no config file, OutputError for a
+    file that could not be written."""
     if path is None:
-        raise OutputError("--output-path: expected the config file to write: -o tuned.yaml")
+        raise ConfigError("--output-path: expected the config file to write: -o tuned.yaml")
     from diffusion_runtime.media.publish import temporary_file
     from diffusion_runtime.untrusted.files import check_place
 
     check_place(path, "--output-path")
     target = Path(path)
     if target.suffix not in (".yaml", ".yml"):
-        raise OutputError(f"--output-path {path}: expected a name that ends with .yaml")
+        raise ConfigError(f"--output-path {path}: expected a name that ends with .yaml")
     if target.exists():
         raise OutputError(f"{path} exists already; choose another --output-path, or move it")
     try:
@@ -224,7 +223,9 @@ def _signature() -> inspect.Signature:
     def parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
-    kept = [each for name, each in inspect.signature(generate_verb).parameters.items() if name not in _NOT_HERE]
+    kept = [
+        each for name, each in inspect.signature(generate_verb).parameters.items() if name not in options.OUTPUT_FLAGS
+    ]
     context, prompts, *others = kept
     budget = "accuracy>=dense-0.02, psnr>=30, ssim>=0.9, lpips<=0.1, latent<=0.1, clip>=dense-1; again for several."
     methods = "video_sparse_attn, sliding_tile_attn, vmoba_attn; several share one schedule."

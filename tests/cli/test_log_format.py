@@ -47,6 +47,7 @@ def test_a_generation_reports_in_json_lines(command: Command, tiny_flags: tuple[
     assert [step for step in steps if step[0] == "denoise"] == [("denoise", step, 2) for step in range(3)]
     (report,) = (line for line in lines if line["event"] == "table")
     assert (report["message"], report["columns"][:3]) == ("Attention that ran", ["role", "backend", "calls"])
+    assert [row[0] for row in report["rows"]] == ["self", "cross"]
     assert {len(row) for row in report["rows"]} == {len(report["columns"])}
     assert any(line["event"] == "log" and line["logger"] == "diffusion_runtime.attention" for line in lines)
     assert "\x1b" not in shown.err

@@ -118,6 +118,8 @@ def convert_model(
 
 def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> ConversionReport:
     """Write a safetensors file of a pickled LoRA of Wan. Raises what convert_model raises."""
+    if not source.is_file():
+        raise ModelLoadError(f"{source}: expected a checkpoint that torch.save wrote, but there is no such file")
     if output.suffix != ".safetensors":
         raise ConfigError(
             f"OUT: {output}: a LoRA becomes one .safetensors file; for a model add --as {' | '.join(CHECKPOINTS)} and "
