@@ -38,7 +38,7 @@ def test_a_broken_package_that_nobody_asked_for_is_a_problem_and_no_failure(tmp_
     assert "fix: pip uninstall sageattention, or again: pip install 'diffusion-runtime[sage]'" in said
     assert "embedded model whole, 6,988,608 parameters" in said
     assert "ffmpeg" in said
-    assert any(line.split()[:3] == ["torch_sdpa", "fp32", "18/18"] for line in result.out.splitlines())
+    assert any(line.split()[:3] == ["torch_sdpa", "fp32", "19/19"] for line in result.out.splitlines())
     assert max(len(line) for line in result.out.splitlines() if "fix:" not in line) <= 80
     assert result.err.splitlines()[0] == "reading the machine"
     assert "testing torch_sdpa" in result.err

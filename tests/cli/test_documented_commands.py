@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import typer
 from cli_support import Command
@@ -21,6 +22,7 @@ from sample_media import make_media
 from diffusion_runtime.cli.app import app
 from diffusion_runtime.cli.flag_syntax import rewrite_dotted_flags
 from diffusion_runtime.comparison import compare, setting
+from diffusion_runtime.media.audio import Audio, write_wav
 from diffusion_runtime.memory.plan import MemoryDemand, PartSize
 from diffusion_runtime.models.model_sources import find_configs
 from diffusion_runtime.models.published import published_models
@@ -31,14 +33,19 @@ SHELL = blocks("sh", "bash")
 OURS = ("diffusion-runtime", ".venv/bin/diffusion-runtime")
 # Verbs that end at once, and those whose work is the measurement itself: these are parsed.
 QUICK, PARSED = ("models", "backends", "explain"), ("bench", "calibrate", "doctor", "info", "tune")
+# Of `models`, what needs the network or the reader's files.
+PARSED_OF_MODELS = ("download", "convert")
 # Other programs of the blocks: setting up, and building what is only there as source.
-OTHER_PROGRAMS = {"python3", "pip", "git", "cd", ".", "scripts/check", "export", "unset", "apt-get", "torchrun", "..."}
+OTHER_PROGRAMS = {
+    *("python3", "pip", "git", "cd", ".", "source", "scripts/check", "scripts/check_distribution", "export", "unset"),
+    *("apt-get", "torchrun", "docker", "ffplay", "..."),
+}
 # Blocks that no CPU can run, not even as a dry run.
 NUM_NOT_RUN = 1
 # What only the reader has: weights, a placeholder in capitals, what an earlier command of the page would have written,
 # several GPUs, a real run to profile.
 OF_THE_READER = re.compile(
-    r"(.*\.(safetensors|gguf)(@.*)?|.*\b[A-Z][A-Z_0-9]{3,}\b.*|.*file=wan\.json|--num-gpus|--ring-degree|--profile)$",
+    r"(.*\.(safetensors|gguf|pt)(@.*)?|.*\b[A-Z][A-Z_0-9]{3,}\b.*|.*file=wan\.json|--num-gpus|--ring-degree|--profile|--attention-plot)$",
     re.DOTALL,
 )
 
@@ -51,6 +58,8 @@ def commands() -> Iterator[tuple[Block, dict[str, str], list[str]]]:
             while words and (found := re.fullmatch(r"([A-Z_]+)=(.*)", words[0])):
                 environment[found[1]] = found[2]
                 words = words[1:]
+            if ">" in words:
+                words = words[: words.index(">")]
             if words:
                 yield block, environment, words
 
@@ -115,13 +124,19 @@ def write_inputs(block: Block, arguments: list[str]) -> None:
     if "--video-path" in arguments:
         # A mask has the size of its video.
         width, height = width // 16 * 2, height // 16 * 2
-    for name in [word for word in arguments if re.fullmatch(r"[\w-]+\.(png|mp4|txt|yaml)", word)]:
+    for name in [word for word in arguments if re.fullmatch(r"[\w-]+\.(png|mp4|txt|yaml|jsonl|csv|wav)", word)]:
         if name.endswith(".png"):
             Image.new("RGB", (width, height), "white").save(name)
         elif name.endswith(".mp4") and "--video-path" in arguments:
             make_media(request.get("num_frames", 5), height, width).save(name)
         elif name.endswith(".txt"):
             Path(name).write_text("a red circle\na blue star\n")
+        elif name.endswith(".jsonl"):
+            Path(name).write_text('{"prompt": "a red circle"}\n')
+        elif name.endswith(".csv"):
+            Path(name).write_text("prompt,seed\na red circle,1\n")
+        elif name.endswith(".wav"):
+            write_wav(Audio(numpy.zeros((1, 20 * 16_000), dtype=numpy.float32), 16_000), Path(name))
         elif name.endswith(".yaml"):
             Path(name).write_text(next(yaml))
 
@@ -143,7 +158,8 @@ def test_commands_resolve(resolved: Command, monkeypatch: pytest.MonkeyPatch) ->
         if arguments is None:
             continue
         verb = arguments[0]
-        if verb in PARSED or is_of_the_reader(arguments):
+        is_parsed = verb in PARSED or (verb == "models" and arguments[1:2] in [[each] for each in PARSED_OF_MODELS])
+        if is_parsed or is_of_the_reader(arguments):
             done["parsed"] += 1
             try:
                 parse(arguments)
