@@ -204,7 +204,7 @@ def cached_models() -> tuple[list[CachedModel], list[str]]:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(cache_path())
     except CacheNotFound:
         return [], []
     models = [

@@ -19,8 +19,8 @@ from diffusion_runtime.models.published import published_models
 LINES = {
     "ge": ["generate"],
     "bench ": ["attention", "step", "generate"],
-    "bench generate --pre": ["--preset"],
-    "generate --pre": ["--preset"],
+    "bench generate --pres": ["--preset"],
+    "generate --pres": ["--preset"],
     "generate 'a cat' --model-path wan2.2": ["wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.2-i2v-a14b"],
     "generate --preset ligh": ["lightning-4", "lightning-8"],
     "generate --attention-backend v": ["video_sparse_attn", "vmoba_attn"],
