@@ -45,6 +45,7 @@ from benchmarks.offloaded_generation import (
 from benchmarks.quantization_gpu import CASES as STEPS
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, RequestCache, StepInfo
 from diffusion_runtime.loading.native_model import fill_transformer
+from diffusion_runtime.memory.allocator import use_expandable_segments
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.memory.plan import MemoryDemand, MemoryPlan, PartSize, make_plan, plans_of
 from diffusion_runtime.memory.transfers import Transfers, transfers_of
@@ -307,6 +308,7 @@ def main() -> None:
         before = json.loads(arguments.output.read_text())["rows"]
         document["rows"] = [row for row in before if row["case"] not in names]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    use_expandable_segments(device)
     for name in names:
         begin = time.perf_counter()
         case = cases[name]

@@ -132,8 +132,10 @@ class Run:
             velocity: torch.Tensor = self.model(*self.inputs.ours, context)
         return velocity
 
-    def first(self) -> tuple[torch.Tensor, str]:
-        """What it computes, and who computed self-attention."""
+    def first(self) -> tuple[torch.Tensor, str, float]:
+        """What it computes, who computed self-attention, and the most that was allocated, in GB (0 on a CPU)."""
+        if self.clock.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         self()
         recorder = AttentionRecorder()
         velocity = self(recorder)
@@ -141,7 +143,8 @@ class Run:
         (row,) = [row for row in report.rows if row.role == "self"]
         if any("tiles of" in note for note in report.notes) != self.variant.in_tiles:
             raise ValueError(f"{self.variant.name}: the report says {report.notes}")
-        return velocity, f"{row.backend}: {row.implementation}"
+        peak = torch.cuda.max_memory_allocated() / 1e9 if self.clock.on_gpu else 0.0
+        return velocity, f"{row.backend}: {row.implementation}", peak
 
     def parts(self) -> dict[str, float]:
         """Milliseconds in all layers: calls of self-attention, and of them permuting and averaging; QK norm and rotary
@@ -188,15 +191,15 @@ def measure(device: torch.device, dense: str, sparse: Sequence[str], rounds: int
     rows: dict[str, dict[str, Any]] = {}
     packed = torch.empty(0)
     for run in runs:
-        velocity, who = run.first()
-        rows[run.variant.name] = row = {"name": run.variant.name, "step": step.name, "self_attention": who}
+        velocity, who, peak = run.first()
+        rows[run.variant.name] = row = {"name": run.variant.name, "step": step.name, "self_attention": who, "peak_gb": peak}
         if run.variant.in_tiles:
             row["difference"] = float((velocity.float() - packed.float()).norm() / packed.float().norm())
             print(f"{run.variant.name}: {who}, differs from packed by {row['difference']:.2e}", flush=True)
             if not row["difference"] < MAX_DIFFERENCE:
                 raise ValueError(f"{run.variant.name}: differs by {row['difference']}, expected {MAX_DIFFERENCE}")
         else:
-            print(f"{run.variant.name}: {who}", flush=True)
+            print(f"{run.variant.name}: {who}, {peak:.1f} GB at most", flush=True)
         packed = velocity
     times: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(rounds):

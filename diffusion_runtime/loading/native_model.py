@@ -32,6 +32,7 @@ from diffusion_runtime.loading.memory_planning import (
     plan_memory,
     planned_batch,
 )
+from diffusion_runtime.memory.allocator import use_expandable_segments
 from diffusion_runtime.memory.cpu_memory import bound_primitive_cache
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.memory.host_arena import HostArena
@@ -127,6 +128,7 @@ class PreparedModel:
                 "torchrun and give load_pipeline the world of `with join_processes() as world`"
             )
         bound_primitive_cache()
+        use_expandable_segments(self.device)
         say("choosing attention")
         checked = self._check_attention()
         checked = checked._with_plan(requests)
