@@ -192,7 +192,8 @@ def measure(device: torch.device, dense: str, sparse: Sequence[str], rounds: int
     packed = torch.empty(0)
     for run in runs:
         velocity, who, peak = run.first()
-        rows[run.variant.name] = row = {"name": run.variant.name, "step": step.name, "self_attention": who, "peak_gb": peak}
+        row = {"name": run.variant.name, "step": step.name, "self_attention": who, "peak_gb": peak}
+        rows[run.variant.name] = row
         if run.variant.in_tiles:
             row["difference"] = float((velocity.float() - packed.float()).norm() / packed.float().norm())
             print(f"{run.variant.name}: {who}, differs from packed by {row['difference']:.2e}", flush=True)
