@@ -21,6 +21,7 @@ from diffusion_runtime.loading.cuda_graphs import make_graphs
 from diffusion_runtime.loading.interface import OnStage
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.loading.preparation import prepare
+from diffusion_runtime.model_folder import INDEX_FILE
 from diffusion_runtime.models.geometry import ClipSize
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner, LatentDecoder
 from diffusion_runtime.models.published_folders import write_folder
@@ -57,8 +58,11 @@ def random_pipeline(
 
     Raises ConfigError for a name of nothing, and what `prepare` raises for choices that cannot run here.
     """
-    files = {path: {**values, **(changes or {}).get(path, {})} for path, values in published_files(name).items()}
-    opened = open_step_model(name, changes=(changes or {}).get("transformer/config.json", {}))
+    changes = changes or {}
+    files = {path: {**values, **changes.get(path, {})} for path, values in published_files(name).items()}
+    opened = open_step_model(
+        name, changes=changes.get("transformer/config.json", {}), index_changes=changes.get(INDEX_FILE, {})
+    )
     with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as temporary, torch.inference_mode():
         folder = write_folder(Path(temporary), files)
         prepared = prepare(dataclasses.replace(config, model_path=str(folder), backend="native"))

@@ -115,20 +115,23 @@ class StepModel:
 
 
 def open_step_model(
-    name: str, num_layers: int | None = None, changes: Mapping[str, Any] = MappingProxyType({})
+    name: str,
+    num_layers: int | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    index_changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> StepModel:
     """The model of a name of `models`, of its hub id, or of a folder; of two experts, one.
 
     num_layers: how many blocks are built of the kind that has most, and of other kinds in proportion; None for all.
-    changes: of the transformer's config, such as sizes that a CPU computes. Raises ConfigError for an unknown name and
+    changes: of the transformer's config, such as sizes that a CPU computes; index_changes: of the folder's
+    model_index.json, such as another class. Raises ConfigError for an unknown name and
     ModelLoadError for a folder that no family here loads.
     """
     published = _find_published(name)
     files = dict(_published_files(published) if published is not None else _folder_files(name))
     # One forward pass runs one expert.
-    files[INDEX_FILE] = {
-        key: value for key, value in files[INDEX_FILE].items() if key not in ("transformer_2", "boundary_ratio")
-    }
+    index = {**files[INDEX_FILE], **index_changes}
+    files[INDEX_FILE] = {key: value for key, value in index.items() if key not in ("transformer_2", "boundary_ratio")}
     config = {**files[_TRANSFORMER], **changes}
     whole = _num_blocks(config)
     if num_layers is not None:

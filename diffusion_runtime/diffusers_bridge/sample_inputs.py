@@ -359,6 +359,7 @@ def _places(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 _Maker: TypeAlias = Callable[[StepSample], StepInputs]
 _MAKERS: Mapping[str, _Maker] = {
+    "CausalWanTransformer3DModel": _video_cross,
     "WanTransformer3DModel": _video_cross,
     "WanVACETransformer3DModel": _video_controlled,
     "HunyuanVideoTransformer3DModel": _video_joint,

@@ -90,6 +90,7 @@ def train(training: CausalTraining, pools: list[Pool], clock: Clock, log: Log, a
     began = training.steps
     errors: dict[str, list[Tensor]] = {}
     while True:
+        clock.wait_while(arguments.pause_file)
         done = training.steps - began
         progress = done / arguments.steps if arguments.steps else clock.progress
         if progress >= 1.0:
@@ -133,6 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--refresh-every", type=int, default=REFRESH_EVERY, metavar="STEPS")
     parser.add_argument("--no-compile", action="store_true", help="run the blocks without torch.compile")
+    parser.add_argument("--pause-file", type=Path, help="wait between steps while it is there, off the clock")
     parser.add_argument("--compile-cache", type=Path, help="file of what torch.compile made: read, and written")
     return parser.parse_args()
 

@@ -32,6 +32,17 @@ class Clock:
         """0 at the start of the schedule, 1 at its end."""
         return min(1.0, self.trained / self.seconds)
 
+    def wait_while(self, path: Path | None) -> None:
+        """Wait as long as a file is there; the time does not count as training."""
+        if path is None or not path.exists():
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        since = time.monotonic()
+        while path.exists():
+            time.sleep(0.2)
+        self.started += time.monotonic() - since
+
     @property
     def is_over(self) -> bool:
         """Whether the training must stop."""
