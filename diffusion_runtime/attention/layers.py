@@ -415,12 +415,13 @@ class AttentionLayer(nn.Module, ABC):
         """The call with the keys and values of a prefix behind those of the grid, before the text. After the exchange,
         so that every process attends with the heads that it computes.
 
-        Raises ConfigError for a call whose text stands before the grid.
+        Raises ConfigError for a call whose text stands before the grid, or behind a prefix with padding.
         """
-        layout = inputs.layout
+        layout, name = inputs.layout, self.layer.name or self.layer.role
         if layout is None or layout.num_prefix_tokens:
-            name = self.layer.name or self.layer.role
             raise ConfigError(f"{name}: expected a grid with the text behind it for a prefix cache, got {layout}")
+        if prefix.lengths is not None and layout.num_suffix_tokens:
+            raise ConfigError(f"{name}: expected a grid alone for a prefix cache with padding, got {layout}")
         check_shapes(inputs.q, inputs.k, inputs.v, layout, self.causal)
         k, v = prefix.joined(
             self.layer.index, inputs.k, inputs.v, layout.num_grid_tokens, inputs.first_head - self.first_head
@@ -429,7 +430,7 @@ class AttentionLayer(nn.Module, ABC):
         in_sight = dataclasses.replace(
             layout,
             num_suffix_tokens=layout.num_suffix_tokens + more,
-            valid_lengths=None if lengths is None else tuple(more + length for length in lengths),
+            valid_lengths=prefix.lengths if lengths is None else tuple(more + length for length in lengths),
         )
         return inputs._replace(k=k, v=v, layout=in_sight, packed=None)
 

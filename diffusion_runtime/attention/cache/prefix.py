@@ -1,5 +1,5 @@
 """Prefix cache: keys and values that are computed once and that every later forward pass attends to, such as those of
-reference images. Language-model servers call it a cached prefix."""
+reference images or of the prompt. Language-model servers call it a cached prefix."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 @dataclass(frozen=True)
 class PrefixCache:
     """Of every layer, by its index: keys, with their positions, and values, [batch, tokens, kv_heads, head_dim] each,
-    of the heads that this process holds before a sequence is shared."""
+    of the heads that this process holds before a sequence is shared. lengths: how many of them each sample attends to,
+    the first ones; None for all, which text behind the prefix needs."""
 
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    lengths: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

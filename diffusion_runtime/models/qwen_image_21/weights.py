@@ -1,0 +1,45 @@
+"""Weight map: which tensors of a diffusers Qwen-Image 2.1 checkpoint make up each of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diffusion_runtime.models.checkpoint import Piece
+from diffusion_runtime.models.pieces import NamedPieces, linear_pieces, two_layer_pieces
+from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
+
+
+def transformer_pieces(config: QwenImage21TransformerConfig) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the checkpoint tensors that fill it, one after the other."""
+    return dict(_all_pieces(config))
+
+
+def _all_pieces(config: QwenImage21TransformerConfig) -> Iterator[NamedPieces]:
+    dim = config.dim
+    yield "text_embedding.norm_offset", (Piece("txt_in.text_norm.weight", (config.text_dim,)),)
+    widths = {
+        "patch_embedding": ("img_in", dim, config.num_channels),
+        "text_embedding.up": ("txt_in.in_layer", dim, config.text_dim),
+        "text_embedding.down": ("txt_in.out_layer", dim, dim),
+        "modulation.projection": ("modulation.1", 4 * dim, dim),
+        "out_modulation": ("norm_out.linear", dim, dim),
+        "out": ("proj_out", config.num_channels, dim),
+    }
+    for ours, (theirs, out_dim, in_dim) in widths.items():
+        yield from linear_pieces(ours, [(theirs, out_dim)], in_dim, bias=False)
+    timestep = "timestep_embedding", "time_text_embed.timestep_embedder"
+    yield from two_layer_pieces(*timestep, config.num_waves, dim, bias=False)
+    for index in range(config.num_layers):
+        yield from _block(f"blocks.{index}", f"transformer_blocks.{index}", config)
+
+
+def _block(ours: str, theirs: str, config: QwenImage21TransformerConfig) -> Iterator[NamedPieces]:
+    dim, ffn_dim = config.dim, config.ffn_dim
+    inward = [(f"{theirs}.attn.{name}", dim) for name in ("to_q", "to_k", "to_v")]
+    yield from linear_pieces(f"{ours}.qkv", inward, dim, bias=False)
+    for name in ("norm_q", "norm_k"):
+        yield f"{ours}.{name}.weight", (Piece(f"{theirs}.attn.{name}.weight", (config.head_dim,)),)
+    yield from linear_pieces(f"{ours}.out", [(f"{theirs}.attn.to_out.0", dim)], dim, bias=False)
+    up = [(f"{theirs}.img_mlp.{name}", ffn_dim) for name in ("gate_layer", "proj")]
+    yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
+    yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.img_mlp.out", dim)], ffn_dim, bias=False)
