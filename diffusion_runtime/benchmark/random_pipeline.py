@@ -63,7 +63,8 @@ def random_pipeline(
     opened = open_step_model(
         name, changes=changes.get("transformer/config.json", {}), index_changes=changes.get(INDEX_FILE, {})
     )
-    with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as temporary, torch.inference_mode():
+    # Not inference mode: threads that read weights are not in it, and could not write to tensors made in it.
+    with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as temporary, torch.no_grad():
         folder = write_folder(Path(temporary), files)
         prepared = prepare(dataclasses.replace(config, model_path=str(folder), backend="native"))
         if not isinstance(prepared, PreparedModel):

@@ -10,6 +10,7 @@ import torch
 import diffusion_runtime
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.denoising.cuda_graphs.capture import CudaCapture
+from diffusion_runtime.models import decoder_graphs
 from diffusion_runtime.models.decoder_graphs import DecoderGraphs
 from diffusion_runtime.models.interface import LatentDecoder
 from diffusion_runtime.models.wan.codec import load_decoder
@@ -25,7 +26,11 @@ def latents_of(seed: int, num_frames: int, size: tuple[int, int] = (16, 20)) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", ["exact", "eager", "fast", "tiles"])
-def test_replayed_frames_have_the_bits_of_eager_ones(mode: str, dtype: torch.dtype) -> None:
+def test_replayed_frames_have_the_bits_of_eager_ones(
+    mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a GPU that others use a pass takes longer than its launches.
+    monkeypatch.setattr(decoder_graphs, "refusal_after", lambda _: None)
     device = torch.device("cuda")
     plain: LatentDecoder = load_decoder(SHAPES, device, dtype)
     if mode == "eager":

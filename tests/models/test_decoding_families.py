@@ -217,11 +217,16 @@ def test_a_fused_norm_that_gives_other_frames_is_not_used(caplog: pytest.LogCapt
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_a_gpu_fuses_norms_to_the_bit_and_fast() -> None:
-    for kind, is_exact in (("hunyuan", False), ("hunyuan 1.5", True), ("ltx2", True)):
-        module = autoencoder(kind, torch.bfloat16, "cuda")
+    # Group norms of random weights round 38.8 dB apart in bfloat16 (H200), and are left out there.
+    for kind, is_exact, dtype in (
+        ("hunyuan", False, torch.float16),
+        ("hunyuan 1.5", True, torch.bfloat16),
+        ("ltx2", True, torch.bfloat16),
+    ):
+        module = autoencoder(kind, dtype, "cuda")
         latents = random_latents(module, 2, 3, 4, device="cuda")
         decoder = decoder_of(kind, module)
-        expected = to_unit_range(KINDS[kind][2](module, latents.to(torch.bfloat16)))
+        expected = to_unit_range(KINDS[kind][2](module, latents.to(dtype)))
         assert torch.equal(decoder.decode(latents), expected), kind
         name = type(module).__name__
         assert decoder.implementation == (f"{name}, norm and SiLU fused, bit-identical" if is_exact else name)
