@@ -22,7 +22,8 @@ class ReportRow:
 
     implementation: who computed it, as the backend names it; count: how many calls.
     layers, steps: which ones, as inclusive ranges such as `0-5`; source and reason: why this backend was chosen.
-    phase: `denoise` or `commit` in a video that is made chunk by chunk, whose commits are no steps; None elsewhere.
+    phase: `denoise` or `commit` where keys and values are cached: those of a video that is made chunk by chunk, or of a
+    prefix that is computed once. Commits are no steps. None elsewhere.
     """
 
     role: str
@@ -292,7 +293,7 @@ class AttentionRecorder:
         self._cache: CacheRow | None = None
 
     def distinguish_phases(self) -> None:
-        """Say that the video is made chunk by chunk: each row is of one phase."""
+        """Say that keys and values are computed in passes of their own: each row is of one phase."""
         self._has_phases = True
 
     @contextmanager

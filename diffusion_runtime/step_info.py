@@ -15,12 +15,13 @@ PHASES = ("denoise", "commit")
 @dataclass(frozen=True)
 class LayerInfo:
     """index of num_layers: the transformer block; role: what the attention relates, such as `self` or `cross`;
-    name: the module's path in its model, for messages."""
+    name: the module's path in its model, for messages. phase: the only one of PHASES in which it runs, None for any."""
 
     index: int = 0
     num_layers: int = 1
     role: str = "self"
     name: str = ""
+    phase: str | None = None
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class StepInfo:
     next_timestep: that of the step after it, 0 at the last one; an input of MeanFlow models (timestep_r;
     arXiv:2505.13447).
     chunk: which chunk of a video that is made chunk by chunk; index and num_steps count within it. phase: `denoise`, or
-    `commit` for the pass over clean frames that leaves their final keys in the cache. frame_timesteps: of each latent
-    frame of the pass, where they differ, as in a rolling window; None where timestep is that of all.
+    `commit` for the pass over clean frames that leaves their final keys in the cache, and for the one that computes a
+    prefix (attention/cache/prefix.py). frame_timesteps: of each latent frame of the pass, where they differ, as in a
+    rolling window; None where timestep is that of all.
     """
 
     index: int = 0

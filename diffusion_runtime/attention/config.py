@@ -262,10 +262,16 @@ class AttentionConfig:
                     f"{', '.join(known)}"
                 )
 
-    def check_phases(self, model: str) -> None:
-        """Raises ConfigError for a rule by phase or chunk, for a `model` that makes its videos and images at once."""
+    def check_phases(self, model: str, *, has_prefix: bool = False) -> None:
+        """Raises ConfigError for a rule by phase or chunk, for a `model` that makes its videos and images at once.
+        has_prefix: whether it computes keys and values of a prefix once, which is a phase."""
         for index, rule in enumerate(self.schedule):
-            if rule.window.needs_chunks:
+            if has_prefix and not rule.window.chunks.is_every:
+                raise ConfigError(
+                    f"schedule[{index}] ({rule.window}): {model} makes an image at once and not chunk by chunk; leave "
+                    "out chunks"
+                )
+            if not has_prefix and (rule.window.phase is not None or not rule.window.chunks.is_every):
                 raise ConfigError(
                     f"schedule[{index}] ({rule.window}): {model} has no key-value cache, and so neither phases nor "
                     "chunks: every pass denoises; leave out phase, chunks, --prefill-attention-backend and "

@@ -155,6 +155,11 @@ class AttentionContext:
         num_own = self.sharding.num_own(num_grid_tokens)
         return self.block_runner.run(list(blocks), streams, self.step, num_own, modulated_input)
 
+    def for_prefill(self) -> Self:
+        """The pass that computes a prefix within this one: without a layout, in a phase of its own (`commit`)."""
+        self.recorder.distinguish_phases()
+        return dataclasses.replace(self, layout=None, step=dataclasses.replace(self.step, phase="commit"))
+
     def with_layout(self, layout: TokenLayout | None) -> Self:
         """The same forward pass for a call whose keys sit otherwise, such as a cross-attention's."""
         return dataclasses.replace(self, layout=layout)

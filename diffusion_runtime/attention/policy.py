@@ -18,10 +18,10 @@ from diffusion_runtime.attention.force import ForcedChoice, current_force
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.schedule import IndexRanges, Window
 from diffusion_runtime.attention.select import ENVIRONMENT_VARIABLE, Decision, Levels, select
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.hardware import Hardware, detect_hardware
 from diffusion_runtime.parallel.groups import ProcessMesh
-from diffusion_runtime.step_info import LayerInfo, StepInfo
+from diffusion_runtime.step_info import PHASES, LayerInfo, StepInfo
 
 _logger = logging.getLogger("diffusion_runtime.attention")
 
@@ -54,7 +54,7 @@ class AttentionPolicy:
     1 sends all heads before it computes.
     decision_log: which of its decisions were logged.
     no_grid: as in AttentionRequirements, for a model of which it is not known where its tokens sit.
-    has_phases: whether the model makes videos chunk by chunk, and so commits keys to a cache.
+    has_phases: whether the model commits keys and values to a cache: of a video's chunks, or of a prefix.
     """
 
     cli: AttentionConfig = field(default_factory=AttentionConfig)
@@ -109,11 +109,12 @@ class AttentionPolicy:
             tuple((index, rule.window) for index, rule in enumerate(schedule) if rule.window.holds_in_layer(layer))
             for schedule in (self.cli.schedule, self.config.schedule)
         )
-        return _combinations(cli, config, num_steps, self.has_phases)
+        every = PHASES if self.has_phases else PHASES[:1]
+        return _combinations(cli, config, num_steps, every if layer.phase is None else (layer.phase,))
 
     def held_in_commits(self, layer: LayerInfo) -> tuple[HeldRules, ...]:
-        """What `rules_now` can say for this layer in commits; nothing for a model without phases."""
-        if not self.has_phases:
+        """What `rules_now` can say for this layer in commits; nothing for a model or a layer without them."""
+        if not self.has_phases or layer.phase not in (None, "commit"):
             return ()
         windows = [rule.window for level in (self.cli, self.config) for rule in level.schedule]
         commits = [StepInfo(chunk=chunk, phase="commit") for chunk in representative_chunks(windows)]
@@ -130,6 +131,13 @@ class AttentionPolicy:
         for level in (self.cli, self.config):
             for index, rule in enumerate(level.schedule):
                 of_role = [layer for layer in known if rule.role in (None, layer.role, role_category(layer.role))]
+                phases = {layer.phase for layer in of_role}
+                if of_role and not any(rule.window.holds_in_phase_of(layer) for layer in of_role):
+                    raise ConfigError(
+                        f"schedule[{index}] ({rule.window}): the layers of role {shown(rule.role)} run in "
+                        f"{' and '.join(sorted(str(phase) for phase in phases))} passes alone; leave out the role, or "
+                        "name their phase, without steps for commits"
+                    )
                 if of_role and not any(rule.window.holds_in_layer(layer) for layer in of_role):
                     count = max(layer.num_layers for layer in of_role)
                     raise ConfigError(
@@ -168,9 +176,12 @@ class AttentionPolicy:
 
 @functools.lru_cache(maxsize=256)
 def _combinations(
-    cli: tuple[tuple[int, Window], ...], config: tuple[tuple[int, Window], ...], num_steps: int | None, has_phases: bool
+    cli: tuple[tuple[int, Window], ...],
+    config: tuple[tuple[int, Window], ...],
+    num_steps: int | None,
+    phases: tuple[str, ...],
 ) -> tuple[HeldRules, ...]:
-    """The rules that can hold together. cli, config: index and window of each level's rules."""
+    """The rules that can hold together. cli, config: index and window of each level's rules. phases: of the layer."""
 
     def held(rules: tuple[tuple[int, Window], ...], step: StepInfo) -> tuple[int, ...]:
         return tuple(index for index, window in rules if window.holds_at(step))
@@ -182,7 +193,9 @@ def _combinations(
         for step in representative_steps([window.steps for window in windows], num_steps)
         for chunk in chunks
     ]
-    if has_phases:
+    if "denoise" not in phases:
+        steps = []
+    if "commit" in phases:
         # No rule by steps holds in a commit, so one step stands for all.
         steps += [StepInfo(chunk=chunk, phase="commit") for chunk in chunks]
     return tuple(dict.fromkeys((held(cli, step), held(config, step)) for step in steps))

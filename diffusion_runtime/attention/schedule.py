@@ -70,8 +70,8 @@ class IndexRanges:
 
 @dataclass(frozen=True)
 class Window:
-    """The steps and layers in which a rule holds, and of a video that is made chunk by chunk the phase (one of PHASES,
-    None for both) and the chunks.
+    """The steps and layers in which a rule holds; of a model with a cache of keys and values the phase (one of PHASES,
+    None for both), and of a video that is made chunk by chunk the chunks.
 
     Steps are those of denoising: one that names some does not hold in commits, which come after the last.
     """
@@ -81,13 +81,14 @@ class Window:
     phase: str | None = None
     chunks: IndexRanges = IndexRanges()
 
-    @property
-    def needs_chunks(self) -> bool:
-        """Whether it names what only a video that is made chunk by chunk has."""
-        return self.phase is not None or not self.chunks.is_every
+    def holds_in_phase_of(self, layer: LayerInfo) -> bool:
+        """Whether it can hold in the phase in which the layer runs."""
+        if layer.phase == "commit" and not self.steps.is_every:
+            return False
+        return self.phase is None or layer.phase in (None, self.phase)
 
     def holds_in_layer(self, layer: LayerInfo) -> bool:
-        return self.layers.contains(layer.index, layer.num_layers)
+        return self.layers.contains(layer.index, layer.num_layers) and self.holds_in_phase_of(layer)
 
     def holds(self, layer: LayerInfo, step: StepInfo) -> bool:
         return self.holds_in_layer(layer) and self.holds_at(step)

@@ -41,8 +41,8 @@ class LayerSchedule:
 
     backends: by step, `video_sparse_attn`, or `video_sparse_attn: dense torch_sdpa` where a rule of its options makes
     the call dense. density: by step, the share of pairs that is computed; None where the content decides. commit: what
-    computes the keys of finished frames, in a video that is made chunk by chunk; None elsewhere. Rules by chunk are
-    shown as of the first one.
+    computes the keys of finished frames, in a video that is made chunk by chunk, or of a prefix; None elsewhere. Rules
+    by chunk are shown as of the first one.
     """
 
     role: str
@@ -130,20 +130,21 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
     branches = num_passes - further / 2 if is_joined else num_passes
     stages: list[_Stage] = []
     num_forwards = num_steps
+    prefill = None
     if prepared.rules.is_causal:
         cost, num_forwards = _cost_of_chunks(prepared, planned, settings)
-        schedule_of_step = tuple(_schedule_of(each, range(num_steps), num_steps) for each in cost.attention)
-        stages.append(_Stage(cost, range(num_steps), schedule_of_step))
+        every = range(num_steps)
+        stages.append(_Stage(cost, every, _schedules_of(cost, None, every, num_steps)))
     for size, count in () if prepared.rules.is_causal else settings.step_sizes():
         forward = forward_on_meta(
             prepared.model, prepared.transformer, prepared.dtype, dataclasses.replace(planned, size=size)
         )
-        # The first pass projects the text, too.
-        with MetaOperators():
-            forward()
+        # The first pass projects the text and computes a prefix, too.
+        first = count_forward([prepared.transformer], forward)
         cost = count_forward([prepared.transformer], forward)
+        prefill = prefill or _prefill_of(first, cost)
         steps = range(stages[-1].steps.stop if stages else 0, num_steps)[:count]
-        stages.append(_Stage(cost, steps, tuple(_schedule_of(each, steps, num_steps) for each in cost.attention)))
+        stages.append(_Stage(cost, steps, _schedules_of(cost, prefill, steps, num_steps)))
     shape = prepared.model.geometry.latent_shape(planned.size.height, planned.size.width, planned.size.num_frames)
     largest = stages[-1].cost
     widest = max((each.layout for each in largest.attention if each.layout is not None), key=_num_grid, default=None)
@@ -157,9 +158,15 @@ def explain(prepared: Prepared, request: GenerationRequest) -> Explanation:
         num_steps=num_steps,
         num_forwards=num_forwards * num_passes,
         schedule=schedule,
-        parts=_parts(prepared, planned, stages, branches),
+        parts=_parts(prepared, planned, stages, branches, prefill),
         is_bound=any(each is None for row in schedule for each in row.density),
     )
+
+
+def _prefill_of(first: ForwardCost, later: ForwardCost) -> ForwardCost | None:
+    """What the first pass of a request computes once, of a model with a prefix; None for others."""
+    attention = tuple(each for each in first.attention if each.layer.layer.phase == "commit")
+    return ForwardCost(first.products - later.products, attention) if attention else None
 
 
 def _cost_of_chunks(
@@ -197,7 +204,17 @@ def _joined(rows: Sequence[LayerSchedule]) -> LayerSchedule:
     return LayerSchedule(rows[0].role, rows[0].index, backends, density, rows[0].commit)
 
 
-def _schedule_of(cost: AttentionCost, steps: range, num_steps: int) -> LayerSchedule:
+def _schedules_of(
+    cost: ForwardCost, prefill: ForwardCost | None, steps: range, num_steps: int
+) -> tuple[LayerSchedule, ...]:
+    """By layer. prefill: whose layers compute a prefix in place of those of the same index."""
+    commits = {(each.role, each.index): each for each in (() if prefill is None else prefill.attention)}
+    return tuple(
+        _schedule_of(each, commits.get((each.role, each.index), each), steps, num_steps) for each in cost.attention
+    )
+
+
+def _schedule_of(cost: AttentionCost, commits: AttentionCost, steps: range, num_steps: int) -> LayerSchedule:
     backends, density = [], []
     for index in steps:
         step = StepInfo(index=index, num_steps=num_steps)
@@ -208,9 +225,9 @@ def _schedule_of(cost: AttentionCost, steps: range, num_steps: int) -> LayerSche
         backends.append(resolved.decision.backend + dense)
         density.append(share)
     commit = None
-    if cost.layer.policy.has_phases:
+    if commits.layer.policy.has_phases and commits.layer.layer.phase != "denoise":
         last = StepInfo(index=num_steps - 1, num_steps=num_steps, phase="commit")
-        commit = cost.layer.resolved_at(last, cost.layout).decision.backend
+        commit = commits.layer.resolved_at(last, commits.layout).decision.backend
     return LayerSchedule(cost.role, cost.index, tuple(backends), tuple(density), commit)
 
 
@@ -219,8 +236,10 @@ def _parts(
     planned: PlannedRequest,
     stages: Sequence[_Stage],
     branches: float,
+    prefill: ForwardCost | None,
 ) -> tuple[PartCost, ...]:
-    """Of the whole request: linear layers, attention by role, the rest of the steps, decoding."""
+    """Of the whole request: linear layers, attention by role, what is computed once of a prefix, the rest of the steps,
+    decoding."""
     seconds: dict[str, float] = {}
     operations: dict[str, list[float]] = {}
 
@@ -240,6 +259,11 @@ def _parts(
             rates = [_RATES["dense" if share == 1.0 else "sparse"] for share in row.density]
             time = sum(dense / len(shares) * share / rate for share, rate in zip(shares, rates, strict=True))
             add(f"attention, {each.role}", dense, kept, time)
+    if prefill is not None:
+        attention = sum(each.operations for each in prefill.attention) * branches
+        products = prefill.products * branches
+        time = products / _RATES["linear layers"] + attention / _RATES["dense"]
+        add("prefill", products + attention, products + attention, time)
     add("norms, modulation, rotations", 0.0, 0.0, _REST / (1 - _REST) * sum(seconds.values()))
     decoding = count_decoding(prepared.model, planned, torch.device("meta"))
     add("decode", decoding, decoding, decoding / _RATES["decode"])

@@ -84,7 +84,11 @@ def _note(calls: dict[Any, list[Any]], layer: Any, *given: Any) -> None:
     keys = sum(_num_keys(layout, sample, k.shape[1]) for sample in range(batch))
     if layer.cached_keys and context is not None and context.cache is not None:
         keys = batch * context.cache.plan.num_keys
-    pairs = num_queries * keys // batch
+    elif layer.cached_keys and context is not None and context.prefix is not None:
+        keys += sum(context.prefix.lengths or (context.prefix.num_tokens,) * batch)
+    elif layer.causal:
+        keys = (keys + batch) / 2
+    pairs = int(num_queries * keys / batch)
     calls.setdefault(layer, []).append((pairs, 4.0 * num_queries * keys * num_heads * head_dim, layout))
 
 

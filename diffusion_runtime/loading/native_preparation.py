@@ -106,7 +106,7 @@ def prepare_native(
     for level in (override, stated):
         level.of_layers().check_roles([role for role, _ in family.roles], family.name)
         if not model.is_causal:
-            level.check_phases(f"{shown(config.model_path)} ({family.name})")
+            level.check_phases(f"{shown(config.model_path)} ({family.name})", has_prefix=model.caches_prefix)
     policy = AttentionPolicy(
         cli=override,
         config=stated,
@@ -114,7 +114,7 @@ def prepare_native(
         dtype=dtype,
         mesh=mesh,
         num_head_groups=_HEAD_GROUPS if device.type == "cuda" else 1,
-        has_phases=model.is_causal,
+        has_phases=model.is_causal or model.caches_prefix,
         self_check=config.self_check,
     )
     text_attention = choose_encoder_attention(policy, _text_encoder_classes(model, dtype))
@@ -206,7 +206,8 @@ def _warn_of_lossy_commits(layers: Sequence[AttentionLayer]) -> None:
     for backend, reason in sorted(lossy):
         _logger.warning(
             "attention backend %s gives up accuracy and also computes commits (%s): what a commit loses, every later "
-            "chunk inherits; keep it to the others with --decode-attention-backend, or phase: denoise in its rule",
+            "chunk inherits (every step, of a prefix); keep it to the others with --decode-attention-backend, or "
+            "phase: denoise in its rule",
             backend,
             reason,
         )

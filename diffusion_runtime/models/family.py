@@ -95,7 +95,8 @@ class Model(Generic[C, G]):
     last_image_path and mask_path -> whether they must; in models with control blocks, those of the control video too.
     references: how a model for editing takes its images; control: what one with control blocks takes. is_causal: it
     makes videos chunk by chunk, and its transformer reads the keys of earlier ones (attention/cache); the defaults then
-    say chunk_frames, and what else is not that of a cache of everything.
+    say chunk_frames, and what else is not that of a cache of everything. caches_prefix: it computes keys and values of
+    tokens that every step attends to once a request (PrefixCache).
 
     The functions raise ModelLoadError for files that are missing, damaged or not this model's.
     make_transformer: see build_transformer. prepare: makes room in a component's module for what the names of its
@@ -130,6 +131,7 @@ class Model(Generic[C, G]):
     references: ReferenceImages | None = None
     control: VideoControl | None = None
     is_causal: bool = False
+    caches_prefix: bool = False
     transformer_files: tuple[TransformerFile, ...] = ()
     known_names: Callable[[], Sequence[LoraNames]] = lambda: ()
     tensor: TensorParallel | None = None

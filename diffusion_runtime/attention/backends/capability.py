@@ -23,6 +23,7 @@ FEATURES = (
     "block_mask",
     "cached_keys",
 )
+_NO_CAUSAL_PREFIX = "cannot do causal attention, which computes the keys and values of a prefix"
 _NO_CACHED_KEYS = "cannot do cached_keys: it attends within one grid, not to keys of earlier chunks or passes"
 
 
@@ -138,6 +139,8 @@ class Capability:
             return f"not made for role {shown(requirements.role)}"
         if "cached_keys" in requirements.needs - self.features:
             return _NO_CACHED_KEYS
+        if {"cached_keys", "causal"} <= requirements.needs and "causal" not in self.features:
+            return _NO_CAUSAL_PREFIX
         return ""
 
     def refusals(self, requirements: AttentionRequirements) -> list[str]:

@@ -8,6 +8,7 @@ Shapes: B batch, S grid tokens, R tokens of references, L text tokens, T grid an
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +38,7 @@ class Flux2DoubleBlock(nn.Module):
             config.num_heads,
             config.head_dim,
             config.eps,
-            layer=layer,
+            layer=_of_steps(config, layer),
             policy=policy,
             bias=False,
             cached_keys=config.caches_references,
@@ -108,7 +109,11 @@ class Flux2SingleBlock(nn.Module):
         self.norm_k = RMSNorm(config.head_dim, config.eps)
         self.out = Linear(config.dim + config.ffn_dim, config.dim, bias=False)
         self.attention = USPAttention(
-            config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=config.caches_references
+            config.num_heads,
+            config.head_dim,
+            layer=_of_steps(config, layer),
+            policy=policy,
+            cached_keys=config.caches_references,
         )
         self.reference_attention = _reference_attention(config, layer, policy)
 
@@ -175,13 +180,19 @@ class Flux2SingleBlock(nn.Module):
         add_gated_(x, branch, row)
 
 
+def _of_steps(config: Flux2TransformerConfig, layer: LayerInfo) -> LayerInfo:
+    """The layer whose calls are the steps', beside one that computes references before them."""
+    return dataclasses.replace(layer, phase="denoise") if config.caches_references else layer
+
+
 def _reference_attention(
     config: Flux2TransformerConfig, layer: LayerInfo, policy: AttentionPolicy
 ) -> LocalAttention | None:
     """Of references among themselves, which every process holds; under the layer's own choice of backend."""
     if not config.caches_references:
         return None
-    return LocalAttention(config.num_heads, config.head_dim, layer=layer, policy=policy, cached_keys=True)
+    of_prefill = dataclasses.replace(layer, phase="commit")
+    return LocalAttention(config.num_heads, config.head_dim, layer=of_prefill, policy=policy, cached_keys=True)
 
 
 def _own_memory(x: torch.Tensor) -> torch.Tensor:

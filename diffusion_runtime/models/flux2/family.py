@@ -81,6 +81,7 @@ def _adapt(model: _Model) -> _Model:
         embeds_guidance=model.config.embeds_guidance,
         images={"image_path": False},
         references=images,
+        caches_prefix=pipeline.caches_references,
         load_image_conditioner=partial(editing.load_conditioner, images, model.folder),
     )
     if not pipeline.is_distilled:

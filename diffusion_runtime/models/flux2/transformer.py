@@ -113,7 +113,7 @@ class Flux2Transformer(DiffusionTransformer):
     def _reference_cache(self, references: Sequence[torch.Tensor], context: AttentionContext) -> PrefixCache:
         """Of the request's references, [B, channels, 1, height, width] each; computed by its first forward pass."""
         return cached_for_prompt(
-            "reference_keys", references[0], context, lambda: self._prefill(references, context.with_layout(None))
+            "reference_keys", references[0], context, lambda: self._prefill(references, context.for_prefill())
         )
 
     def _prefill(self, references: Sequence[torch.Tensor], context: AttentionContext) -> PrefixCache:

@@ -60,8 +60,9 @@ class QwenImage21Block(nn.Module):
         self.out = Linear(config.dim, config.dim, bias=False)
         self.feed_forward = GatedFeedForward(config.dim, config.ffn_dim)
         heads = config.num_heads, config.head_dim
-        self.attention = USPAttention(*heads, layer=layer, policy=policy, cached_keys=True)
-        self.text_attention = LocalAttention(*heads, layer=layer, policy=policy, causal=True)
+        of_steps, of_prefill = (dataclasses.replace(layer, phase=phase) for phase in ("denoise", "commit"))
+        self.attention = USPAttention(*heads, layer=of_steps, policy=policy, cached_keys=True)
+        self.text_attention = LocalAttention(*heads, layer=of_prefill, policy=policy, causal=True, cached_keys=True)
 
     def forward(self, x: torch.Tensor, rows: Rows, rotations: torch.Tensor, context: AttentionContext) -> None:
         """x [B, S, D] is overwritten. rotations: [B or nothing, S, head_dim / 2], complex. context: with the text as
@@ -177,7 +178,7 @@ class QwenImage21Transformer(DiffusionTransformer):
         x = self.text_embedding(text.embeddings[:, : max(lengths)].to(self.out.weight.dtype))
         rows = self._rows(self._conditioning(torch.zeros(len(x), device=x.device)))
         rotations = diagonal_rotations(range(x.shape[1]), self.config.axes, x.device)
-        alone = context.with_layout(None)
+        alone = context.for_prefill()
         layers = []
         for block in self.blocks:
             assert isinstance(block, QwenImage21Block)

@@ -3,10 +3,12 @@ the largest value."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,13 +19,22 @@ from tables import table
 from tiny_encoders import HIDDEN
 from tiny_qwen_image_21 import CHANNELS, tiny_transformer
 
-from diffusion_runtime.attention import AttentionContext, AttentionPolicy, TokenLayout
+from diffusion_runtime.attention import (
+    AttentionConfig,
+    AttentionContext,
+    AttentionPolicy,
+    StepInfo,
+    TokenLayout,
+    register_backend,
+)
+from diffusion_runtime.attention.backends.reference import ReferenceBackend
+from diffusion_runtime.attention.backends.registry import unregister_backend
 from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention
-from diffusion_runtime.errors import ConfigError, ModelLoadError
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError
 from diffusion_runtime.models.geometry import ClipSize, ImageGeometry
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.qwen_image_21.config import read_transformer_config
+from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig, read_transformer_config
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
 from diffusion_runtime.models.qwen_image_21.weights import transformer_pieces
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -43,10 +54,19 @@ def write_config(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(theirs: QwenImage21Transformer2DModel, tmp_path_factory: pytest.TempPathFactory) -> QwenImage21Transformer:
-    config = read_transformer_config(write_config(tmp_path_factory.mktemp("model"), dict(theirs.config)))
-    model = QwenImage21Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), AttentionPolicy())
-    weights = theirs.state_dict()
+def config(
+    theirs: QwenImage21Transformer2DModel, tmp_path_factory: pytest.TempPathFactory
+) -> QwenImage21TransformerConfig:
+    return read_transformer_config(write_config(tmp_path_factory.mktemp("model"), dict(theirs.config)))
+
+
+def build(config: QwenImage21TransformerConfig, policy: AttentionPolicy) -> QwenImage21Transformer:
+    return QwenImage21Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
+
+
+@pytest.fixture(scope="module")
+def ours(theirs: QwenImage21Transformer2DModel, config: QwenImage21TransformerConfig) -> QwenImage21Transformer:
+    model, weights = build(config, AttentionPolicy()), theirs.state_dict()
     filled = {
         name: torch.cat([weights[piece.name] for piece in several])
         for name, several in transformer_pieces(config).items()
@@ -54,6 +74,23 @@ def ours(theirs: QwenImage21Transformer2DModel, tmp_path_factory: pytest.TempPat
     model.load_state_dict(filled)
     assert sum(parameter.numel() for parameter in model.parameters()) == sum(x.numel() for x in weights.values())
     return model.eval()
+
+
+@contextlib.contextmanager
+def no_causal() -> Iterator[str]:
+    """A backend that attends to a prefix and does not do causal attention, as int8_attn on a GPU."""
+
+    class NoCausal(ReferenceBackend):
+        name: ClassVar[str] = "no_causal"
+        capability = dataclasses.replace(
+            ReferenceBackend.capability, features=ReferenceBackend.capability.features - {"causal"}
+        )
+
+    register_backend(NoCausal)
+    try:
+        yield NoCausal.name
+    finally:
+        unregister_backend(NoCausal.name)
 
 
 def arguments(
@@ -183,3 +220,30 @@ def test_settings_that_are_not_published_are_refused(theirs: Any, tmp_path: Path
         folder.mkdir()
         with pytest.raises(ModelLoadError, match=told):
             read_transformer_config(write_config(folder, {**theirs.config, **values}))
+
+
+def test_each_phase_has_its_own_choices(config: QwenImage21TransformerConfig) -> None:
+    """A choice for the steps is no choice for the text's causal pass, which a general one that cannot do it passes
+    over; a rule for a phase in which no layer of its kind runs is refused."""
+
+    def served(**choices: Any) -> dict[bool, str]:
+        policy = AttentionPolicy(config=AttentionConfig.parse(choices), has_phases=True)
+        layers = build(config, policy).attention_layers()
+        found = {
+            layer.causal: layer.resolved_at(StepInfo(phase="commit" if layer.causal else "denoise"), None)
+            for layer in layers
+        }
+        return {causal: resolved.decision.backend for causal, resolved in found.items()}
+
+    with no_causal() as name:
+        assert served(default=name) == {False: name, True: "torch_sdpa"}
+        assert served(schedule=[{"phase": "decode", "role": "self", "backend": name}]) == {
+            False: name,
+            True: "torch_sdpa",
+        }
+        assert served(schedule=[{"phase": "prefill", "backend": "reference"}]) == {
+            False: "torch_sdpa",
+            True: "reference",
+        }
+        with pytest.raises(BackendUnavailableError, match="cannot do causal"):
+            served(schedule=[{"phase": "prefill", "role": "self", "backend": name}])
