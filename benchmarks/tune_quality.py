@@ -1,11 +1,14 @@
-"""Tuned sparse attention beside the best uniform setting under the same budget, on the embedded model.
+"""Dense attention, the best uniform and the tuned sparse setting on prompts that were not measured, embedded model.
 
-    python -m benchmarks.tune_quality --output benchmarks/results/tune_quality.json
+    python -m benchmarks.tune_quality --prompts 8 --held-out 64 --seconds 600 --journal tune_journal.json \\
+        --output benchmarks/results/tune_quality.json
 
-For each method by itself: `tune` with the budget `accuracy>=dense-0.02`, sensitivities on the first prompts of a seeded
-set and everything that is reported on the others. Recorded: the share of self-attention's pairs that the tuned setting
-and the sparsest uniform one keep, with prompt accuracy (95 % interval) and latent distance of both on the prompts for
-verification. The file is written after each method; --journal keeps measurements, so that a run can be interrupted.
+For each method by itself: `tune` with the budget `accuracy>=dense-0.02`, sensitivities and search on --prompts seeded
+prompts, figures on --held-out others. Recorded for dense, uniform and tuned: the share of self-attention's pairs that
+they keep, prompt accuracy with its Wilson 95 % interval, McNemar's test against dense on the same prompts, latent
+distance and seconds of denoising. The output is written after each method. --seconds is shared out among the methods
+that are left; one that does not finish in its share is recorded as such, and the same command with the same --journal
+goes on with it. The JSON says `is_small` below SMALL held-out prompts, whose intervals tell little.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -38,9 +43,19 @@ from diffusion_runtime.tuning.result import TuneResult
 from diffusion_runtime.tuning.search import Outcome
 from diffusion_runtime.tuning.tune import tune
 
+# Held-out prompts below which a result is marked small: at 32 a Wilson interval spans about 20 points.
+SMALL = 32
+
+
+class OutOfTime(Exception):
+    """The seconds of a method are over; what it measured is in the journal."""
+
 
 class Lines:
-    """A reporter that prints lines."""
+    """A reporter that prints lines, and raises OutOfTime after a clip that ends past `deadline` (time.monotonic)."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
 
     def say(self, text: str, /) -> None:
         print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
@@ -56,38 +71,75 @@ class Lines:
     def update(self, progress: Progress, /) -> None:
         if progress.step % 20 == 0:
             self.say(f"  {progress.step} of {progress.num_steps}, {progress.seconds:.0f} s")
+        if time.monotonic() > self._deadline:
+            raise OutOfTime
 
 
-def with_interval(outcome: Outcome, dense: Figures) -> dict[str, Any]:
-    """An outcome with the interval of its accuracy, and McNemar's test against dense on the same prompts."""
-    figures = outcome.verified
-    if figures is None:
-        return outcome.to_dict()
+def figures_of(figures: Figures, dense: Figures) -> dict[str, Any]:
+    """Held-out figures with the interval of their accuracy, and McNemar's test against dense on the same prompts."""
     proportion = wilson(sum(figures.right), len(figures.right))
     test = mcnemar(dense.right, figures.right)
     return {
-        **outcome.to_dict(),
+        **figures.to_dict(),
         "accuracy_interval": [round(proportion.low, 4), round(proportion.high, 4)],
         "mcnemar": {"only_dense": test.only_first, "only_this": test.only_second, "p": test.p},
     }
 
 
+def setting(name: str, outcome: Outcome, dense: Figures) -> dict[str, Any]:
+    """One line of the table. kept_within: 1 where no sparse setting is within the budget, as dense attention then is
+    what to use; `kept` and the figures are those of the setting that came nearest."""
+    return {
+        "setting": name,
+        **outcome.to_dict(),
+        "kept_within": round(outcome.point.kept, 4) if outcome.is_met else 1.0,
+        "verified": None if outcome.verified is None else figures_of(outcome.verified, dense),
+    }
+
+
 def row_of(method: str, result: TuneResult) -> dict[str, Any]:
-    uniform = result.uniform[method]
-    tuned_kept, uniform_kept = (each.point.kept if each.is_met else 1.0 for each in (result.tuned, uniform))
+    dense = result.dense_verified
+    tuned, uniform = setting("tuned", result.tuned, dense), setting("uniform", result.uniform[method], dense)
     return {
         "method": method,
-        "tuned_kept": round(tuned_kept, 4),
-        "uniform_kept": round(uniform_kept, 4),
-        "tuned_keeps_fewer": tuned_kept < uniform_kept,
-        "tuned": with_interval(result.tuned, result.dense_verified),
-        "uniform": with_interval(uniform, result.dense_verified),
-        "dense": {"measured": result.dense_measured.to_dict(), "verified": result.dense_verified.to_dict()},
-        "fewer_dense_steps": None if result.fewer_steps is None else result.fewer_steps.to_dict(),
+        "finished": True,
+        "tuned_keeps_fewer": tuned["kept_within"] < uniform["kept_within"],
+        "dense": {"setting": "dense", "kept": 1.0, "verified": figures_of(dense, dense)},
+        "uniform": uniform,
+        "tuned": tuned,
+        "fewer_dense_steps": None if result.fewer_steps is None else figures_of(result.fewer_steps, dense),
         "frontier_settings": result.num_frontier,
         "sensitivity": [each.to_dict() for each in result.sensitivities],
         "seconds": round(result.seconds, 1),
     }
+
+
+def table(document: dict[str, Any]) -> str:
+    lines = [
+        f"{'method':18} {'setting':14} {'kept':>6} {'budget':>7} {'right':>9} {'95 % interval':>15} {'latent':>7} s"
+    ]
+    for row in document["rows"]:
+        if not row["finished"]:
+            lines.append(f"{row['method']:18} not finished: {row['reason']}")
+            continue
+        fewer = row["fewer_dense_steps"]
+        settings = [row["dense"], row["uniform"], row["tuned"]]
+        if fewer is not None:
+            settings.append({"setting": f"{fewer['num_inference_steps']} dense steps", "kept": 1.0, "verified": fewer})
+        for each in settings:
+            figures = each["verified"]
+            start = f"{row['method']:18} {each['setting']:14} {each['kept']:6.3f} "
+            met = {True: "met", False: "missed", None: "-"}[each.get("budget_met")]
+            if figures is None:
+                lines.append(f"{start}{met:>7} not run")
+                continue
+            low, high = figures["accuracy_interval"]
+            right = f"{figures['right']} of {figures['prompts']}"
+            # Clips of fewer steps have no latent distance: their grids of noise levels differ.
+            latent = f"{figures['latent']:7.3f}" if "latent" in figures else f"{'-':>7}"
+            interval = f"{low:.3f} to {high:.3f}"
+            lines.append(f"{start}{met:>7} {right:>9} {interval:>15} {latent} {figures['denoise_seconds']:.2f}")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -95,49 +147,52 @@ def main() -> None:
     parser.add_argument("--model", default="shapes")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--preset", default="draft")
-    parser.add_argument("--num-inference-steps", type=int, default=None, help="None: the preset's")
+    parser.add_argument("--prompts", type=int, default=8, help="for the sensitivities and the search")
+    parser.add_argument("--held-out", type=int, default=64, help="prompts that figures are reported on")
+    parser.add_argument("--steps", type=int, default=None, help="of denoising; default: the preset's")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seconds", type=float, default=None, help="wall clock of the whole run; default: no limit")
+    parser.add_argument("--journal", type=Path, default=None, help="a file of measurements, to go on from")
     parser.add_argument("--budget", nargs="+", default=["accuracy>=dense-0.02"])
-    parser.add_argument("--num-measured", type=int, default=2, help="prompts for the sensitivities and the search")
-    parser.add_argument("--num-verified", type=int, default=16)
     parser.add_argument("--prompt-seed", type=int, default=17)
     parser.add_argument("--layer-ranges", type=int, default=2)
-    parser.add_argument("--step-ranges", type=int, default=4)
+    parser.add_argument("--step-ranges", type=int, default=3)
     parser.add_argument("--levels", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--journal", type=Path, default=None, help="a folder")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--merge", nargs="+", type=Path, help="join these files into --output instead of measuring")
     arguments = parser.parse_args()
-    if arguments.merge:
-        parts = [json.loads(path.read_text()) for path in arguments.merge]
-        document = {**parts[0], "rows": [row for part in parts for row in part["rows"]]}
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-        return
+    started = time.monotonic()
+    # VSA warns with every generation that the embedded model has no trained gate.
+    logging.getLogger("diffusion_runtime.attention").setLevel(logging.ERROR)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     device = resolve_device(arguments.device)
     if device.type == "cpu":
         tune_cpu_allocator()
-    prompts = prompt_set(arguments.num_measured + arguments.num_verified, arguments.prompt_seed)
-    given = ("preset", "budget", "num_measured", "num_verified", "prompt_seed", "layer_ranges", "step_ranges", "levels")
+    prompts = prompt_set(arguments.prompts + arguments.held_out, arguments.prompt_seed)
+    given = ("preset", "prompts", "held_out", "seconds", "budget", "prompt_seed", "layer_ranges", "step_ranges")
     document: dict[str, Any] = {
-        "schema": "diffusion_runtime.tune_quality/1",
+        "schema": "diffusion_runtime.tune_quality/2",
         "machine": describe_machine(device),
         "model": arguments.model,
-        **{name: getattr(arguments, name) for name in given},
+        **{name: getattr(arguments, name) for name in (*given, "levels")},
+        "is_small": arguments.held_out < SMALL,
         "rows": [],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    for method in arguments.methods:
+    for index, method in enumerate(arguments.methods):
+        begun = time.monotonic()
+        deadline = math.inf
+        if arguments.seconds is not None:
+            deadline = begun + (started + arguments.seconds - begun) / (len(arguments.methods) - index)
         tuning = Tuning(
             runtime=RuntimeConfig(arguments.model, device=arguments.device),
             requests=tuple(
-                GenerationRequest(prompt.text, seed=prompt.seed, num_inference_steps=arguments.num_inference_steps)
+                GenerationRequest(prompt.text, seed=prompt.seed, num_inference_steps=arguments.steps)
                 for prompt in prompts
             ),
             attributes=tuple(prompt.attributes for prompt in prompts),
-            num_measured=arguments.num_measured,
+            num_measured=arguments.prompts,
             budgets=parse_budgets(arguments.budget),
             methods=(method,),
             preset=arguments.preset,
@@ -145,15 +200,20 @@ def main() -> None:
             step_ranges=arguments.step_ranges,
             levels=arguments.levels,
         )
-        journal = None if arguments.journal is None else arguments.journal / f"{method}.json"
-        result = tune(tuning, Lines(), journal)
-        row = row_of(method, result)
-        document["request"] = {
-            key: value for key, value in result.request.to_dict().items() if key not in ("prompt", "seed")
-        }
+        try:
+            result = tune(tuning, Lines(deadline), arguments.journal)
+            row = row_of(method, result)
+            request = result.request.to_dict()
+            document["request"] = {key: value for key, value in request.items() if key not in ("prompt", "seed")}
+        except OutOfTime:
+            row = {
+                "method": method,
+                "finished": False,
+                "reason": f"its share of --seconds was over after {time.monotonic() - begun:.0f} s",
+            }
         document["rows"].append(row)
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"{method}: tuned {row['tuned_kept']}, uniform {row['uniform_kept']}, {row['seconds']} s", flush=True)
+    print(table(document))
 
 
 if __name__ == "__main__":
