@@ -38,7 +38,8 @@ diffusion-runtime generate "a red circle moving left" --config vsa.yaml
 6 where no setting meets the budget: the file holds the nearest.
 """
 _TUNE = "What to tune"
-_OWN = ("budget", "methods", "prompt_set", "measure_prompts", "layer_ranges", "step_ranges", "levels", "clip_path")
+_RANGES = ("layer_ranges", "step_ranges", "head_ranges", "levels")
+_OWN = ("budget", "methods", "prompt_set", "measure_prompts", *_RANGES, "clip_path")
 _MAX_RANGES = 64
 
 
@@ -86,7 +87,7 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
         raise ConfigError(
             "--methods: expected one sparse method or more, e.g. --methods video_sparse_attn,sliding_tile_attn"
         )
-    for name in ("layer_ranges", "step_ranges", "levels"):
+    for name in _RANGES:
         if not 1 <= own[name] <= _MAX_RANGES:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag}: expected a number from 1 to {_MAX_RANGES}, got {own[name]}")
@@ -125,6 +126,7 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
         layer_ranges=own["layer_ranges"],
         step_ranges=own["step_ranges"],
         levels=own["levels"],
+        head_ranges=own["head_ranges"],
         clip_path=own["clip_path"],
     )
 
@@ -232,6 +234,7 @@ def _signature() -> inspect.Signature:
     ranges: Sequence[tuple[str, int, str]] = (
         ("layer_ranges", 3, "Ranges of layers that are measured. Default: 3."),
         ("step_ranges", 4, "Ranges of steps that are measured. Default: 4."),
+        ("head_ranges", 1, "Ranges of heads with windows of their own (sliding_tile_attn). Default: 1, all heads."),
         ("levels", 4, "Densities of each method that are measured. Default: 4."),
     )
     own = [

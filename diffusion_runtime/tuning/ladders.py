@@ -8,7 +8,7 @@ from typing import Any
 
 from diffusion_runtime.attention.backends.registry import canonical_name, find_backend
 from diffusion_runtime.attention.config import AttentionSpec
-from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles
+from diffusion_runtime.attention.sparse.sliding_tile_windows import attended_tiles, default_candidates
 from diffusion_runtime.attention.sparse.tiles import tile_counts
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.step_info import LayerInfo, StepInfo
@@ -35,13 +35,23 @@ def method_names(given: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def ladder(method: str, grid: Extent, levels: int = DEFAULT_LEVELS) -> list[AttentionSpec]:
-    """Up to `levels` settings of a method from dense to sparse, none of them dense. grid: of tokens.
+def ladder(method: str, grid: Extent, levels: int = DEFAULT_LEVELS, *, is_by_head: bool = False) -> list[AttentionSpec]:
+    """Up to `levels` settings of a method from dense to sparse, none of them dense. grid: of tokens. is_by_head: for
+    cells of some heads; adds the shapes of window that heads are known to differ by (Zhang et al., arXiv:2502.04507).
 
-    Raises what `method_names` does."""
+    Raises what `method_names` does, and ConfigError for a method without windows by head."""
     [name] = method_names([method])
+    if is_by_head and name not in BY_HEAD:
+        raise ConfigError(
+            f"--head-ranges: {name} chooses what each head keeps by itself; leave it out, or tune "
+            f"{', '.join(BY_HEAD)} alone"
+        )
     targets = [1 - (1 - _SPARSEST) * (level + 1) / levels for level in range(levels)]
     found = [AttentionSpec(name, options) for options in _LADDERS[name](grid, targets)]
+    if is_by_head:
+        tile = _sta_tile(grid)
+        shapes = default_candidates(tile_counts(grid, tile))
+        found += [AttentionSpec(name, {"tile_size": list(tile), "window": list(window)}) for window in shapes]
     return list(dict.fromkeys(found))
 
 
@@ -63,7 +73,7 @@ def _video_sparse(grid: Extent, targets: Sequence[float]) -> list[dict[str, Any]
 
 def _sliding_tile(grid: Extent, targets: Sequence[float]) -> list[dict[str, Any]]:
     """For each target the window that comes nearest to it and is most like a cube; a window is odd, or a whole axis."""
-    tile = next((tile for tile in _STA_TILES if _cuts(grid, tile)), _STA_TILES[-1])
+    tile = _sta_tile(grid)
     counts = tile_counts(grid, tile)
     total = math.prod(counts)
     sides = [sorted({*range(1, count, 2), count}) for count in counts]
@@ -76,6 +86,10 @@ def _sliding_tile(grid: Extent, targets: Sequence[float]) -> list[dict[str, Any]
 
     chosen = dict.fromkeys(min(windows, key=lambda seen: rank(seen, target)) for target in targets) if windows else {}
     return [{"tile_size": list(tile), "window": list(windows[seen])} for seen in chosen]
+
+
+def _sta_tile(grid: Extent) -> Extent:
+    return next((tile for tile in _STA_TILES if _cuts(grid, tile)), _STA_TILES[-1])
 
 
 def _cuts(grid: Extent, tile: Extent) -> bool:
@@ -117,3 +131,5 @@ _LADDERS: Mapping[str, Callable[[Extent, Sequence[float]], list[dict[str, Any]]]
     "vmoba_attn": _vmoba,
 }
 METHODS = tuple(_LADDERS)
+# Those whose options say what each head keeps.
+BY_HEAD = ("sliding_tile_attn",)

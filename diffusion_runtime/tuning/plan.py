@@ -12,6 +12,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.explanation.explanation import Explanation, explain
 from diffusion_runtime.loading import Prepared, prepare
+from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.request import GenerationRequest
@@ -32,7 +33,7 @@ UNIFORM_LEVELS = 8
 class Tuning:
     """What to tune. requests: not resolved, the first num_measured of them measure, the others verify; attributes: what
     a clip of each must show, None where nobody knows. methods: backends with a ladder; levels: of each. layer_ranges,
-    step_ranges: the cells. clip_path: of a CLIP model."""
+    step_ranges, head_ranges: the cells. clip_path: of a CLIP model."""
 
     runtime: RuntimeConfig
     requests: Sequence[GenerationRequest]
@@ -45,6 +46,7 @@ class Tuning:
     step_ranges: int = 4
     levels: int = 4
     clip_path: str | None = None
+    head_ranges: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,17 @@ class Plan:
                 "tune: the attention config is sparse already; give the dense choices, tune makes the others"
             )
         grid = explanation.grid
-        ladders = {method: ladder(method, grid, tuning.levels) for method in tuning.methods}
+        is_by_head = tuning.head_ranges > 1
+        ladders = {method: ladder(method, grid, tuning.levels, is_by_head=is_by_head) for method in tuning.methods}
         uniform = {method: ladder(method, grid, UNIFORM_LEVELS) for method in tuning.methods}
-        cells = make_cells({ROLE: len(layers)}, explanation.num_steps, tuning.layer_ranges, tuning.step_ranges)
+        cells = make_cells(
+            {ROLE: len(layers)},
+            explanation.num_steps,
+            tuning.layer_ranges,
+            tuning.step_ranges,
+            _num_heads(prepared),
+            tuning.head_ranges,
+        )
         plan = cls(prepared, explanation, requests, dense, cells, ladders, uniform, len(layers))
         specs = [spec for several in (*ladders.values(), *uniform.values()) for spec in several]
         if not any(plan.kept(spec, cells) < 1.0 for spec in specs):
@@ -109,6 +119,12 @@ class Plan:
                 density = density_of(spec, layout, layer, self.explanation.num_steps)
                 shares += [1 - of_grid * (1 - (1.0 if density is None else density))] * len(cell.steps)
         return statistics.fmean(shares)
+
+
+def _num_heads(prepared: Prepared) -> int:
+    """Query heads of a layer of ROLE."""
+    assert isinstance(prepared, PreparedModel), "explain refuses others"
+    return next(layer.num_heads_total for layer in prepared.transformer.attention_layers() if layer.layer.role == ROLE)
 
 
 def _dense_choices(runtime: RuntimeConfig) -> tuple[RuntimeConfig, AttentionConfig]:

@@ -58,7 +58,7 @@ class TuneResult:
     grid: Extent
     measured_prompts: Sequence[tuple[str, int | None]]
     verified_prompts: Sequence[tuple[str, int | None]]
-    cells: tuple[int, int]
+    cells: tuple[int, int, int]
     sensitivities: Sequence[Sensitivity]
     num_frontier: int
     dense_measured: Figures
@@ -106,6 +106,7 @@ class TuneResult:
             "grid": list(self.grid),
             "layer_ranges": self.cells[0],
             "step_ranges": self.cells[1],
+            "head_ranges": self.cells[2],
             "frontier_settings": self.num_frontier,
             "tuned": self.tuned.to_dict(),
             "dense": {"measured": self.dense_measured.to_dict(), "verified": self.dense_verified.to_dict()},

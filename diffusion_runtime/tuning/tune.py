@@ -109,7 +109,7 @@ class _Run:
             grid=self.plan.explanation.grid,
             measured_prompts=[(each.request.prompt, each.request.seed) for each in self.measured],
             verified_prompts=[(each.request.prompt, each.request.seed) for each in self.verified],
-            cells=(self.tuning.layer_ranges, self.tuning.step_ranges),
+            cells=(self.tuning.layer_ranges, self.tuning.step_ranges, self.tuning.head_ranges),
             sensitivities=sensitivities,
             num_frontier=len(frontier),
             dense_measured=dense_measured,
@@ -148,7 +148,7 @@ class _Run:
 
     def _frontier(self, sensitivities: Sequence[Sensitivity]) -> list[Point]:
         """From dense to sparse."""
-        weights = [len(cell.layers) * len(cell.steps) for cell in self.plan.cells]
+        weights = [cell.weight for cell in self.plan.cells]
         total = sum(weights)
         options: list[list[Option]] = []
         specs: list[list[AttentionSpec | None]] = []

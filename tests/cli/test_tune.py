@@ -107,6 +107,35 @@ def test_the_file_holds_a_schedule_and_the_figures_of_that_schedule(
     assert {each["backend"] for each in planned.json["attention"]} == {"torch_sdpa", "video_sparse_attn"}
 
 
+def test_windows_of_heads_are_tuned_as_cells(command: Command, tiny_wan_folder: Path, tmp_path: Path) -> None:
+    """`tune --head-ranges` is what STA's own search is for: a window for every range of steps, layers and heads."""
+    path = tmp_path / "tuned.yaml"
+    flags = ("--methods", "sta", "--budget", "latent<=0.05", "--layer-ranges", "1", "--step-ranges", "1")
+    flags = (*flags, "--levels", "1", "--head-ranges", "2", "-o", str(path))
+    made = command(*words(tiny_wan_folder, *flags, num_prompts=2))
+    assert made.code == 0, made.err
+    content: Any = read_yaml_file(path)
+    record = content["tuning"]
+    assert {each["heads"] for each in record["sensitivity"]} == {"0-1", "2-3"}
+    assert record["head_ranges"] == 2
+    [rule] = content["runtime"]["attention"]["schedule"]
+    windows = rule["extra"]["head_windows"]
+    assert len(windows) == 4
+    assert windows[0] == windows[1] != windows[2] == windows[3]
+    # The share that is kept and the figures are those of the written file.
+    prepared = prepare(_config(tiny_wan_folder, content["runtime"]["attention"]))
+    request = prepared.rules.resolve(GenerationRequest(PROMPTS[1], **SIZE))  # type: ignore[arg-type]
+    [part] = [part for part in explain(prepared, request).parts if part.name == "attention, self"]
+    assert record["tuned"]["kept"] == pytest.approx(part.kept / part.operations, abs=1e-4)
+    dense = load_pipeline(str(tiny_wan_folder), device="cpu")
+    sparse = load_pipeline(str(tiny_wan_folder), device="cpu", attention=content["runtime"]["attention"])
+    assert isinstance(dense, Pipeline)
+    assert isinstance(sparse, Pipeline)
+    its = latents_of(dense, PROMPTS[1])
+    found = float((latents_of(sparse, PROMPTS[1]) - its).norm() / its.norm())
+    assert record["tuned"]["verified"]["latent"] == pytest.approx(found, rel=1e-3)
+
+
 def _config(folder: Path, attention: object) -> Any:
     from diffusion_runtime.config import RuntimeConfig
 
@@ -154,6 +183,7 @@ def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder:
         (("--budget", "psnr>=30", "--methods", "vsa", "--step-cache", "easycache"), "step_cache"),
         (("--budget", "psnr>=30", "--methods", "vsa", "--attention-config", _SPARSE), "sparse already"),
         (("--budget", "psnr>=30", "--methods", "vsa", "--num-frames", "5"), "too small for any setting"),
+        (("--budget", "psnr>=30", "--methods", "vsa,sta", "--head-ranges", "4"), "--head-ranges: video_sparse_attn"),
         (("--budget", "psnr>=30", "--methods", "vsa", "--num-gpus", "2"), "one process"),
     ],
 )

@@ -111,6 +111,38 @@ def test_rules_hold_exactly_where_their_cells_are() -> None:
         assert held == ([] if expected is None else [expected])
 
 
+def test_cells_of_heads_are_windows_by_head() -> None:
+    num_heads, windows = 5, ((1, 1, 3), (3, 3, 3))
+    cells = make_cells({"self": 2}, 3, 2, 3, num_heads, 3)
+    assert [cell.weight for cell in cells[:3]] == [1 / 5, 2 / 5, 2 / 5]
+    specs = [None, *(AttentionSpec("sliding_tile_attn", {"window": window}) for window in windows)]
+    draw = random.Random(3)
+    chosen = [(cell, draw.choice(specs)) for cell in cells]
+    config = AttentionConfig(schedule=tuple(schedule_rules(chosen)))  # type: ignore[arg-type]
+    for layer, step in itertools.product(range(2), range(3)):
+        held = [
+            rule.spec for rule in config.schedule if rule.window.holds(LayerInfo(layer, 2, "self"), StepInfo(step, 3))
+        ]
+        here = [(cell, spec) for cell, spec in chosen if layer in cell.layers and step in cell.steps]
+        expected = [
+            next(None if spec is None else spec.options["window"] for cell, spec in here if head in (cell.heads or ()))
+            for head in range(num_heads)
+        ]
+        if not any(expected):
+            assert held == []
+            continue
+        [spec] = held
+        found = spec.options.get("head_windows") or (spec.options["window"],) * num_heads
+        assert list(found) == expected
+    # One cell measured by itself leaves the other heads dense.
+    [rule] = schedule_rules([(cells[0], specs[1])])
+    assert rule["extra"]["head_windows"] == ((1, 1, 3), None, None, None, None)
+    with pytest.raises(ConfigError, match="--head-ranges: video_sparse_attn chooses what each head keeps by itself"):
+        ladder("vsa", (8, 8, 8), is_by_head=True)
+    shapes = {spec.options["window"] for spec in ladder("sta", (30, 48, 80), is_by_head=True)}
+    assert shapes >= {(5, 3, 3), (3, 3, 5), (1, 6, 10), (5, 6, 1), (5, 1, 10)}
+
+
 def test_a_ladder_goes_from_dense_to_sparse() -> None:
     for grid, method in itertools.product(((8, 8, 8), (21, 30, 52), (8, 16, 16)), METHODS):
         layout = TokenLayout(grid=grid)

@@ -78,14 +78,18 @@ class SlidingTileBackend(SparseBackend):
 
     def sparse_density(self, options: SlidingTileOptions, layout: TokenLayout, layer: LayerInfo) -> float | None:  # noqa: ARG002
         """None for a strategy, whose windows differ from head to head and from step to step."""
+        num_tiles = tile_counts(layout.grid, options.tile_size)
+        if options.head_windows is not None:
+            shares = [math.prod(seen) / math.prod(num_tiles) for seen in _attended_by_head(options, num_tiles)]
+            return sum(shares) / len(shares)
         if options.window is None or options.mask_strategy_file_path is not None or options.is_tuning:
             return None
-        num_tiles = tile_counts(layout.grid, options.tile_size)
         return math.prod(attended_tiles(num_tiles, options.window)) / math.prod(num_tiles)
 
     def check(self, options: SlidingTileOptions, layer: LayerInfo, num_heads: int, num_steps: int | None) -> None:
         """See Backend.check. A strategy that is still to be tuned is checked at the first call."""
         options.check_mode()
+        options.check_heads(num_heads)
         if options.mask_strategy_file_path is not None:
             load_strategy(options.mask_strategy_file_path).check_fits(layer, num_heads, num_steps)
         if options.is_tuning and num_steps is not None:
@@ -125,15 +129,17 @@ class SlidingTileBackend(SparseBackend):
         num_tiles = tile_counts(call.grid_layout.grid, options.tile_size)
         run = RunSize(call.step.num_steps, call.layer.num_layers, call.num_heads_of_layer)
         strategy = _strategy_of(options, call.grid_layout, call.layer.role, run, call.state)
+        if options.head_windows is not None:
+            by_head = _attended_by_head(options, num_tiles)
+            distinct = tuple(sorted(set(by_head)))
+            group_of = call.state.request.compute_once(_group_of_head, by_head, distinct, call.q.device)
+            return _windowed_plan(call, distinct, _of_this_process(group_of, call))
         if strategy is None:
             assert options.window is not None, "check_mode asks for one of the two"
             return _windowed_plan(call, (attended_tiles(num_tiles, options.window),))
         groups = call.state.request.compute_once(head_groups, strategy, num_tiles, run, call.q.device)
         moment = (call.step.index, call.layer.index)
-        group_of = groups.group_of[moment]
-        if call.num_heads < call.num_heads_of_layer:
-            group_of = group_of[call.inputs.first_head : call.inputs.first_head + call.num_heads]
-        return _windowed_plan(call, groups.attended[moment], group_of)
+        return _windowed_plan(call, groups.attended[moment], _of_this_process(groups.group_of[moment], call))
 
     def _check_run(
         self,
@@ -146,6 +152,7 @@ class SlidingTileBackend(SparseBackend):
     ) -> None:
         """Checks of mode, strategy and run, made for dense steps too. Raises ConfigError."""
         options.check_mode()
+        options.check_heads(num_heads)
         run = RunSize(step.num_steps, layer.num_layers, num_heads)
         strategy = _strategy_of(options, layout, layer.role, run, state)
         if strategy is None:
@@ -194,6 +201,25 @@ class SlidingTileBackend(SparseBackend):
             for of_grid in recorders.values():
                 of_grid.write()
         return result
+
+
+def _attended_by_head(options: SlidingTileOptions, num_tiles: Extent) -> tuple[Extent, ...]:
+    """Tiles that every query tile sees along each axis, of each head of `head_windows`."""
+    windows = options.head_windows or ()
+    return tuple(num_tiles if window is None else attended_tiles(num_tiles, window) for window in windows)
+
+
+def _group_of_head(by_head: tuple[Extent, ...], distinct: tuple[Extent, ...], device: torch.device) -> torch.Tensor:
+    """int32 [heads]: which of the distinct windows each head uses."""
+    indexes = [distinct.index(window) for window in by_head]
+    return torch.tensor(indexes, dtype=torch.int32, device="cpu").to(device)
+
+
+def _of_this_process(group_of: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    """Of [heads of the layer], those of the call, where processes share a layer's heads."""
+    if call.num_heads == call.num_heads_of_layer:
+        return group_of
+    return group_of[call.inputs.first_head : call.inputs.first_head + call.num_heads]
 
 
 def _windowed_plan(

@@ -21,6 +21,8 @@ INFERENCE, SEARCHING, TUNING, TUNING_CFG, NONE = MODES = (
     "none",
 )
 DEFAULT_SKIP_TIME_STEPS = 15
+# Options that say which tiles are attended to.
+_WINDOWS = ("window", "head_windows", "mask_strategy_file_path")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class SlidingTileOptions(SparseOptions):
     skip_time_steps: how many of the first steps are full. None is 15 with a strategy file and while tuning, as the
         paper has it, and 0 with a plain window, which would otherwise do nothing in a run of few steps.
     window: one window for every step, layer and head.
+    head_windows: one window for each query head, None for a head that attends to everything; with schedule rules the
+        windows of layers and steps differ, which is what `tune --head-ranges` writes.
     candidates: the windows that a search tries; None takes five shapes like the paper's. Leave the full window out:
         tuning takes what is closest to full whatever it costs, so of windows that contain each other the largest wins.
     search_log_folder: one file per request and guidance branch; searching adds to it, tuning reads all of it.
@@ -52,6 +56,7 @@ class SlidingTileOptions(SparseOptions):
     sta_mode: str | None = INFERENCE
     skip_time_steps: int | None = None
     window: Extent | None = None
+    head_windows: tuple[Extent | None, ...] | None = None
     tile_size: Extent = (6, 8, 8)
     candidates: tuple[Extent, ...] | None = None
     search_log_folder: str | None = None
@@ -67,6 +72,14 @@ class SlidingTileOptions(SparseOptions):
         object.__setattr__(self, "tile_size", checked_extent(self.tile_size, "tile_size"))
         if self.window is not None:
             object.__setattr__(self, "window", checked_extent(self.window, "window"))
+        if self.head_windows is not None:
+            if not self.head_windows:
+                raise ValueError("head_windows: expected one window for each query head, got none")
+            of_heads = tuple(
+                None if item is None else checked_extent(item, f"head_windows[{index}]")
+                for index, item in enumerate(self.head_windows)
+            )
+            object.__setattr__(self, "head_windows", of_heads)
         if self.candidates is not None:
             if not self.candidates:
                 raise ValueError("candidates: expected one window or more, got none")
@@ -107,21 +120,29 @@ class SlidingTileOptions(SparseOptions):
         assert self.search_log_folder is not None, "check_mode asks for it"
         return Path(self.search_log_folder) / "mask_strategy.json"
 
+    def check_heads(self, num_heads: int) -> None:
+        """num_heads: query heads of the whole layer. Raises ConfigError where head_windows are for another number."""
+        if self.head_windows is not None and len(self.head_windows) != num_heads:
+            raise ConfigError(
+                f"sliding_tile_attn: head_windows has {len(self.head_windows)} windows and this layer "
+                f"{num_heads} query heads; give {num_heads} windows, null for heads that attend to everything"
+            )
+
     def check_mode(self) -> None:
         """Raises ConfigError when the mode lacks an option, or is given one that it would not read."""
         if self.sta_mode == NONE:
             return
-        chosen = [name for name in ("window", "mask_strategy_file_path") if getattr(self, name) is not None]
+        chosen = [name for name in _WINDOWS if getattr(self, name) is not None]
         if self.sta_mode == INFERENCE:
-            if len(chosen) == 2:
+            if len(chosen) > 1:
                 raise ConfigError(
-                    "sliding_tile_attn: window and mask_strategy_file_path both say which tiles are attended to; give "
-                    "one of them"
+                    f"sliding_tile_attn: {' and '.join(chosen)} all say which tiles are attended to; give one of them"
                 )
             if not chosen:
                 raise ConfigError(
                     "sliding_tile_attn: needs to know its windows. Give window=[3,3,5], in tiles, for all steps, "
-                    "layers and heads, or mask_strategy_file_path=FILE.json with one for each"
+                    "layers and heads, head_windows=[[3,3,5],...] with one for each head, or "
+                    "mask_strategy_file_path=FILE.json with one for each step, layer and head"
                 )
             return
         if chosen:

@@ -28,6 +28,7 @@ from diffusion_runtime.attention import (
     attention,
     plan_attention,
 )
+from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.sparse.sliding_tile_options import SlidingTileOptions
 from diffusion_runtime.attention.sparse.sliding_tile_strategy import load_strategy, parse_strategy, write_strategy
 from diffusion_runtime.errors import ConfigError, OutputError
@@ -200,6 +201,28 @@ def test_steps_and_layers_have_windows_of_their_own(tmp_path: Path) -> None:
     assert plan(options, 1, 2, LayerInfo(1, 2)).is_dense
 
 
+def test_windows_by_head_are_each_head_s_window() -> None:
+    q, k, v = random_qkv(LAYOUT, num_heads=4)
+    windows = ((1, 1, 1), None, (1, 3, 3), (1, 1, 1))
+
+    def computed(options: dict[str, Any]) -> torch.Tensor:
+        return attention(q, k, v, backend=NAME, options=TILES | options, layout=LAYOUT)
+
+    found = computed({"head_windows": windows})
+    for head, window in enumerate(windows):
+        alone = computed({"window": window}) if window else attention(q, k, v, layout=LAYOUT)
+        torch.testing.assert_close(found[:, :, head], alone[:, :, head])
+    made = plan_attention(q, k, backend=NAME, options=TILES | {"head_windows": windows}, layout=LAYOUT)
+    # 2 x 2 x 3 tiles.
+    assert [int(made.kv_count[group, 0]) for group in made.group_of[0].tolist()] == [1, 12, 6, 1]
+    backend = find_backend(NAME)
+    assert backend is not None
+    options = SlidingTileOptions(head_windows=windows, tile_size=(2, 2, 2))
+    assert backend.expected_density(options, LAYOUT, LayerInfo(), StepInfo()) == pytest.approx(20 / 48)
+    with pytest.raises(ConfigError, match="head_windows has 4 windows and this layer 2 query heads; give 2 windows"):
+        run({"head_windows": windows})
+
+
 def test_full_steps_are_computed_by_the_dense_backend_and_said(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = random_qkv(LAYOUT)
     state = RequestCache()
@@ -259,6 +282,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"window": (0, 1, 1)}, r"window: expected three whole numbers of 1 or more"),
     ({"window": "1,1,1"}, r"window: expected"),
     ({"window": 3}, r"window: expected"),
+    ({"head_windows": []}, r"head_windows: expected one window for each query head, got none"),
+    ({"head_windows": [None, [1, 0, 1]]}, r"head_windows\[1\]: expected three whole numbers of 1 or more"),
     ({"tile_size": (6, 8, 0)}, r"tile_size: expected three whole numbers"),
     ({"tile_size": None}, r"tile_size: expected"),
     ({"skip_time_steps": -1}, r"skip_time_steps: expected 0 or more, got -1"),
@@ -282,6 +307,7 @@ def test_a_bad_option_fails_when_it_is_set(options: dict[str, Any], message: str
 BAD_TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({}, r"needs to know its windows. Give window=\[3,3,5\].* or mask_strategy_file_path=FILE.json"),
     ({"window": (1, 1, 1), "mask_strategy_file_path": "FILE"}, "give one of them"),
+    ({"window": (1, 1, 1), "head_windows": [(1, 1, 1), None]}, "window and head_windows all say .*give one of them"),
     ({"sta_mode": "STA_searching"}, "STA_searching writes its logs to a folder: give search_log_folder"),
     ({"sta_mode": "STA_tuning"}, "STA_tuning reads the logs of a folder: give search_log_folder"),
     ({"sta_mode": "STA_searching", "window": (1, 1, 1)}, "window is for sta_mode=STA_inference; .* takes candidates="),
